@@ -1,0 +1,1 @@
+"""Each claim measured beside a peer: ``python -m benchmarks.NAME``."""

@@ -1,0 +1,52 @@
+"""Writes the completions of ``predict``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+
+class CompletionWriter(BasePredictionWriter):
+    """Write one JSON line a completion, batch by batch, to ``completions.jsonl`` of the run's folder.
+
+    On several ranks each writes a file of its own, ``completions-RANK.jsonl``.
+
+    Args:
+        file: Another path to write to.
+    """
+
+    def __init__(self, file: str | None = None) -> None:
+        super().__init__(write_interval="batch")
+        self.file = file
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin a new file."""
+        path = Path(self.file or Path(trainer.default_root_dir) / "completions.jsonl")
+        if trainer.world_size > 1:
+            path = path.with_stem(f"{path.stem}-{trainer.global_rank}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        path.write_text("", encoding="utf-8")
+
+    def write_on_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        prediction: list[dict[str, Any]],
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Append the batch's completions."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in prediction)
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say where the completions are."""
+        print(f"Completions written to {self.path}")

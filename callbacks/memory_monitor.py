@@ -1,0 +1,45 @@
+"""Logs peak memory by phase."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lit_grpo.memory import PeakMemory
+
+
+class MemoryMonitor(pl.Callback):
+    """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch.
+
+    On a GPU they are the allocator's peaks, on a CPU those of the process's resident set. The callback
+    stands behind :class:`callbacks.RolloutScheduler` in the list, so that its start of a batch is the end
+    of the rollout.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the first rollout phase."""
+        self._peak = PeakMemory(pl_module.device)
+        self._peak.reset()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the rollout's peak; begin the update phase."""
+        self._rollout_gib = self._peak.peak_gib()
+        pl_module.log("memory/rollout_peak_gib", self._rollout_gib)
+        self._peak.reset()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the update's peak; begin the next rollout phase."""
+        update_gib = self._peak.peak_gib()
+        pl_module.log("memory/update_peak_gib", update_gib)
+        pl_module.log("peak_GiB", max(self._rollout_gib, update_gib), prog_bar=True, logger=False)
+        self._peak.reset()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep validation out of the next rollout's peak."""
+        if trainer.training:
+            self._peak.reset()

@@ -1,0 +1,136 @@
+"""The command line: ``fit``, ``validate``, ``test`` and ``predict``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from callbacks import (
+    CompletionWriter,
+    GRPOProgressBar,
+    InterruptCheckpoint,
+    MemoryMonitor,
+    PolicyExporter,
+    RolloutScheduler,
+    SampleLogger,
+    ThroughputMonitor,
+    WeightSync,
+)
+from lit_grpo.data import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.run_folder import RunConfig, make_loggers, prepare_folder
+
+TRAINER_DEFAULTS: dict[str, Any] = {
+    # The policy is validated before the first update by validate_first, and the sanity check would run
+    # before the generator has its weights.
+    "num_sanity_val_steps": 0,
+    # Groups must stay whole; PromptDataModule gives each rank its own prompts.
+    "use_distributed_sampler": False,
+    "log_every_n_steps": 1,
+    "max_epochs": -1,
+    "check_val_every_n_epoch": None,
+    "enable_model_summary": False,
+    "callbacks": [InterruptCheckpoint(), GRPOProgressBar()],
+}
+
+
+class GRPOCLI(LightningCLI):
+    """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run's folder and the callbacks, each configurable under its own name."""
+        parser.add_class_arguments(RunConfig, "run")
+        parser.add_argument(
+            "--validate_first", type=bool, default=True, help="Validate the policy before fit changes it."
+        )
+        parser.add_lightning_class_args(RolloutScheduler, "rollout_scheduler")
+        parser.add_lightning_class_args(WeightSync, "weight_sync")
+        parser.add_lightning_class_args(MemoryMonitor, "memory_monitor")
+        parser.add_lightning_class_args(ThroughputMonitor, "throughput_monitor")
+        parser.add_lightning_class_args(SampleLogger, "sample_logger")
+        parser.add_lightning_class_args(PolicyExporter, "policy_exporter")
+        parser.add_lightning_class_args(CompletionWriter, "completion_writer")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.filename": "update-{step}",
+                "checkpoint.every_n_train_steps": 50,
+                "checkpoint.save_last": True,
+            }
+        )
+        parser.link_arguments("model.policy", "data.policy")
+        parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    @property
+    def _settings(self) -> Any:
+        return self.config if self.subcommand is None else self.config[self.subcommand]
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the command line's settings alone: what a checkpoint was trained with does not override them."""
+
+    def before_instantiate_classes(self) -> None:
+        """Prepare the run's folder, and point everything that writes at it."""
+        settings = self._settings
+        run = RunConfig(**settings["run"])
+        folder = run.folder.absolute()
+        fits = self.subcommand == "fit"
+        if fits and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            moved = prepare_folder(folder, resumes=bool(settings.get("ckpt_path")))
+            if moved is not None:
+                print(f"The earlier run in {folder} is now in {moved}.")
+        settings["trainer"]["default_root_dir"] = str(folder)
+        settings["checkpoint"]["dirpath"] = settings["checkpoint"]["dirpath"] or str(folder / "checkpoints")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Give the trainer the run's loggers, unless the config names others."""
+        settings = self._settings
+        if self._get(self.config_init, "trainer.logger") is None:
+            kwargs["logger"] = make_loggers(RunConfig(**settings["run"])) if self.subcommand == "fit" else False
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Validate the policy as it is, so that the curves begin at update 0."""
+        settings = self._settings
+        if settings["validate_first"] and not settings.get("ckpt_path") and settings["data"]["validation"]:
+            self.trainer.validate(self.model, self.datamodule, verbose=False)
+
+
+def run(args: list[str] | None = None) -> None:
+    """Parse, run, and turn a mistake in the input into one sentence and exit code 2."""
+    _quieten()
+    try:
+        GRPOCLI(
+            GRPOModule,
+            PromptDataModule,
+            args=args,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults=TRAINER_DEFAULTS,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={"prog": "python -m lit_grpo"},
+        )
+    except ValueError as error:
+        if os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        sys.exit(f"error: {error}\n(set LIT_GRPO_TRACEBACK=1 to see where)")
+
+
+def _quieten() -> None:
+    """Silence what says nothing to the user; each entry names the cause."""
+    import logging
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
+    # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Lightning asks torch in a way that torch calls deprecated.
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    # Lightning's tips and its list of devices that are not there.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

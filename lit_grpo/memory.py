@@ -1,0 +1,43 @@
+"""How much memory a phase took at its peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_GIB = 2**30
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+class PeakMemory:
+    """Measures peak memory between resets: the allocator's on a GPU, the process's resident set on a CPU.
+
+    Where the system cannot reset the resident set's peak (anywhere but Linux), it is that of the whole run.
+
+    Args:
+        device: Whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        """Begin a phase."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif _CLEAR_REFS.exists():
+            _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
+
+    def peak_gib(self) -> float:
+        """Return the peak since the last reset, in GiB."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / _GIB
+        if _STATUS.exists():
+            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024 / _GIB
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB

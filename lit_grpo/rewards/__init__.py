@@ -1,0 +1,27 @@
+"""Reward functions: what they are, how they run beside the rollout, and the ones that come with the project.
+
+A reward function is any callable named by import path or by file. It scores one rollout when it takes
+``completion``, or the whole group of a prompt when it takes ``completions``; see :mod:`.function`.
+"""
+
+from lit_grpo.rewards.exact import ExactMatch, exact_match
+from lit_grpo.rewards.format import FormatMatch
+from lit_grpo.rewards.function import RewardFunction, load_rewards
+from lit_grpo.rewards.length import SoftOverlongPenalty
+from lit_grpo.rewards.maths import MathEquivalence, math_equivalence
+from lit_grpo.rewards.runner import RewardError, RewardRunner
+from lit_grpo.rewards.spec import RewardSpec
+
+__all__ = [
+    "ExactMatch",
+    "FormatMatch",
+    "MathEquivalence",
+    "RewardError",
+    "RewardFunction",
+    "RewardRunner",
+    "RewardSpec",
+    "SoftOverlongPenalty",
+    "exact_match",
+    "load_rewards",
+    "math_equivalence",
+]

@@ -1,0 +1,164 @@
+"""Scoring whole groups while others still decode."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+from lit_grpo.rewards.async_calls import await_calls
+from lit_grpo.rewards.call_thread import run_calls
+from lit_grpo.rewards.function import RewardFunction, check_names
+from lit_grpo.rewards.loading import first_line
+from lit_grpo.rewards.loop_thread import LoopThread
+from lit_grpo.types import RolloutGroup
+
+Values = Sequence[float | BaseException | None]
+
+logger = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """A reward function failed on a rollout; the original exception is its cause."""
+
+
+class RewardRunner:
+    """Runs reward functions over rollout groups in the background.
+
+    :meth:`submit` starts the work on a group and returns at once, :meth:`gather` waits for all submitted
+    groups and writes ``rollout.rewards`` and ``rollout.reward``. Sync functions run in threads, one for each
+    group and function, at most ``num_workers`` at a time; a function may thus be called for two groups at
+    once. ``async`` functions run on one event loop and are awaited all at once; they must not block it.
+
+    An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite
+    number nor ``None``, or a wrong number of values for a group. A sync call that is overdue cannot be
+    stopped: its thread is abandoned, and goes on in the background without keeping the process from exiting.
+
+    Args:
+        functions: The reward functions; their names differ.
+        on_error: ``raise`` makes :meth:`gather` raise a :class:`RewardError`; ``none`` counts the rollouts
+            concerned as not rewarded by the function, and adds their number to ``num_errors``.
+        timeout_s: The most seconds one call may take; ``null`` sets no limit.
+        num_workers: How many sync functions run at a time.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        on_error: Literal["raise", "none"] = "raise",
+        timeout_s: float | None = 60.0,
+        num_workers: int = 4,
+    ) -> None:
+        if not functions:
+            raise ValueError("rewards is empty; name at least one reward function.")
+        check_names(functions)
+        if on_error not in ("raise", "none"):
+            raise ValueError(f"on_error must be 'raise' or 'none', not {on_error!r}.")
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a finite number above 0, or null for none, not {timeout_s}.")
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, not {num_workers}.")
+        self.functions = list(functions)
+        self.num_errors = 0
+        self._raises = on_error == "raise"
+        self._timeout_s = timeout_s
+        self._num_workers = num_workers
+        self._workers = asyncio.Semaphore(num_workers)
+        self._pending: list[tuple[RolloutGroup, Future[list[Values]]]] = []
+        self._warned: set[str] = set()
+        # Two loops: one that keeps time, and one for the users' coroutines, which may block it.
+        self._keeper: LoopThread | None = None
+        self._coroutines: LoopThread | None = None
+
+    def submit(self, group: RolloutGroup) -> None:
+        """Start to score a group."""
+        if self._keeper is None:
+            self._workers = asyncio.Semaphore(self._num_workers)
+            self._keeper = LoopThread("lit_grpo-rewards")
+        self._pending.append((group, self._keeper.submit(self._score(group))))
+
+    def gather(self) -> None:
+        """Wait for the submitted groups and write the rewards of their rollouts.
+
+        ``rollout.rewards`` holds each function's value by name, ``None`` where it does not apply;
+        ``rollout.reward`` is the weighted sum of those that apply, NaN where none does.
+
+        Raises:
+            RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
+                rollouts. Groups before it have their rewards, the others are dropped.
+        """
+        pending, self._pending = self._pending, []
+        try:
+            for group, future in pending:
+                self._write(group, future.result())
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+    def score(self, group: RolloutGroup) -> None:
+        """Score a group, and all that were submitted before it, now."""
+        self.submit(group)
+        self.gather()
+
+    def close(self) -> None:
+        """Drop what has not been gathered and stop the threads; a later :meth:`submit` starts them again."""
+        for _, future in self._pending:
+            future.cancel()
+        self._pending = []
+        for thread in (self._keeper, self._coroutines):
+            if thread is not None:
+                thread.stop()
+        self._keeper = self._coroutines = None
+
+    async def _score(self, group: RolloutGroup) -> list[Values]:
+        return await asyncio.gather(*(self._values(function, group) for function in self.functions))
+
+    async def _values(self, function: RewardFunction, group: RolloutGroup) -> Values:
+        """One value or error a rollout; up to the first error alone if that is to be raised."""
+        if not group.rollouts:
+            return []
+        arguments = function.arguments(group)
+        size = len(group.rollouts) // len(arguments)
+        if function.is_async:
+            if self._coroutines is None:
+                self._coroutines = LoopThread("lit_grpo-async-rewards")
+            calls = [functools.partial(function.score_async, one, size) for one in arguments]
+            outcomes = await await_calls(self._coroutines, calls, self._timeout_s)
+        else:
+            calls = [functools.partial(function.score, one, size) for one in arguments]
+            async with self._workers:
+                outcomes = await run_calls(calls, self._timeout_s, stop_on_error=self._raises)
+        lists = [[outcome] * size if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
+        return [value for values in lists for value in values]
+
+    def _write(self, group: RolloutGroup, values: list[Values]) -> None:
+        for function, column in zip(self.functions, values, strict=True):
+            for cause, samples in itertools.groupby(range(len(column)), key=column.__getitem__):
+                if isinstance(cause, BaseException):  # one error may stand for a call on several rollouts
+                    self._count_error(function, cause, group.prompt.prompt_id, list(samples))
+        for rollout, row in zip(group.rollouts, zip(*values, strict=True), strict=True):
+            rewards = [None if isinstance(value, BaseException) else value for value in row]
+            named = list(zip(self.functions, rewards, strict=True))
+            rollout.rewards = {function.name: value for function, value in named}
+            applied = [function.weight * value for function, value in named if value is not None]
+            rollout.reward = sum(applied) if applied else math.nan
+
+    def _count_error(
+        self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]
+    ) -> None:
+        which = f"sample {samples[0]}" if len(samples) == 1 else f"samples {samples[0]} to {samples[-1]}"
+        sentence = (
+            f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: "
+            f"{first_line(cause)}."
+        )
+        if self._raises:
+            raise RewardError(sentence) from cause
+        self.num_errors += len(samples)
+        if function.name not in self._warned:
+            self._warned.add(function.name)
+            logger.warning("%s It counts as no reward, and its further errors are only counted.", sentence)

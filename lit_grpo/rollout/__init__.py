@@ -1,0 +1,1 @@
+"""Generation: from prompts to whole, rewarded rollout groups."""

@@ -1,0 +1,88 @@
+"""Sampling whose random numbers depend on the sample and its position, and on nothing else.
+
+A token's random number is a hash of (seed, prompt id, visit, sample id, position). Which slot decodes
+a completion, beside which others, and in which order therefore cannot change it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+from lit_grpo.types import Request, SamplingParams
+
+# The increment and multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed 64-bit integers.
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+
+def request_key(request: Request) -> int:
+    """Hash what identifies a request to a signed 64-bit integer."""
+    text = repr((request.seed, *request.key)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
+    """Return float64 numbers in [0, 1), one a row, from int64 keys and token positions (SplitMix64)."""
+    bits = keys_B + (positions_B + 1) * _GOLDEN_GAMMA
+    bits = (bits ^ _shift_right(bits, 30)) * _MULTIPLIERS[0]
+    bits = (bits ^ _shift_right(bits, 27)) * _MULTIPLIERS[1]
+    bits = bits ^ _shift_right(bits, 31)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def sample_tokens(
+    logits_BV: torch.Tensor, sampling: SamplingParams, keys_B: torch.Tensor, positions_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample a token a row by inverting the cumulative distribution at the row's random number.
+
+    Args:
+        logits_BV: Logits of any float dtype.
+        sampling: Temperature and truncation. Temperature 0 takes the likeliest token, and its log-prob
+            is that of the model's distribution at temperature 1.
+        keys_B: ``request_key`` of each row, int64.
+        positions_B: The index of the token within its completion, int64.
+
+    Returns:
+        Token ids (int64) and their log-probs (float32) under the distribution that was sampled from,
+        that is after temperature and truncation. Both have shape B.
+    """
+    logits_BV = logits_BV.float()
+    if sampling.temperature == 0:
+        tokens_B = logits_BV.argmax(-1)
+        logprobs_BV = logits_BV.log_softmax(-1)
+    else:
+        logprobs_BV = (logits_BV / sampling.temperature).log_softmax(-1)
+        if sampling.truncates:
+            logprobs_BV = truncate(logprobs_BV, sampling)
+        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+        threshold_B1 = (uniform(keys_B, positions_B) * cumulative_BV[:, -1]).unsqueeze(-1)
+        tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+
+
+def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Apply top-k, then top-p, then min-p, and renormalise; dropped tokens get minus infinity.
+
+    The order is that of Hugging Face ``generate``: each rule sees the distribution that the rules before
+    it left, renormalised.
+    """
+    dropped = -torch.inf
+    if 0 < sampling.top_k < logprobs_BV.shape[-1]:
+        smallest_B1 = logprobs_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < smallest_B1, dropped).log_softmax(-1)
+    if sampling.top_p < 1:
+        sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True)
+        before_BV = sorted_BV.exp().cumsum(-1) - sorted_BV.exp()
+        cut_BV = torch.empty_like(before_BV, dtype=torch.bool).scatter_(-1, order_BV, before_BV >= sampling.top_p)
+        logprobs_BV = logprobs_BV.masked_fill(cut_BV, dropped).log_softmax(-1)
+    if sampling.min_p > 0:
+        floor_B1 = logprobs_BV.max(-1, keepdim=True).values + torch.tensor(sampling.min_p).log().item()
+        logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < floor_B1, dropped).log_softmax(-1)
+    return logprobs_BV
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift int64 right, filling with zeros (torch's own shift fills with the sign)."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

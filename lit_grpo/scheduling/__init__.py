@@ -1,0 +1,1 @@
+"""What is decoded next. Pure: no torch, no lightning, no transformers."""

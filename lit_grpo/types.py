@@ -1,0 +1,195 @@
+"""What flows through one training iteration, from prompt to micro-batch.
+
+Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logprobs_BT``):
+
+====  ==========================================================
+P     prompts in a batch
+G     completions per prompt (the group size)
+B     rows of a batch that goes through the model
+T     tokens
+N     completion tokens of a micro-batch, flattened over its rows
+V     vocabulary
+K     reward functions
+====  ==========================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are sampled.
+
+    Args:
+        temperature: Divides the logits; 0 is greedy decoding (validation and predict only).
+        top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: Keep this many most likely tokens; 0 keeps all.
+        min_p: Drop tokens less likely than this share of the likeliest one; 0 keeps all.
+        max_tokens: The most tokens of one completion, the end-of-sequence token included.
+        stop: A completion ends once its text contains one of these strings (which it keeps).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not math.isfinite(self.temperature):
+            raise ValueError(f"sampling temperature must be a finite number >= 0, not {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling top_p must be in (0, 1], not {self.top_p}; 1 keeps every token.")
+        if self.top_k < 0:
+            raise ValueError(f"sampling top_k must be >= 0, not {self.top_k}; 0 keeps every token.")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"sampling min_p must be in [0, 1), not {self.min_p}; 0 keeps every token.")
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling max_tokens must be at least 1, not {self.max_tokens}.")
+        if any(not text for text in self.stop):
+            raise ValueError("sampling stop holds an empty string, which would end every completion; remove it.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens of the model's distribution can be left out of sampling."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenised.
+
+    ``prompt_id`` is stable across runs and epochs (``"train/17"``: split and row number); ``visit``
+    counts how often it has been drawn before, so that a second epoch samples anew. ``columns`` are
+    all fields of its row, for the reward functions.
+    """
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    columns: dict[str, Any] = field(default_factory=dict)
+    visit: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample. Its random numbers depend on its ``key``, ``seed`` and position alone."""
+
+    prompt: Prompt
+    sample_id: int
+    sampling: SamplingParams
+    seed: int = 0
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """``(prompt_id, visit, sample_id)``, unique among the requests of a run."""
+        return (self.prompt.prompt_id, self.prompt.visit, self.sample_id)
+
+
+@dataclass
+class Completion:
+    """The tokens of one sample.
+
+    ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from) and
+    ``versions_T`` (int64, the policy version that sampled each token) lie on the CPU and have equal
+    length. ``finish_reason`` is ``stop`` (an end-of-sequence token or a stop string; the token is
+    kept), ``length`` (the limit) or ``abort``.
+    """
+
+    request: Request
+    token_ids_T: torch.Tensor
+    logprobs_T: torch.Tensor
+    versions_T: torch.Tensor
+    finish_reason: FinishReason
+    text: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.token_ids_T.numel())
+
+
+@dataclass
+class Rollout:
+    """A completion and what it earned.
+
+    ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
+    is their weighted sum, NaN where none applies (such a rollout takes no part in the update).
+    """
+
+    prompt: Prompt
+    completion: Completion
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    reward: float = math.nan
+
+
+@dataclass
+class RolloutGroup:
+    """All rollouts of one prompt, ordered by ``sample_id``. A group is never split or partial."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+
+@dataclass
+class PromptBatch:
+    """The seam between callbacks and module: prompts in, whole rollout groups added by the scheduler.
+
+    ``groups`` is empty until :class:`callbacks.RolloutScheduler` has filled it; then it has one group
+    a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself.
+    ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint.
+    """
+
+    prompts: list[Prompt]
+    groups: list[RolloutGroup] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    trained: bool = False
+
+    def to(self, device: torch.device | str) -> PromptBatch:
+        """Return itself: rollouts stay on the host, micro-batches move to the device."""
+        return self
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts, group by group."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+
+@dataclass
+class MicroBatch:
+    """Rows that go through the policy at once.
+
+    ``input_ids_BT`` is padded on the right (under causal attention padding on the right is never seen,
+    so there is no attention mask, and no pad id can be mistaken for a token). The completion tokens of
+    all rows, one after another, are the N axis: ``row_N`` and ``column_N`` say where the *predecessor*
+    of each token stands, whose hidden state predicts it. ``advantages_B`` is per row, and so is
+    ``lengths_B``, the number of completion tokens.
+
+    Example:
+        Two rows, prompt [5, 6] with completion [7, 8], and prompt [5] with completion [9]::
+
+            input_ids_BT = [[5, 6, 7, 8], [5, 9, 0, 0]]
+            row_N = [0, 0, 1]    column_N = [1, 2, 0]    target_ids_N = [7, 8, 9]
+    """
+
+    input_ids_BT: torch.Tensor
+    row_N: torch.Tensor
+    column_N: torch.Tensor
+    target_ids_N: torch.Tensor
+    sampled_logprobs_N: torch.Tensor
+    advantages_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Return a copy on ``device``."""
+        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})

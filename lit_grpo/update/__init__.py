@@ -1,0 +1,1 @@
+"""Update phase: advantages, objectives, micro-batches."""

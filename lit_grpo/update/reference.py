@@ -1,0 +1,48 @@
+"""The frozen policy that the KL term holds on to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_grpo.policy import hidden_states, token_logits
+from lit_grpo.update.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lit_grpo.types import MicroBatch
+
+
+def micro_batch_logprobs(
+    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-prob and entropy, shape N, of the completion tokens of a micro-batch under ``model``."""
+    hidden_BTD = hidden_states(model, micro_batch.input_ids_BT)
+    return token_logprobs(
+        hidden_BTD[micro_batch.row_N, micro_batch.column_N],
+        micro_batch.target_ids_N,
+        head=lambda hidden: token_logits(model, hidden),
+        vocab_size=model.config.get_text_config().vocab_size,
+        temperature=temperature,
+    )
+
+
+class Reference:
+    """Holds a frozen copy of the first policy, outside the module's parameters and checkpoints.
+
+    Args:
+        model: The copy; it is switched to evaluation and needs no gradient.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval().requires_grad_(False)
+
+    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:
+        """Return the log-probs of the completion tokens, shape N."""
+        device = micro_batch.input_ids_BT.device
+        if self.model.device != device:
+            self.model.to(device)  # pyright: ignore[reportArgumentType]
+        with torch.no_grad():
+            return micro_batch_logprobs(self.model, micro_batch, temperature)[0]

@@ -1,0 +1,63 @@
+"""Fixtures: a random policy of each kind that tests need, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a character tokenizer with <pad> = 0 and <eos> = 1."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+
+
+def random_policy(seed: int = 0, **changes: object) -> torch.nn.Module:
+    """Return a Qwen3 of 30 thousand random parameters, in evaluation mode."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "vocab_size": len(ALPHABET) + 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.3,  # a distribution with something to sample from
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(Qwen3Config(**(sizes | changes))).eval()  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random policy with its tokenizer."""
+    folder = tmp_path_factory.mktemp("policy")
+    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    return folder

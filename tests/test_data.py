@@ -1,0 +1,595 @@
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Callback, LightningModule, Trainer
+
+from lit_grpo.data import EvalLoader, PromptDataModule, PromptLoader
+from lit_grpo.sources import RowSource
+from lit_grpo.types import Prompt, PromptBatch
+
+WORDS = [
+    "<unk>",
+    "<eos>",
+    "[user]",
+    "[system]",
+    "[bot]",
+    "what",
+    "is",
+    "one",
+    "two",
+    "plus",
+    "?",
+    "answer",
+    ":",
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[bot]{% endif %}{% if shout is defined %} ?{% endif %}"
+)
+Step = list[tuple[str, int]]
+
+
+class Rows(RowSource):
+    def __init__(self, *rows: Any) -> None:
+        self.all_rows = rows
+
+    def rows(self) -> Iterator[Any]:
+        yield from self.all_rows
+
+
+def save_tokenizer(folder: Path, chat_template: str | None = None, appends_eos: bool = False) -> str:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if appends_eos:
+        words.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tokenizer(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tokenizer(tmp_path_factory.mktemp("chat"), CHAT_TEMPLATE, appends_eos=True)
+
+
+def prompts_of(policy: str, *rows: Any, **options: Any) -> list[Prompt]:
+    data = PromptDataModule(policy, train=Rows(*rows), **options)
+    data.setup("fit")
+    return data.prompts["train"]
+
+
+def words_of(prompt: Prompt) -> str:
+    return " ".join(WORDS[token] for token in prompt.token_ids)
+
+
+def numbered(count: int) -> list[Prompt]:
+    return [Prompt(f"train/{number}", (number,), str(number)) for number in range(count)]
+
+
+def drawn(batch: PromptBatch) -> Step:
+    return [(prompt.prompt_id, prompt.visit) for prompt in batch.prompts]
+
+
+def draw(loader: PromptLoader, num_batches: int) -> list[Step]:
+    steps: list[Step] = []
+    while len(steps) < num_batches:
+        for batch in loader:
+            batch.trained = True
+            steps.append(drawn(batch))
+            if len(steps) == num_batches:
+                break
+    return steps
+
+
+# Rows to prompts
+
+
+def test_text_becomes_a_prompt_with_its_row_number_and_columns(plain: str) -> None:
+    (prompt,) = prompts_of(plain, {"prompt": "one plus two ?", "answer": "3"})
+    assert prompt == Prompt(
+        "train/0", (7, 9, 8, 10), "one plus two ?", {"prompt": "one plus two ?", "answer": "3"}, visit=0
+    )
+
+
+def test_end_of_sequence_that_the_tokenizer_appends_is_stripped(chat: str) -> None:
+    (prompt,) = prompts_of(chat, {"prompt": "one plus two"})
+    assert words_of(prompt) == "one plus two"
+
+
+def test_messages_are_rendered_by_the_chat_template_once(chat: str) -> None:
+    messages = [{"role": "user", "content": "what is one ?"}]
+    (prompt,) = prompts_of(chat, {"prompt": messages, "answer": "1"})
+    assert words_of(prompt) == prompt.text == "[user] what is one ? [bot]"
+    assert prompt.columns == {"prompt": messages, "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "one ?"),
+        ({"chat_template": True}, "[user] one ? [bot]"),
+        ({"system_prompt": "answer"}, "[system] answer [user] one ? [bot]"),
+        ({"chat_template": True, "chat_template_kwargs": {"shout": True}}, "[user] one ? [bot] ?"),
+    ],
+)
+def test_text_is_rendered_as_chat_when_asked_for(chat: str, options: dict[str, Any], expected: str) -> None:
+    (prompt,) = prompts_of(chat, {"prompt": "one ?"}, **options)
+    assert words_of(prompt) == expected
+
+
+def test_template_makes_the_prompt_of_several_columns(plain: str) -> None:
+    row = {"a": "one", "b": "two", "prompt": "unused"}
+    (prompt,) = prompts_of(plain, row, template="what is {a} plus {b} ? answer :")
+    assert prompt.text == words_of(prompt) == "what is one plus two ? answer :"
+
+
+def test_template_gives_values_as_they_are(plain: str) -> None:
+    (prompt,) = prompts_of(plain, {"a": "{b} {{", "n": 3}, template="{{{a}}} {n}")
+    assert prompt.text == "{{b} {{} 3"
+
+
+def test_columns_are_renamed_for_the_rewards(plain: str) -> None:
+    row = {"prompt": "one", "solution": "1", "answer": "one is one"}
+    (prompt,) = prompts_of(plain, row, columns={"answer": "solution", "explanation": "answer"})
+    assert prompt.columns == {"prompt": "one", "answer": "1", "explanation": "one is one"}
+
+
+def test_prompt_ids_stay_when_rows_are_dropped(plain: str) -> None:
+    rows = [{"prompt": "one"}, {"prompt": ""}, {"prompt": "two"}]
+    with pytest.warns(UserWarning, match=r"1 of the 3 rows of Rows are unusable .*row 1 has an empty prompt"):
+        prompts = prompts_of(plain, *rows, unusable_rows="drop")
+    assert [prompt.prompt_id for prompt in prompts] == ["train/0", "train/2"]
+
+
+# Bad rows
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        ({"text": "one"}, {}, "row 1 has no column 'prompt' (it has 'text')"),
+        ({}, {}, "row 1 has no column 'prompt' (it has none)"),
+        ({"prompt": None}, {}, "row 1 has no value in column 'prompt'"),
+        ({"prompt": " \n"}, {}, "row 1 has an empty prompt"),
+        ({"prompt": []}, {}, "row 1 has an empty prompt"),
+        ({"prompt": [{"role": "user", "content": ""}]}, {}, "row 1 has an empty prompt"),
+        (
+            {"prompt": 7},
+            {},
+            "row 1 has a prompt of type int, neither text nor a list of chat messages",
+        ),
+        ({"prompt": ["one"]}, {}, 'row 1 has a chat message that is not {"role": text, "content": text}'),
+        ({"prompt": [{"role": "user", "content": None}]}, {}, "row 1 has a chat message that is not"),
+        ({"prompt": "<eos>"}, {}, "row 1 has a prompt that the tokenizer turns into no tokens"),
+        (
+            {"prompt": "one plus two ?"},
+            {"max_prompt_tokens": 3},
+            "row 1 has a prompt of 4 tokens, more than max_prompt_tokens=3",
+        ),
+        (
+            {"prompt": [{"role": "tool", "content": "one"}]},
+            {},
+            "row 1 is refused by the chat template: no tools here",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "one"}]},
+            {"chat_template": False},
+            "row 1 holds chat messages, which chat_template: false cannot render",
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "one"}]},
+            {"system_prompt": "two"},
+            "row 1 begins with a system message of its own beside system_prompt",
+        ),
+        ({"p": "one"}, {"template": "{prompt} ?"}, "row 1 has no column 'prompt' (it has 'p')"),
+        ({"prompt": None}, {"template": "{prompt} ?"}, "row 1 has no value in column 'prompt'"),
+        ({"prompt": " "}, {"template": "{prompt} "}, "row 1 has an empty prompt"),
+    ],
+)
+def test_unusable_row_is_refused_with_its_number_and_reason(
+    chat: str, row: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        prompts_of(chat, {"prompt": "one"}, row, **options)
+    assert reason in str(error.value)
+    assert str(error.value).startswith("1 of the 2 rows of Rows are unusable (rows count from 0): ")
+    assert str(error.value).endswith("; mend them, or set data.unusable_rows to drop to go on without them.")
+
+
+def test_report_shows_ten_rows_and_counts_the_rest(plain: str) -> None:
+    rows = [{"prompt": "one"}] + [{"prompt": ""}] * 12
+    with pytest.raises(
+        ValueError, match=r"12 of the 13 rows .*; row 10 has an empty prompt; and 2 more; mend"
+    ):
+        prompts_of(plain, *rows)
+
+
+@pytest.mark.parametrize("unusable_rows", ["refuse", "drop"])
+def test_no_usable_row_at_all_is_an_error(plain: str, unusable_rows: str) -> None:
+    with pytest.raises(ValueError, match=r"2 of the 2 rows .*no row is left: check data\.prompt_column"):
+        prompts_of(plain, {"question": "one"}, {"question": "two"}, unusable_rows=unusable_rows)
+
+
+def test_source_without_rows_is_an_error(plain: str) -> None:
+    with pytest.raises(ValueError, match=r"^Rows has no rows; give a source that has at least one\.$"):
+        prompts_of(plain)
+
+
+def test_row_that_is_no_dict_is_an_error(plain: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^row 1 of Rows is of type str, not a dict; give one dict a row\.$"
+    ):
+        prompts_of(plain, {"prompt": "one"}, "two")
+
+
+def test_column_that_is_to_be_renamed_and_lacks_is_an_error(plain: str) -> None:
+    expected = (
+        r"^data\.columns takes 'answer' from column 'solution', which row 0 of Rows lacks; "
+        r"it has 'prompt', 'result'\.$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        prompts_of(plain, {"prompt": "one", "result": "1"}, columns={"answer": "solution"})
+
+
+def test_chat_with_a_tokenizer_that_has_no_template_is_an_error(plain: str) -> None:
+    for row, options in (
+        ({"prompt": [{"role": "user", "content": "one"}]}, {}),
+        ({"prompt": "one"}, {"system_prompt": "two"}),
+        ({"prompt": "one"}, {"chat_template": True}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"ask for a chat template, and the tokenizer of data\.policy has none; choose"
+        ):
+            prompts_of(plain, row, **options)
+
+
+# Arguments and stages
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "data.batch_size must be at least 1, not 0."),
+        ({"eval_batch_size": -1}, "data.eval_batch_size must be at least 1, not -1."),
+        ({"max_prompt_tokens": 0}, "data.max_prompt_tokens must be at least 1, not 0."),
+        ({"seed": -1}, "data.seed must be at least 0, not -1."),
+        ({"unusable_rows": "skip"}, "data.unusable_rows must be refuse or drop, not 'skip'."),
+        ({"template": "{a.b}"}, "data.template '{a.b}' may hold only plain columns"),
+        ({"template": "{a[0]}"}, "data.template '{a[0]}' may hold only plain columns"),
+        ({"template": "{a!r}"}, "data.template '{a!r}' may hold only plain columns"),
+        ({"template": "{a:{b}}"}, "data.template '{a:{b}}' may hold only plain columns"),
+        ({"template": "{}"}, "data.template '{}' may hold only plain columns"),
+        ({"template": "{a"}, "data.template '{a' is malformed: expected '}' before end of string"),
+        ({"template": "one ?"}, "data.template 'one ?' names no column"),
+        ({"chat_template": False, "system_prompt": "x"}, "data.chat_template is false; leave them out"),
+        ({"chat_template": False, "chat_template_kwargs": {"x": 1}}, "data.chat_template is false"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "data.chat_template_kwargs may not set tokenize"),
+    ],
+)
+def test_bad_argument_is_refused_before_anything_is_read(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        PromptDataModule("no such policy", **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "split"),
+    [("fit", "train"), ("validate", "validation"), ("test", "test"), ("predict", "predict")],
+)
+def test_stage_without_its_source_names_the_field(plain: str, stage: str, split: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.{split} is not set, and {stage} needs it; give it"):
+        PromptDataModule(plain).setup(stage)
+
+
+def test_setup_reads_only_what_the_stage_needs_and_only_once(plain: str, tmp_path: Path) -> None:
+    files: dict[str, Path] = {}
+    for split in ("train", "validation", "test", "predict"):
+        files[split] = tmp_path / f"{split}.jsonl"
+        files[split].write_text(json.dumps({"prompt": "one"}) + "\n")
+    sources: dict[str, Any] = {split: str(path) for split, path in files.items()}
+    data = PromptDataModule(plain, **sources)
+    data.setup("validate")
+    assert list(data.prompts) == ["validation"]
+    data.setup("fit")
+    assert list(data.prompts) == ["validation", "train"]
+    before = data.prompts["train"]
+    files["train"].unlink()
+    data.setup("fit")
+    assert data.prompts["train"] is before
+
+
+def test_fit_without_validation_has_no_validation_loader(plain: str) -> None:
+    data = PromptDataModule(plain, train=Rows({"prompt": "one"}))
+    data.setup("fit")
+    assert data.val_dataloader() == []
+
+
+# The stream of training prompts
+
+
+def test_stream_draws_every_prompt_once_an_epoch_on_disjoint_ranks() -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        num_prompts, batch_size, world_size = rng.randint(1, 30), rng.randint(1, 7), rng.randint(1, 4)
+        seed, num_steps = rng.randint(0, 9), rng.randint(1, 25)
+        ranks = [
+            draw(PromptLoader(numbered(num_prompts), batch_size, rank, world_size, seed), num_steps)
+            for rank in range(world_size)
+        ]
+        assert all(len(step) == batch_size for steps in ranks for step in steps)
+        stream = [place for steps in zip(*ranks, strict=True) for step in steps for place in step]
+        assert [visit for _, visit in stream] == [index // num_prompts for index in range(len(stream))]
+        assert max(Counter(stream).values()) == 1
+        whole = PromptLoader(numbered(num_prompts), 1, seed=seed)
+        assert stream == [place for step in draw(whole, len(stream)) for place in step]
+
+
+def test_order_is_fixed_by_seed_and_epoch() -> None:
+    first, second = draw(PromptLoader(numbered(6), 6, seed=3), 2)
+    assert [name for name, _ in first] == ["train/2", "train/5", "train/4", "train/1", "train/3", "train/0"]
+    assert [name for name, _ in first] != [name for name, _ in second]
+    assert draw(PromptLoader(numbered(6), 6, seed=4), 1) != [first]
+
+
+def test_order_without_shuffle_is_that_of_the_rows() -> None:
+    steps = draw(PromptLoader(numbered(3), 2, shuffle=False), 3)
+    assert steps == [
+        [("train/0", 0), ("train/1", 0)],
+        [("train/2", 0), ("train/0", 1)],
+        [("train/1", 1), ("train/2", 1)],
+    ]
+
+
+def test_epoch_has_whole_batches_and_at_least_one() -> None:
+    assert len(PromptLoader(numbered(10), 4)) == 2
+    assert len(PromptLoader(numbered(10), 4, rank=1, world_size=2)) == 1
+    assert len(PromptLoader(numbered(1), 4, world_size=2)) == 1
+    assert len(list(PromptLoader(numbered(10), 4))) == 2
+
+
+def test_batch_is_consumed_once_trained_or_passed_over() -> None:
+    loader = PromptLoader(numbered(10), 4)
+    batches = iter(loader)
+    assert loader.state_dict()["prompts_consumed"] == 0
+    first = next(batches)
+    assert loader.state_dict()["prompts_consumed"] == 0
+    first.trained = True
+    assert loader.state_dict()["prompts_consumed"] == 4
+    next(batches)
+    assert loader.state_dict()["prompts_consumed"] == 4
+    next(iter(loader))
+    assert loader.state_dict()["prompts_consumed"] == 8
+
+
+def test_iterator_made_before_loading_starts_at_the_loaded_place() -> None:
+    expected = draw(PromptLoader(numbered(10), 3), 3)
+    loader = PromptLoader(numbered(10), 3)
+    batches = iter(loader)
+    state = {"prompts_consumed": 6, "seed": 0, "shuffle": True, "num_prompts": 10}
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    assert drawn(next(batches)) == expected[2]
+
+
+def test_loader_that_was_in_use_starts_at_the_loaded_place() -> None:
+    expected = draw(PromptLoader(numbered(10), 3), 2)
+    loader = PromptLoader(numbered(10), 3)
+    state = loader.state_dict()
+    draw(loader, 5)
+    loader.load_state_dict(state)
+    assert draw(loader, 2) == expected
+
+
+def test_batch_size_and_ranks_may_change_on_resume() -> None:
+    whole = [place for step in draw(PromptLoader(numbered(7), 1), 20) for place in step]
+    loader = PromptLoader(numbered(7), 3, world_size=2)
+    draw(loader, 2)
+    resumed = PromptLoader(numbered(7), 4)
+    resumed.load_state_dict(loader.state_dict())
+    assert [place for step in draw(resumed, 2) for place in step] == whole[12:20]
+
+
+def test_other_prompts_or_seed_on_resume_are_an_error() -> None:
+    state = PromptLoader(numbered(7), 2, seed=1).state_dict()
+    with pytest.raises(ValueError, match=r"seed was 1 and is now 2, num_prompts was 7 and is now 8; restore"):
+        PromptLoader(numbered(8), 2, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"shuffle was True and is now False; restore"):
+        PromptLoader(numbered(7), 2, seed=1, shuffle=False).load_state_dict(state)
+
+
+def test_evaluation_takes_each_prompt_once_in_equally_many_batches_a_rank() -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        num_prompts, batch_size, world_size = rng.randint(1, 30), rng.randint(1, 7), rng.randint(1, 4)
+        loaders = [
+            EvalLoader(numbered(num_prompts), batch_size, rank, world_size) for rank in range(world_size)
+        ]
+        ranks = [[drawn(batch) for batch in loader] for loader in loaders]
+        assert {len(batches) for batches in ranks} == {len(loader) for loader in loaders} == {len(ranks[0])}
+        assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
+        assert all(ranks[0])
+        seen = [name for batches in ranks for batch in batches for name, _ in batch]
+        assert sorted(seen) == sorted(prompt.prompt_id for prompt in numbered(num_prompts))
+
+
+def test_ranks_that_run_out_of_rows_end_with_an_empty_batch() -> None:
+    loaders = [EvalLoader(numbered(3), 1, rank, world_size=2) for rank in range(2)]
+    assert [[drawn(batch) for batch in loader] for loader in loaders] == [
+        [[("train/0", 0)], [("train/2", 0)]],
+        [[("train/1", 0)], []],
+    ]
+
+
+def test_evaluation_gives_new_batches_in_each_pass() -> None:
+    loader = EvalLoader(numbered(3), 2)
+    assert all(old is not new for old, new in zip(list(loader), list(loader), strict=True))
+
+
+# Under a real Trainer
+
+
+class Recorder(LightningModule):
+    """Notes the prompts of each step that it finishes; fails in the middle of step ``fails_at``."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(1, 1)
+        self.fails_at = fails_at
+        self.steps: list[Step] = []
+        self.evaluated: list[Step] = []
+
+    def training_step(self, batch: PromptBatch) -> None:
+        if self.global_step == self.fails_at:
+            raise RuntimeError("killed")
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        optimizer.step()
+        self.steps.append(drawn(batch))
+        batch.trained = True
+
+    def validation_step(self, batch: PromptBatch) -> None:
+        self.evaluated.append(drawn(batch))
+
+    def test_step(self, batch: PromptBatch) -> None:
+        self.evaluated.append(drawn(batch))
+
+    def predict_step(self, batch: PromptBatch) -> Step:
+        return drawn(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint in ``hook`` once ``step`` steps are done."""
+
+    def __init__(self, path: Path, hook: str, step: int) -> None:
+        self.path = path
+        self.step = step
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def rows(count: int) -> Rows:
+    return Rows(*({"prompt": "one"} for _ in range(count)))
+
+
+def train(
+    policy: str,
+    *callbacks: Callback,
+    fails_at: int | None = None,
+    ckpt_path: Path | None = None,
+    **limits: Any,
+) -> list[Step]:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator="cpu", devices=1, enable_model_summary=False, callbacks=list(callbacks), **quiet, **limits
+    )
+    recorder = Recorder(fails_at)
+    data = PromptDataModule(policy, train=rows(10), validation=rows(3), batch_size=4)
+    try:
+        trainer.fit(recorder, datamodule=data, ckpt_path=ckpt_path)
+    except RuntimeError as error:
+        assert str(error) == "killed"
+    return recorder.steps
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 7}, {"max_epochs": 4}])
+@pytest.mark.parametrize("step", [1, 2, 4, 5])
+def test_resumed_fit_goes_on_with_the_next_prompts(
+    plain: str, tmp_path: Path, step: int, limits: dict[str, Any]
+) -> None:
+    saved = tmp_path / "a.ckpt"
+    steps = train(plain, SaveAt(saved, "on_train_batch_end", step), **limits)
+    assert steps == draw(PromptLoader(numbered(10), 4), limits.get("max_steps", 8))
+    assert train(plain, ckpt_path=saved, **limits) == steps[step:]
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 7}, {"max_epochs": 4}])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+def test_fit_resumed_between_epochs_goes_on_with_the_next_prompts(
+    plain: str, tmp_path: Path, hook: str, limits: dict[str, Any]
+) -> None:
+    saved = tmp_path / "a.ckpt"
+    steps = train(plain, SaveAt(saved, hook, 4), **limits)
+    assert train(plain, ckpt_path=saved, **limits) == steps[4:]
+
+
+@pytest.mark.parametrize("fails_at", [0, 3, 4])
+def test_step_that_was_cut_off_is_done_again(plain: str, tmp_path: Path, fails_at: int) -> None:
+    saved = tmp_path / "a.ckpt"
+    before = train(plain, SaveAt(saved, "on_exception", fails_at), fails_at=fails_at, max_steps=7)
+    after = train(plain, ckpt_path=saved, max_steps=7)
+    assert before + after == train(plain, max_steps=7)
+    assert len(before) == fails_at
+
+
+def test_checkpoint_taken_before_the_step_gives_its_batch_again(plain: str, tmp_path: Path) -> None:
+    saved = tmp_path / "a.ckpt"
+    steps = train(plain, SaveAt(saved, "on_train_batch_start", 3), max_steps=5)
+    assert train(plain, ckpt_path=saved, max_steps=5) == steps[3:]
+
+
+def test_second_fit_of_one_trainer_goes_on_and_of_another_begins_anew(plain: str) -> None:
+    data = PromptDataModule(plain, train=rows(10), batch_size=4)
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "barebones": True}
+    recorder, trainer = Recorder(), Trainer(**options)
+    trainer.fit(recorder, datamodule=data)
+    assert trainer.fit_loop.max_epochs == 2
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(recorder, datamodule=data)
+    assert recorder.steps == draw(PromptLoader(numbered(10), 4), 6)
+    other = Recorder()
+    Trainer(**options).fit(other, datamodule=data)
+    assert other.steps == recorder.steps[:4]
+
+
+def test_checkpoint_of_other_training_prompts_can_be_tested(plain: str, tmp_path: Path) -> None:
+    saved = tmp_path / "a.ckpt"
+    train(plain, SaveAt(saved, "on_train_batch_end", 1), max_steps=1)
+    data = PromptDataModule(plain, train=rows(9), test=rows(1))
+    data.setup("fit")
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    recorder = Recorder()
+    trainer.test(recorder, datamodule=data, ckpt_path=saved, verbose=False)
+    assert recorder.evaluated == [[("test/0", 0)]]
+    with pytest.raises(ValueError, match=r"num_prompts was 10 and is now 9; restore the data settings"):
+        trainer.fit(recorder, datamodule=data, ckpt_path=saved)
+
+
+def test_evaluation_stages_run_from_their_sources_alone(plain: str, tmp_path: Path) -> None:
+    saved = tmp_path / "a.ckpt"
+    train(plain, SaveAt(saved, "on_train_batch_end", 1), max_steps=1)
+    data = PromptDataModule(
+        plain, validation=rows(3), test=rows(2), predict=rows(1), eval_batch_size=2, seed=5
+    )
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    recorder = Recorder()
+    trainer.validate(recorder, datamodule=data, ckpt_path=saved, verbose=False)
+    trainer.test(recorder, datamodule=data, verbose=False)
+    assert recorder.evaluated == [
+        [("validation/0", 0), ("validation/1", 0)],
+        [("validation/2", 0)],
+        [("test/0", 0), ("test/1", 0)],
+    ]
+    assert trainer.predict(recorder, datamodule=data) == [[("predict/0", 0)]]

@@ -1,0 +1,510 @@
+"""Running reward functions over groups: values, errors, time limits and threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec
+from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+
+
+def make_group(*texts: str, prompt_id: str = "train/17", **columns: Any) -> RolloutGroup:
+    """A group whose completions have one token a character."""
+    prompt = Prompt(prompt_id, (1, 2), "What is it?", columns)
+    rollouts = []
+    for sample_id, text in enumerate(texts):
+        request = Request(prompt, sample_id, SamplingParams(max_tokens=9))
+        tokens = torch.zeros(len(text), dtype=torch.int64)
+        completion = Completion(request, tokens, tokens.float(), tokens, "stop", text)
+        rollouts.append(Rollout(prompt, completion))
+    return RolloutGroup(prompt, rollouts)
+
+
+def rewards_of(group: RolloutGroup) -> list[float]:
+    return [rollout.reward for rollout in group.rollouts]
+
+
+def values_of(group: RolloutGroup, name: str) -> list[float | None]:
+    return [rollout.rewards[name] for rollout in group.rollouts]
+
+
+MakeRunner = Callable[..., RewardRunner]
+
+
+@pytest.fixture
+def make_runner() -> Iterator[MakeRunner]:
+    """Makes runners of plain functions, under their own names, and closes them."""
+    runners: list[RewardRunner] = []
+
+    def make(*calls: Callable[..., Any], **options: Any) -> RewardRunner:
+        runners.append(RewardRunner([RewardFunction.of(call, call.__name__) for call in calls], **options))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
+def ratio(completion: str) -> float:
+    return 6 / len(completion)
+
+
+def lengths(completions: list[str]) -> list[float | None]:
+    return [float(len(completion)) or None for completion in completions]
+
+
+async def slow_length(completion: str) -> float:
+    await asyncio.sleep(0.05)
+    return float(len(completion))
+
+
+def test_reward_is_the_weighted_sum_of_those_that_apply() -> None:
+    def long_only(completion: str) -> float | None:
+        return 1.0 if len(completion) > 2 else None
+
+    functions = [RewardFunction.of(length, "length", 0.5), RewardFunction.of(long_only, "long", 10.0)]
+    runner, group = RewardRunner(functions), make_group("a", "abcd")
+    runner.score(group)
+    runner.close()
+    assert [rollout.rewards for rollout in group.rollouts] == [
+        {"length": 1.0, "long": None},
+        {"length": 4.0, "long": 1.0},
+    ]
+    assert rewards_of(group) == [0.5, 12.0]
+
+
+def test_reward_is_nan_where_none_applies(make_runner: MakeRunner) -> None:
+    group = make_group("a", "")
+    make_runner(lengths).score(group)
+    assert values_of(group, "lengths") == [1.0, None]
+    assert group.rollouts[0].reward == 1.0
+    assert math.isnan(group.rollouts[1].reward)
+
+
+def test_function_on_one_rollout_gets_what_its_parameters_name(make_runner: MakeRunner) -> None:
+    seen = []
+
+    def score(
+        prompt: str,
+        completion: str,
+        answer: int,
+        num_tokens: int,
+        finish_reason: str,
+        max_tokens: int,
+        other: str = "-",
+    ) -> bool:
+        seen.append((prompt, completion, answer, num_tokens, finish_reason, max_tokens, other))
+        return True
+
+    group = make_group("ab", "c", answer=4, level=3)
+    make_runner(score).score(group)
+    assert seen == [("What is it?", "ab", 4, 2, "stop", 9, "-"), ("What is it?", "c", 4, 1, "stop", 9, "-")]
+    assert values_of(group, "score") == [1.0, 1.0]
+
+
+def test_function_on_a_group_gets_lists_in_one_call(make_runner: MakeRunner) -> None:
+    seen = []
+
+    def score(
+        completions: list[str],
+        prompts: list[str],
+        answer: list[int],
+        finish_reasons: list[str],
+        **columns: Any,
+    ) -> torch.Tensor:
+        seen.append((completions, prompts, answer, finish_reasons, columns))
+        return torch.tensor([0.5, 0.25])
+
+    group = make_group("ab", "c", answer=4, level=3)
+    make_runner(score).score(group)
+    assert seen == [(["ab", "c"], ["What is it?"] * 2, [4, 4], ["stop", "stop"], {"level": [3, 3]})]
+    assert rewards_of(group) == [0.5, 0.25]
+
+
+def test_all_columns_are_given_to_columns_but_those_that_args_bind(
+    tmp_path: Any, make_runner: MakeRunner
+) -> None:
+    (tmp_path / "seen.py").write_text(
+        "def score(completion, scale, **columns): return scale + columns['level']"
+    )
+    spec = RewardSpec(f"{tmp_path / 'seen.py'}:score", args={"scale": 10})
+    group = make_group("a", level=3, scale=500)
+    runner = RewardRunner([RewardFunction.load(spec)])
+    runner.score(group)
+    runner.close()
+    assert rewards_of(group) == [13.0]
+
+
+def test_own_values_come_before_columns_of_the_same_name(make_runner: MakeRunner) -> None:
+    seen = []
+
+    def score(completion: str, **columns: Any) -> float:
+        seen.append((completion, columns))
+        return 0.0
+
+    make_runner(score).score(make_group("a", completion="column", prompt="column", level=1))
+    assert seen == [("a", {"prompt": "What is it?", "level": 1})]
+
+
+def test_async_functions_of_a_group_are_awaited_at_once(make_runner: MakeRunner) -> None:
+    group = make_group(*["ab"] * 100)
+    began_s = time.monotonic()
+    make_runner(slow_length).score(group)
+    assert rewards_of(group) == [2.0] * 100
+    assert time.monotonic() - began_s < 2.5  # one after another they take 5 s
+
+
+def test_async_function_may_score_a_group(make_runner: MakeRunner) -> None:
+    async def score(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(completion)) for completion in completions]
+
+    group = make_group("a", "bcd")
+    make_runner(score).score(group)
+    assert rewards_of(group) == [1.0, 3.0]
+
+
+def test_async_functions_of_all_groups_share_one_loop(make_runner: MakeRunner) -> None:
+    loops = set()
+
+    async def score(completion: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        return 0.0
+
+    runner = make_runner(score)
+    runner.submit(make_group("a"))
+    runner.score(make_group("b"))
+    runner.score(make_group("c"))
+    assert len(loops) == 1
+
+
+def test_submit_starts_the_work_and_returns_before_it_is_done(make_runner: MakeRunner) -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def score(completion: str) -> float:
+        started.set()
+        go_on.wait(5)
+        return 1.0
+
+    runner, group = make_runner(score), make_group("a")
+    runner.submit(group)
+    assert started.wait(5)
+    assert group.rollouts[0].rewards == {}
+    go_on.set()
+    runner.gather()
+    assert rewards_of(group) == [1.0]
+
+
+def test_values_do_not_depend_on_which_thread_is_first(make_runner: MakeRunner) -> None:
+    def uneven(completion: str) -> float:
+        time.sleep(0.002 * (len(completion) % 3))
+        return float(len(completion))
+
+    runner = make_runner(uneven, slow_length, lengths, num_workers=3)
+    groups = [make_group(*["x" * (1 + (i + j) % 5) for j in range(4)]) for i in range(12)]
+    for group in groups:
+        runner.submit(group)
+    runner.gather()
+    assert [rewards_of(group) for group in groups] == [
+        [3.0 * (1 + (i + j) % 5) for j in range(4)] for i in range(12)
+    ]
+
+
+def test_at_most_num_workers_sync_functions_run_at_a_time(make_runner: MakeRunner) -> None:
+    lock, running, most = threading.Lock(), 0, 0
+
+    def score(completion: str) -> float:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return 0.0
+
+    runner = make_runner(score, num_workers=2)
+    for _ in range(6):
+        runner.submit(make_group("a"))
+    runner.gather()
+    assert most == 2
+
+
+def test_error_names_function_prompt_and_sample_and_has_the_original_as_cause(
+    make_runner: MakeRunner,
+) -> None:
+    with pytest.raises(RewardError) as caught:
+        make_runner(ratio).score(make_group("ab", ""))
+    assert str(caught.value) == (
+        "reward 'ratio' (ratio) failed on prompt 'train/17', sample 1: ZeroDivisionError: division by zero."
+    )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_error_of_a_call_on_the_group_names_all_of_its_samples(make_runner: MakeRunner) -> None:
+    def score(completions: list[str]) -> list[float]:
+        raise KeyError("model")
+
+    with pytest.raises(RewardError, match=r"prompt 'train/17', samples 0 to 2: KeyError: 'model'.$"):
+        make_runner(score).score(make_group("a", "b", "c"))
+
+
+def test_first_error_in_order_is_raised_and_groups_before_it_are_scored(make_runner: MakeRunner) -> None:
+    groups = [make_group("ab"), make_group("", prompt_id="train/1"), make_group("", prompt_id="train/2")]
+    runner = make_runner(slow_length, ratio)
+    for group in groups:
+        runner.submit(group)
+    with pytest.raises(RewardError, match="'train/1'"):
+        runner.gather()
+    assert rewards_of(groups[0]) == [5.0]
+    assert groups[1].rollouts[0].rewards == {}
+    runner.score(groups[0])  # the runner goes on after an error
+
+
+def test_error_that_counts_as_no_reward_leaves_the_other_rollouts_alone(
+    make_runner: MakeRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, group = make_runner(ratio, length, on_error="none"), make_group("ab", "", "abc")
+    with caplog.at_level(logging.WARNING):
+        runner.score(group)
+        runner.score(make_group("", prompt_id="train/18"))
+    assert values_of(group, "ratio") == [3.0, None, 2.0]
+    assert rewards_of(group) == [5.0, 0.0, 5.0]
+    assert runner.num_errors == 2
+    assert [record.message for record in caplog.records] == [
+        "reward 'ratio' (ratio) failed on prompt 'train/17', sample 1: ZeroDivisionError: division by zero. "
+        "It counts as no reward, and its further errors are only counted."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (math.nan, "it returned nan; return a finite number, or None where it does not apply"),
+        (-math.inf, "it returned -inf; return a finite number, or None where it does not apply"),
+        (10**400, "it returned inf; return a finite number, or None where it does not apply"),
+        ("1.0", "it returned '1.0', which is not a number; return a float or None"),
+        ([1.0], "it returned [1.0], which is not a number; return a float or None"),
+    ],
+)
+def test_value_that_is_no_finite_number_is_an_error(
+    make_runner: MakeRunner, value: Any, problem: str
+) -> None:
+    def score(completion: str) -> Any:
+        return value
+
+    with pytest.raises(RewardError) as caught:
+        make_runner(score).score(make_group("a"))
+    assert (
+        str(caught.value)
+        == f"reward 'score' (score) failed on prompt 'train/17', sample 0: ValueError: {problem}."
+    )
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, torch.tensor(1.0), torch.tensor(True)])
+def test_bools_and_scalars_are_numbers(make_runner: MakeRunner, value: Any) -> None:
+    def score(completion: str) -> Any:
+        return value
+
+    group = make_group("a")
+    make_runner(score).score(group)
+    assert values_of(group, "score") == [1.0]
+
+
+def test_nan_in_one_element_of_a_group_costs_only_that_rollout(make_runner: MakeRunner) -> None:
+    def score(completions: list[str]) -> list[float]:
+        return [1.0, math.nan, 3.0]
+
+    runner, group = make_runner(score, on_error="none"), make_group("a", "b", "c")
+    runner.score(group)
+    assert values_of(group, "score") == [1.0, None, 3.0]
+    assert runner.num_errors == 1
+    with pytest.raises(RewardError, match=r"sample 1: ValueError: it returned nan;"):
+        make_runner(score).score(group)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ([1.0], "it returned 1 values for 2 completions; return one each"),
+        (1.0, "it returned a float; return a list with one value a completion"),
+        (None, "it returned a NoneType; return a list with one value a completion"),
+    ],
+)
+def test_wrong_number_of_values_is_an_error_of_the_whole_group(
+    make_runner: MakeRunner, values: Any, problem: str
+) -> None:
+    def score(completions: list[str]) -> Any:
+        return values
+
+    with pytest.raises(RewardError) as caught:
+        make_runner(score).score(make_group("a", "b"))
+    assert str(caught.value).endswith(f"samples 0 to 1: ValueError: {problem}.")
+    runner, group = make_runner(score, on_error="none"), make_group("a", "b")
+    runner.score(group)
+    assert (values_of(group, "score"), runner.num_errors) == ([None, None], 2)
+
+
+def test_sync_call_that_is_overdue_is_abandoned_and_the_others_are_scored(make_runner: MakeRunner) -> None:
+    def stuck(completion: str) -> float:
+        time.sleep(5 if completion == "stuck" else 0)
+        return 1.0
+
+    runner, group = (
+        make_runner(stuck, on_error="none", timeout_s=0.2, num_workers=1),
+        make_group("a", "stuck", "b"),
+    )
+    began_s = time.monotonic()
+    runner.score(group)
+    assert values_of(group, "stuck") == [1.0, None, 1.0]
+    assert runner.num_errors == 1
+    assert time.monotonic() - began_s < 2
+    with pytest.raises(RewardError, match=r"sample 1: TimeoutError: it took longer than 0.2 s.$"):
+        make_runner(stuck, timeout_s=0.2).score(group)
+
+
+def test_time_limit_is_of_each_call_and_not_of_the_group(make_runner: MakeRunner) -> None:
+    def score(completion: str) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    group = make_group(*"abcdefghijkl")
+    make_runner(score, timeout_s=0.4).score(group)
+    assert rewards_of(group) == [1.0] * 12
+
+
+def test_async_call_that_is_overdue_is_cancelled_and_the_others_are_scored(make_runner: MakeRunner) -> None:
+    cancelled = threading.Event()
+
+    async def score(completion: str) -> float:
+        try:
+            await asyncio.sleep(5 if completion == "stuck" else 0)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return 1.0
+
+    runner, group = make_runner(score, on_error="none", timeout_s=0.2), make_group("a", "stuck", "b")
+    runner.score(group)
+    assert values_of(group, "score") == [1.0, None, 1.0]
+    assert cancelled.wait(1)
+
+
+def test_async_function_that_blocks_its_loop_is_found_out(make_runner: MakeRunner) -> None:
+    async def blocks(completion: str) -> float:
+        time.sleep(1.5)
+        return 1.0
+
+    with pytest.raises(
+        RewardError, match="TimeoutError: an async reward function blocks its event loop; await in it"
+    ):
+        make_runner(blocks, timeout_s=0.1).score(make_group("a"))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_function_that_exits_is_an_error_and_not_the_end(make_runner: MakeRunner, is_async: bool) -> None:
+    def leave(completion: str) -> float:
+        raise SystemExit(3)
+
+    async def leave_async(completion: str) -> float:
+        raise SystemExit(3)
+
+    runner = make_runner(leave_async if is_async else leave, timeout_s=5)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=r"SystemExit: 3.$"):
+            runner.score(make_group("a"))
+
+
+def test_stuck_functions_do_not_keep_the_process_from_exiting() -> None:
+    code = """
+        import asyncio, time, types
+        from lit_grpo.rewards import RewardFunction, RewardRunner
+        from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+
+        def stuck(completion): time.sleep(60)
+        async def stuck_async(completion): await asyncio.sleep(60)
+
+        class NoTokens:
+            def numel(self): return 0
+
+        prompt = Prompt("train/0", (1,), "p")
+        request, no = Request(prompt, 0, SamplingParams()), NoTokens()
+        completion = Completion(request, no, no, no, "stop")
+        group = RolloutGroup(prompt, [Rollout(prompt, completion)])
+        functions = [RewardFunction.of(stuck, "stuck"), RewardFunction.of(stuck_async, "stuck_async")]
+        runner = RewardRunner(functions, on_error="none", timeout_s=0.1)
+        runner.score(group)
+        RewardRunner(functions, timeout_s=None).submit(group)
+        print(group.rollouts[0].rewards, runner.num_errors)
+    """
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr.count("Traceback"), done.returncode) == (
+        "{'stuck': None, 'stuck_async': None} 2\n",
+        0,
+        0,
+    )
+    assert time.monotonic() - began_s < 10
+
+
+def test_close_ends_the_threads_and_a_later_group_starts_them_again(make_runner: MakeRunner) -> None:
+    others = set(threading.enumerate())
+
+    def loops() -> list[str]:
+        names = [thread.name for thread in threading.enumerate() if thread not in others]
+        return sorted(name for name in names if name in ("lit_grpo-rewards", "lit_grpo-async-rewards"))
+
+    runner, group = make_runner(length, slow_length), make_group("ab")
+    runner.score(group)
+    assert loops() == ["lit_grpo-async-rewards", "lit_grpo-rewards"]
+    runner.submit(make_group("dropped"))
+    runner.close()
+    assert loops() == []
+    runner.score(group)
+    assert rewards_of(group) == [4.0]
+
+
+def test_group_without_rollouts_is_scored(make_runner: MakeRunner) -> None:
+    make_runner(length, lengths).score(make_group())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"on_error": "skip"}, "on_error must be 'raise' or 'none', not 'skip'."),
+        ({"timeout_s": 0}, "timeout_s must be a finite number above 0, or null for none, not 0."),
+        ({"num_workers": 0}, "num_workers must be at least 1, not 0."),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        RewardRunner([RewardFunction.of(length, "length")], **options)
+    assert str(caught.value) == problem
+
+
+def test_runner_needs_functions_of_different_names() -> None:
+    with pytest.raises(ValueError, match=r"rewards is empty; name at least one reward function."):
+        RewardRunner([])
+    with pytest.raises(ValueError, match="2 rewards have the name 'length'"):
+        RewardRunner([RewardFunction.of(length, "length")] * 2)

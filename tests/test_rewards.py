@@ -1,0 +1,395 @@
+"""Loading reward functions, and the ones that come with the project."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_grpo.rewards import (
+    ExactMatch,
+    FormatMatch,
+    MathEquivalence,
+    RewardFunction,
+    RewardSpec,
+    SoftOverlongPenalty,
+    exact_match,
+    load_rewards,
+)
+
+
+def write(path: Path, code: str) -> str:
+    path.write_text(textwrap.dedent(code))
+    return str(path)
+
+
+def load(function: str, **args: Any) -> RewardFunction:
+    return RewardFunction.load(RewardSpec(function, args=args))
+
+
+def error_of(function: str, **args: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        load(function, **args)
+    return str(caught.value)
+
+
+@pytest.fixture
+def rewards_py(tmp_path: Path) -> str:
+    return write(
+        tmp_path / "my_rewards.py",
+        """
+        LOADED = []
+        def score(completion, answer): return float(completion == answer)
+        def score_group(completions, **columns): return [1.0 for _ in completions]
+        def scaled(completion, scale, offset=0.0): return scale * len(completion) + offset
+        async def later(completion): return 1.0
+        class Scaled:
+            def __init__(self, scale=1.0): self.scale = scale
+            def __call__(self, completion): return self.scale
+            def method(self, completion): return 2.0
+        class Later:
+            async def __call__(self, completions): return [1.0]
+        class Mute: pass
+        class Broken:
+            def __init__(self): raise KeyError("no such key")
+        instance = Scaled(3.0)
+        text = "score"
+        def neither(text, answer): return 0.0
+        def both(completion, completions): return 0.0
+        def positional(completion, /): return 0.0
+        def declared(completion, **columns): return 0.0
+        declared.columns = "answer"
+        def unreadable(completion): return 0.0
+        unreadable.__signature__ = "none"
+        """,
+    )
+
+
+def test_function_is_found_in_a_file_by_absolute_path(rewards_py: str) -> None:
+    function = load(f"{rewards_py}:score")
+    assert (function.name, function.call(completion="4", answer="4")) == ("score", 1.0)
+
+
+def test_file_is_relative_to_the_working_directory(rewards_py: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(rewards_py).parent)
+    assert load("my_rewards.py:score").call(completion="4", answer="5") == 0.0
+
+
+def test_functions_of_one_file_share_one_module(rewards_py: str) -> None:
+    first, second = load(f"{rewards_py}:score"), load(f"{rewards_py}:scaled", scale=1.0)
+    assert first.call.__globals__ is second.call.func.__globals__  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", ["lit_grpo.rewards.exact_match", "lit_grpo.rewards:exact_match"])
+def test_function_is_found_by_import_path(path: str) -> None:
+    function = load(path)
+    assert function.call is exact_match
+    assert function.name == "exact_match"
+
+
+def test_class_is_built_with_its_args(rewards_py: str) -> None:
+    assert load(f"{rewards_py}:Scaled", scale=2.5).call(completion="x") == 2.5
+    assert load(f"{rewards_py}:Scaled").name == "Scaled"
+
+
+def test_args_are_bound_to_a_function(rewards_py: str) -> None:
+    function = load(f"{rewards_py}:scaled", scale=2.0)
+    function.check_columns([])
+    assert function.call(completion="abc") == 6.0
+
+
+def test_name_and_weight_come_from_the_spec() -> None:
+    function = RewardFunction.load(RewardSpec("lit_grpo.rewards.exact_match", weight=0.5, name="correct"))
+    assert (function.name, function.weight) == ("correct", 0.5)
+
+
+def test_async_functions_and_async_objects_are_told_from_sync_ones(rewards_py: str) -> None:
+    names = ["later", "Later", "score", "instance"]
+    assert [load(f"{rewards_py}:{name}").is_async for name in names] == [True, True, False, False]
+
+
+def test_missing_file_is_named_with_the_directory_it_was_looked_for_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert error_of("nowhere.py:score") == (
+        "reward function 'nowhere.py:score': there is no file nowhere.py in the working directory "
+        f"{tmp_path}; correct the path."
+    )
+
+
+def test_missing_module_gives_the_import_error() -> None:
+    assert error_of("no_such_package.rewards:score") == (
+        "reward function 'no_such_package.rewards:score': its module does not import "
+        "(ModuleNotFoundError: No module "
+        "named 'no_such_package'); mend it, or correct the path."
+    )
+
+
+def test_broken_file_gives_the_first_line_of_its_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "broken.py", "raise RuntimeError('no licence.\\nmore\\nlines')")
+    assert error_of(f"{path}:score") == (
+        f"reward function '{path}:score': its module does not import (RuntimeError: no licence); "
+        "mend it, or correct "
+        "the path."
+    )
+    assert "(SyntaxError: " in error_of(write(tmp_path / "syntax.py", "def score(:") + ":score")
+
+
+def test_missing_name_lists_near_names(rewards_py: str) -> None:
+    assert error_of(f"{rewards_py}:scor") == (
+        f"reward function '{rewards_py}:scor': {rewards_py} has no 'scor'; did you mean 'score'?"
+    )
+    assert error_of(f"{rewards_py}:xyz").endswith("has no 'xyz'; define it or correct the name.")
+
+
+@pytest.mark.parametrize("path", ["score", "my_rewards.py", "module:", ":score", ""])
+def test_path_without_module_or_name_is_refused(path: str) -> None:
+    assert error_of(path) == (
+        f"reward function {path!r} names no function; write module:name, module.name or file.py:name."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "problem"),
+    [
+        ("text", {}, " is a str, which cannot be called; name a function or a class."),
+        ("Mute", {}, " is a class whose objects cannot be called; add a __call__."),
+        ("Broken", {}, " cannot be built with args {} (KeyError: 'no such key'); correct its args."),
+        (
+            "instance",
+            {"scale": 1},
+            " is already built and takes no args; name its class Scaled to give it some.",
+        ),
+        ("score", {"anwser": 1}, " has no parameter 'anwser' to bind; did you mean 'answer'?"),
+        ("score", {"q": 1}, " has no parameter 'q' to bind; its parameters are completion, answer."),
+        (
+            "neither",
+            {},
+            " must take 'completion' (to score one rollout) or 'completions' (to score a "
+            "group), but has neither among "
+            "its parameters (text, answer); name one of them so.",
+        ),
+        (
+            "both",
+            {},
+            " must take 'completion' (to score one rollout) or 'completions' (to score a "
+            "group), but has both among "
+            "its parameters (completion, completions); name one of them so.",
+        ),
+        (
+            "positional",
+            {},
+            ": parameter 'completion' is positional-only, but is given by name; wrap it in a "
+            "function without '/'.",
+        ),
+        ("declared", {}, ": its attribute 'columns' must be a tuple of names, not 'answer'."),
+    ],
+)
+def test_what_cannot_score_is_refused(rewards_py: str, name: str, args: dict[str, Any], problem: str) -> None:
+    path = f"{rewards_py}:{name}"
+    assert error_of(path, **args) == f"reward function {path!r}{problem}"
+
+
+def test_unknown_argument_of_a_class_is_refused() -> None:
+    assert error_of("lit_grpo.rewards.ExactMatch", colum="x") == (
+        "reward function 'lit_grpo.rewards.ExactMatch' cannot be built with args {'colum': 'x'} (TypeError: "
+        "ExactMatch.__init__() got an unexpected keyword argument 'colum'); correct its args."
+    )
+
+
+def test_callable_whose_parameters_cannot_be_read_is_refused(rewards_py: str) -> None:
+    assert error_of(f"{rewards_py}:unreadable") == (
+        f"reward function '{rewards_py}:unreadable': its parameters cannot be read; wrap it in a "
+        "function with named "
+        "ones."
+    )
+
+
+def test_required_parameter_that_is_no_column_is_refused(rewards_py: str) -> None:
+    function = load(f"{rewards_py}:score")
+    function.check_columns(["question", "answer"])
+    with pytest.raises(ValueError) as caught:
+        function.check_columns(["question", "solution"])
+    assert str(caught.value) == (
+        f"reward 'score' ({rewards_py}:score) requires the parameter 'answer', which is neither "
+        "one of prompt, "
+        "completion, num_tokens, finish_reason, max_tokens nor a column of the data (its columns: question, "
+        "solution); set it in args, rename it or give it a default."
+    )
+
+
+def test_declared_column_that_is_missing_is_refused() -> None:
+    function = load("lit_grpo.rewards.ExactMatch", answer_column="solution")
+    function.check_columns(["solution"])
+    with pytest.raises(ValueError) as caught:
+        function.check_columns(["question", "answer"])
+    assert str(caught.value) == (
+        "reward 'ExactMatch' (lit_grpo.rewards.ExactMatch) needs the column 'solution', which "
+        "the data does not have "
+        "(its columns: question, answer); name another one in its args, or add it to the data."
+    )
+
+
+def test_two_rewards_of_one_name_are_refused() -> None:
+    specs = [RewardSpec("lit_grpo.rewards.exact_match"), RewardSpec("lit_grpo.rewards:exact_match")]
+    with pytest.raises(ValueError) as caught:
+        load_rewards(specs)
+    assert str(caught.value) == (
+        "2 rewards have the name 'exact_match' (lit_grpo.rewards.exact_match, "
+        "lit_grpo.rewards:exact_match); set a "
+        "name for each."
+    )
+    assert [
+        one.name for one in load_rewards([specs[0], RewardSpec("lit_grpo.rewards.exact_match", name="b")])
+    ] == [
+        "exact_match",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_weight_that_is_not_finite_is_refused(weight: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"weight of reward function 'a.b' must be a finite number, not {weight}."
+    ):
+        RewardSpec("a.b", weight=weight)
+
+
+def test_empty_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"name of reward function 'a.b' is empty; leave it out"):
+        RewardSpec("a.b", name="")
+
+
+def test_importing_the_rewards_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, lit_grpo.rewards; "
+        "print([m for m in ('torch', 'transformers', 'lightning', 'math_verify', 'sympy') if m "
+        "in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [(" 72\n", "72", 1.0), ("72", 72, 1.0), ("7", "72", 0.0), ("x", None, None)],
+)
+def test_exact_match_compares_stripped_text(completion: str, answer: Any, reward: float | None) -> None:
+    assert exact_match(completion, answer=answer) == reward
+
+
+def test_exact_match_takes_group_1_of_the_last_match() -> None:
+    score = ExactMatch("target", pattern=r"<answer>(.*?)</answer>")
+    assert score("<answer>1</answer> no: <answer> 2 </answer>", target="2") == 1.0
+    assert score("<answer>2</answer> no: <answer>1</answer>", target="2") == 0.0
+    assert score("2", target="2") == 0.0
+
+
+def test_exact_match_ignores_case_if_told_to() -> None:
+    assert (exact_match("paris", answer="Paris"), ExactMatch(ignore_case=True)("paris", answer="Paris")) == (
+        0.0,
+        1.0,
+    )
+
+
+def test_pattern_that_cannot_find_an_answer_is_refused() -> None:
+    assert error_of("lit_grpo.rewards.ExactMatch", pattern="#### .*") == (
+        "reward function 'lit_grpo.rewards.ExactMatch': pattern '#### .*' has no group; put "
+        "parentheses around the "
+        "answer."
+    )
+
+
+def test_bad_regular_expression_is_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        FormatMatch("(a")
+    assert str(caught.value) == (
+        "pattern '(a' is no regular expression (missing ), unterminated subpattern at position "
+        "0); correct it."
+    )
+
+
+def test_format_match_wants_the_whole_completion_unless_told_otherwise() -> None:
+    pattern = r"<think>.*</think>"
+    assert FormatMatch(pattern)("<think>a\nb</think>") == 1.0
+    assert FormatMatch(pattern)("<think>a\nb</think> c") == 0.0
+    assert FormatMatch(pattern, full=False)("<think>a\nb</think> c") == 1.0
+    assert FormatMatch(pattern, full=False)("<think>a") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    [(0, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (101, -1.0), (900, -1.0)],
+)
+def test_overlong_penalty_is_linear_in_the_buffer(num_tokens: int, penalty: float) -> None:
+    assert SoftOverlongPenalty(buffer=20)("", num_tokens, max_tokens=100) == penalty
+    assert SoftOverlongPenalty(buffer=20, max_tokens=100)("", num_tokens, max_tokens=4096) == penalty
+
+
+def test_overlong_penalty_refuses_a_buffer_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"buffer must be at least 1 token, not 0."):
+        SoftOverlongPenalty(buffer=0)
+    with pytest.raises(ValueError, match=r"buffer 20 is larger than max_tokens 10; make it smaller."):
+        SoftOverlongPenalty(buffer=20, max_tokens=10)
+    with pytest.raises(ValueError, match=r"buffer 20 is larger than max_tokens 10; make it smaller."):
+        SoftOverlongPenalty(buffer=20)("", 5, max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def maths() -> MathEquivalence:
+    return MathEquivalence(timeout_s=20.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"so it is \boxed{72}", "72", 1.0),
+        ("The answer is 72.", 72, 1.0),
+        ("The answer is 71.", 72, 0.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("$1 + x^2$", "x^2+1", 1.0),
+        (r"$2\pi$", r"2\pi", 1.0),
+        ("2", r"2\pi", 0.0),
+        ("18 dollars", "18 dollars", 1.0),
+        ("0.00001", 1e-5, 1.0),
+        ("", "72", 0.0),
+        ("no idea", "72", 0.0),
+        ("72", None, None),
+    ],
+)
+def test_math_equivalence_compares_values(
+    maths: MathEquivalence, completion: str, answer: Any, reward: float | None
+) -> None:
+    assert maths(completion, answer=answer) == reward
+
+
+def test_math_equivalence_extracts_the_expected_answer() -> None:
+    score = MathEquivalence("solution", answer_pattern=r"####\s*(.+)", timeout_s=20.0)
+    assert score.columns == ("solution",)
+    assert score(r"\boxed{1072}", solution="40 + 32 = 72 #### 1,072") == 1.0
+    with pytest.raises(ValueError) as caught:
+        score("72", solution="it is 72")
+    assert str(caught.value) == (
+        r"the expected answer 'it is 72' does not match answer_pattern '####\\s*(.+)'; mend one"
+    )
+
+
+def test_math_equivalence_refuses_an_expected_answer_that_is_no_mathematics(maths: MathEquivalence) -> None:
+    with pytest.raises(ValueError) as caught:
+        maths("72", answer="???")
+    assert str(caught.value) == "the expected answer '???' is no mathematics; mend it, or set answer_pattern"
+
+
+def test_answer_that_cannot_be_computed_is_wrong_and_the_next_is_scored() -> None:
+    score = MathEquivalence(timeout_s=0.5)
+    assert score("The answer is 9^9^9^9", answer="72") == 0.0
+    assert score("72", answer="72") == 1.0
+
+
+def test_math_equivalence_refuses_a_time_limit_of_zero() -> None:
+    with pytest.raises(ValueError, match=r"timeout_s must be above 0, not 0."):
+        MathEquivalence(timeout_s=0)
