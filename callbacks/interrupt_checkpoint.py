@@ -16,8 +16,8 @@ class InterruptCheckpoint(pl.Callback):
     """On Ctrl-C save a checkpoint between two batches, from which the run resumes exactly.
 
     Until the first optimizer step of a batch nothing has changed, so the batch is broken off at once and
-    sampled again on resuming. From then on the batch is finished first; a second Ctrl-C does not wait, and
-    saves nothing. The callback stands first in the list, so that it stops before the next rollout begins.
+    sampled again on resuming. From then on the batch, and a validation after it, is finished first; a second
+    Ctrl-C does not wait, and saves nothing. The callback stands first in the list, so that it stops before the next rollout begins.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class InterruptCheckpoint(pl.Callback):
         if not self._updating or self._requested:
             raise KeyboardInterrupt
         self._requested = True
-        print("\nFinishing the update, then saving a checkpoint; press Ctrl-C again to stop without.", flush=True)
+        print("\nFinishing this update, then saving a checkpoint; press Ctrl-C again to stop without.", flush=True)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Hold Ctrl-C back from here on."""
@@ -55,6 +55,7 @@ class InterruptCheckpoint(pl.Callback):
         if self._updating:
             print("Stopped in the middle of an update; resume from the last checkpoint there is.")
             return
+        _take_back_batch(trainer)
         path = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -65,3 +66,10 @@ class InterruptCheckpoint(pl.Callback):
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
+
+
+def _take_back_batch(trainer: pl.Trainer) -> None:
+    """Count the batch that was broken off as not begun, or validation would come a batch early after resuming."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for count in (progress.total, progress.current):
+        count.ready = count.started = count.processed = count.completed

@@ -18,8 +18,10 @@ class GRPOProgressBar(TQDMProgressBar):
         """Leave out the version number and round."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        return {name: f"{value:.3g}" if isinstance(value, float) and abs(value) < 1e3 else value
-                for name, value in metrics.items()}
+        return {
+            name: f"{value:.3g}" if isinstance(value, float) and abs(value) < 1e3 else value
+            for name, value in metrics.items()
+        }
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Set up the bar once for all epochs."""

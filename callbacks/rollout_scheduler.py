@@ -10,10 +10,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.scheduling.plans import FirstCome
-from lit_grpo.types import PromptBatch, SamplingParams
-
-# Lightning's names of its stages, and those of the data's splits.
-_SPLIT = {"train": "train", "validate": "validation", "test": "test", "predict": "predict"}
+from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 
 class RolloutScheduler(pl.Callback):
@@ -30,15 +27,16 @@ class RolloutScheduler(pl.Callback):
         """Check that the reward functions can be called with the data's columns."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
-        prompts = getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]
-        for split, rows in prompts.items():
+        for split, rows in _prompts(trainer).items():
             if split == "predict":
                 continue
             for function in pl_module.rewards:
                 function.check_columns(rows[0].columns)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the generator."""
+        """Check the prompts' lengths and start the generator."""
+        assert isinstance(pl_module, GRPOModule)
+        pl_module.check_lengths(_prompts(trainer))
         self._start(pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -73,18 +71,14 @@ class RolloutScheduler(pl.Callback):
                 self._controller.rewards.close()
             self._controller = None
 
-    def _start(self, pl_module: pl.LightningModule) -> None:
+    def _start(self, module: GRPOModule) -> None:
         if self._controller is not None:
             return
-        assert isinstance(pl_module, GRPOModule)
-        pl_module.generator.start(pl_module.policy, pl_module.tokenizer)
-        self._controller = RolloutController(
-            pl_module.generator,
-            RewardRunner(pl_module.rewards, pl_module.on_reward_error, pl_module.reward_timeout_s)
-            if pl_module.rewards
-            else None,
-            FirstCome,
-        )
+        module.generator.start(module.policy, module.tokenizer)
+        rewards = None
+        if module.rewards:
+            rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
+        self._controller = RolloutController(module.generator, rewards, FirstCome)
 
     def _collect(
         self,
@@ -103,6 +97,7 @@ class RolloutScheduler(pl.Callback):
         if self._controller.rewards is not None:
             batch.metrics["rewards/errors"] = float(self._controller.rewards.num_errors)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is pending between batches."""
-        return {}
+
+def _prompts(trainer: pl.Trainer) -> dict[str, list[Prompt]]:
+    """The prompts that the data module has loaded, by split."""
+    return getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -23,7 +21,10 @@ from callbacks import (
     WeightSync,
 )
 from lit_grpo.data import PromptDataModule
+from lit_grpo.errors import InputParser, exit_with, one_sentence
 from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardError
+from lit_grpo.rollout.generator import WeightSyncError
 from lit_grpo.run_folder import RunConfig, make_loggers, prepare_folder
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -36,7 +37,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": -1,
     "check_val_every_n_epoch": None,
     "enable_model_summary": False,
-    "callbacks": [InterruptCheckpoint(), GRPOProgressBar()],
 }
 
 
@@ -85,14 +85,21 @@ class GRPOCLI(LightningCLI):
             moved = prepare_folder(folder, resumes=bool(settings.get("ckpt_path")))
             if moved is not None:
                 print(f"The earlier run in {folder} is now in {moved}.")
+        if not fits:
+            self.save_config_callback = None  # the folder keeps the config that it was trained with
         settings["trainer"]["default_root_dir"] = str(folder)
         settings["checkpoint"]["dirpath"] = settings["checkpoint"]["dirpath"] or str(folder / "checkpoints")
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Give the trainer the run's loggers, unless the config names others."""
+        """Give the trainer the run's loggers, unless the config names others, and its first callbacks."""
         settings = self._settings
-        if self._get(self.config_init, "trainer.logger") is None:
+        trainer = self._get(self.config_init, "trainer")
+        if trainer["logger"] is None:
             kwargs["logger"] = make_loggers(RunConfig(**settings["run"])) if self.subcommand == "fit" else False
+        own = trainer["callbacks"] or []
+        kwargs["callbacks"] = [InterruptCheckpoint(), *(own if isinstance(own, list) else [own])]
+        if trainer["enable_progress_bar"] is not False:
+            kwargs["callbacks"].append(GRPOProgressBar())
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
@@ -103,7 +110,7 @@ class GRPOCLI(LightningCLI):
 
 
 def run(args: list[str] | None = None) -> None:
-    """Parse, run, and turn a mistake in the input into one sentence and exit code 2."""
+    """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
     _quieten()
     try:
         GRPOCLI(
@@ -115,12 +122,13 @@ def run(args: list[str] | None = None) -> None:
             trainer_defaults=TRAINER_DEFAULTS,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            parser_class=InputParser,
             parser_kwargs={"prog": "python -m lit_grpo"},
         )
-    except ValueError as error:
+    except (ValueError, RewardError, WeightSyncError, FloatingPointError) as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
-        sys.exit(f"error: {error}\n(set LIT_GRPO_TRACEBACK=1 to see where)")
+        exit_with(f"{one_sentence(str(error))}\n(LIT_GRPO_TRACEBACK=1 shows where)")
 
 
 def _quieten() -> None:
@@ -128,9 +136,19 @@ def _quieten() -> None:
     import logging
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
+    # Lightning calls jsonargparse by names that are deprecated.
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    # ModelCheckpoint fears that the state after the optimizer step is not what is wanted; it is.
+    warnings.filterwarnings("ignore", message=".*Using ModelCheckpoint with manual optimization.*")
+    # A resumed run goes on in its own folder.
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
     # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Lightning asks torch in a way that torch calls deprecated.
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     # Lightning's tips and its list of devices that are not there.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in ("pytorch", "fabric"):
+        logging.getLogger(f"lightning.{name}.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    # A run without validation prompts has no validation loader.
+    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")

@@ -1,20 +1,18 @@
-"""Rows of any source become prompts, and prompts become batches."""
+"""The DataModule: rows of any source become prompts, and prompts become batches."""
 
 from __future__ import annotations
 
-import string
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.loaders import EvalLoader, PromptLoader
 from lit_grpo.policy import TINY, load_tokenizer
+from lit_grpo.rendering import PromptRenderer, UnusableRow
 from lit_grpo.sources import Row, RowSource, make_source
-from lit_grpo.types import Prompt, PromptBatch
+from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,280 +23,7 @@ SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
-RESERVED_CHAT_KWARGS = {
-    "conversation",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_dict",
-    "return_tensors",
-    "return_assistant_tokens_mask",
-}
-NUM_ROWS_SHOWN = 10
-
-
-class PromptLoader:
-    """Training prompts as one endless stream, cut into batches; a checkpoint keeps the place in it.
-
-    Index ``s`` of the stream is place ``s % N`` of epoch ``s // N``, whose order depends on the seed and
-    the epoch alone; the epoch is the prompt's ``visit``. A step of all W ranks takes the next P x W
-    indices, rank r the r-th P of them, so no prompt is skipped and a batch may cross epochs. Nothing is
-    read ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
-    that a step which was cut off is done again after resuming.
-
-    Args:
-        prompts: The N prompts, at least one.
-        batch_size: P, the prompts of one batch on one rank.
-        rank: Which rank's batches these are.
-        world_size: W, the number of ranks.
-        seed: Of the order.
-        shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
-    """
-
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self._start = 0
-        self._batch: PromptBatch | None = None
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
-
-    @property
-    def prompts_per_step(self) -> int:
-        """P x W, what one step of all ranks takes from the stream."""
-        return self.batch_size * self.world_size
-
-    def __len__(self) -> int:
-        """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""
-        return max(1, len(self.prompts) // self.prompts_per_step)
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        """Yield the next ``len(self)`` batches."""
-        for _ in range(len(self)):
-            if self._batch is not None:
-                self._start += self.prompts_per_step
-            first = self._start + self.rank * self.batch_size
-            self._batch = PromptBatch([self._draw(first + place) for place in range(self.batch_size)])
-            yield self._batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, and what its order depends on."""
-        trained = self._batch is not None and self._batch.trained
-        return {"prompts_consumed": self._start + trained * self.prompts_per_step, **self._identity()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off; batch size and number of ranks may have changed.
-
-        Raises:
-            ValueError: The seed, ``shuffle`` or the number of prompts differs, so that the order would too.
-        """
-        differing = [
-            f"{name} was {state_dict[name]} and is now {value}"
-            for name, value in self._identity().items()
-            if state_dict[name] != value
-        ]
-        if differing:
-            raise ValueError(
-                f"Resuming would not continue the same stream of prompts: {', '.join(differing)}; "
-                "restore the data settings of the checkpoint, or start a new run."
-            )
-        self._start = state_dict["prompts_consumed"]
-        self._batch = None
-
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": len(self.prompts)}
-
-    def _draw(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self.prompts))
-        if self.shuffle:
-            if self._order[0] != epoch:
-                order = np.random.default_rng((self.seed, epoch)).permutation(len(self.prompts))
-                self._order = (epoch, order)
-            place = int(self._order[1][place])
-        return replace(self.prompts[place], visit=epoch)
-
-
-class EvalLoader:
-    """Each prompt exactly once, in order; rank r of W takes the rows r, r + W, r + 2 W and so on.
-
-    All ranks have the same number of batches: where rows run out, the last batch is empty.
-
-    Args:
-        prompts: All prompts, at least one.
-        batch_size: The most prompts of a batch.
-        rank: Which rank's batches these are.
-        world_size: W, the number of ranks.
-    """
-
-    def __init__(self, prompts: list[Prompt], batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.prompts = prompts[rank::world_size]
-        self.batch_size = batch_size
-        self.num_batches = -(-len(prompts) // (batch_size * world_size))
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        """Yield new batches, for the rollouts of an earlier pass live in the old ones."""
-        for start in range(0, self.num_batches * self.batch_size, self.batch_size):
-            yield PromptBatch(self.prompts[start : start + self.batch_size])
-
-
-class UnusableRow(Exception):
-    """A row that can be no prompt; the message is the reason and follows the words "row 7"."""
-
-
-@dataclass(frozen=True)
-class PromptRenderer:
-    """Turns a row into the token ids and the text of its prompt; the fields are those of PromptDataModule."""
-
-    prompt_column: str = "prompt"
-    template: str | None = None
-    system_prompt: str | None = None
-    chat_template: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_prompt_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        if self.max_prompt_tokens < 1:
-            raise ValueError(f"data.max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}.")
-        if self.template is not None:
-            _parse_template(self.template)
-        if self.chat_template is False and (self.system_prompt is not None or self.chat_template_kwargs):
-            raise ValueError(
-                "data.system_prompt and data.chat_template_kwargs act through the chat template, but "
-                "data.chat_template is false; leave them out, or set it to true."
-            )
-        if taken := RESERVED_CHAT_KWARGS.intersection(self.chat_template_kwargs or {}):
-            raise ValueError(
-                f"data.chat_template_kwargs may not set {', '.join(sorted(taken))}, which decides how token "
-                "ids are made here; leave only variables of the chat template."
-            )
-
-    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
-        """Return token ids and text.
-
-        Raises:
-            UnusableRow: The row has no prompt, or none that is usable.
-            ValueError: A chat template is needed and the tokenizer has none.
-        """
-        prompt = self._read(row)
-        if self._renders_as_chat(prompt):
-            token_ids = self._encode_chat(prompt, tokenizer)
-            text = str(tokenizer.decode(token_ids))
-        else:
-            token_ids = _encode_text(prompt, tokenizer)
-            text = prompt
-        if not token_ids:
-            raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
-        if len(token_ids) > self.max_prompt_tokens:
-            limit = f"max_prompt_tokens={self.max_prompt_tokens}"
-            raise UnusableRow(f"has a prompt of {len(token_ids)} tokens, more than {limit}")
-        return tuple(token_ids), text
-
-    def _renders_as_chat(self, prompt: str | list[Row]) -> bool:
-        messages = isinstance(prompt, list)
-        if messages and self.chat_template is False:
-            raise UnusableRow("holds chat messages, which chat_template: false cannot render")
-        if self.chat_template is None:
-            return messages or self.system_prompt is not None
-        return self.chat_template
-
-    def _read(self, row: Row) -> Any:
-        if self.template is None:
-            prompt = _column(row, self.prompt_column)
-        else:
-            prompt = _fill_template(self.template, row)
-        if isinstance(prompt, str):
-            texts = [prompt]
-        elif not isinstance(prompt, list):
-            kind = type(prompt).__name__
-            raise UnusableRow(f"has a prompt of type {kind}, neither text nor a list of chat messages")
-        elif not all(map(_is_message, prompt)):
-            raise UnusableRow('has a chat message that is not {"role": text, "content": text}')
-        else:
-            texts = [message["content"] for message in prompt]
-        if not any(text.strip() for text in texts):
-            raise UnusableRow("has an empty prompt")
-        return prompt
-
-    def _encode_chat(self, prompt: str | list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        import jinja2
-
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
-                "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
-            )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.system_prompt is not None:
-            if messages[0]["role"] == "system":
-                raise UnusableRow("begins with a system message of its own beside system_prompt")
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        try:
-            token_ids: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **(self.chat_template_kwargs or {})
-            )
-        except jinja2.TemplateError as error:
-            raise UnusableRow(f"is refused by the chat template: {error}") from error
-        return list(token_ids)
-
-
-def _parse_template(template: str) -> list[tuple[str, str | None]]:
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(
-            f"data.template {template!r} is malformed: {error}; name columns as {{column}} and write a brace "
-            "that is meant as one twice."
-        ) from error
-    for _, column, spec, conversion in parts:
-        if column is not None and (spec or conversion or not column or any(sign in column for sign in ".[]")):
-            raise ValueError(
-                f"data.template {template!r} may hold only plain columns such as {{question}}; leave out "
-                "attributes, indices, formats and empty braces."
-            )
-    if all(column is None for _, column, _, _ in parts):
-        raise ValueError(f"data.template {template!r} names no column; write one as {{question}}.")
-    return [(literal, column) for literal, column, _, _ in parts]
-
-
-def _fill_template(template: str, row: Row) -> str:
-    pieces = _parse_template(template)
-    return "".join(text + ("" if column is None else str(_column(row, column))) for text, column in pieces)
-
-
-def _column(row: Row, column: str) -> Any:
-    if column not in row:
-        raise UnusableRow(f"has no column {column!r} (it has {', '.join(map(repr, row)) or 'none'})")
-    if row[column] is None:
-        raise UnusableRow(f"has no value in column {column!r}")
-    return row[column]
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    token_ids: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
-    while token_ids and token_ids[-1] == tokenizer.eos_token_id:
-        token_ids.pop()
-    return token_ids
+NUM_ROWS_SHOWN = 5
 
 
 class PromptDataModule(LightningDataModule):
@@ -471,9 +196,7 @@ class PromptDataModule(LightningDataModule):
             f"(rows count from 0): {'; '.join(shown)}"
         )
         if not num_usable:
-            raise ValueError(
-                f"{report}; no row is left: check data.prompt_column, data.template and the data."
-            )
+            raise ValueError(f"{report}; no row is left: check data.prompt_column, data.template and the data.")
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
         rank_zero_warn(f"{report}; they are left out.")

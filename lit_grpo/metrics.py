@@ -1,4 +1,4 @@
-"""Metrics of validation, and of the tokens that an update has seen."""
+"""Metrics of rollouts, of the tokens that an update has seen, and of validation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,54 @@ from collections.abc import Callable
 
 import torch
 from torchmetrics import Metric
+
+from lit_grpo.types import PromptBatch
+from lit_grpo.update.advantages import uniform_groups
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Reduces a float64 tensor over ranks; every rank must call it, with as many elements."""
+
+
+def rollout_metrics(
+    batch: PromptBatch, rewards_PG: torch.Tensor, version: int, reduce_sum: Reduce, reduce_max: Reduce
+) -> dict[str, float]:
+    """Return what is logged of a batch's rollouts on all ranks, by name; NaN for a mean over nothing.
+
+    Args:
+        batch: With its groups.
+        rewards_PG: Their rewards; NaN where none applies.
+        version: The policy's, to tell how stale the tokens are.
+        reduce_sum: Sums over ranks.
+        reduce_max: Takes the maximum over ranks.
+    """
+    completions = [rollout.completion for rollout in batch.rollouts]
+    lengths = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.float64)
+    values = {
+        "reward": rewards_PG,
+        "reward_std": (rewards_PG.double() - rewards_PG.double().nanmean(1, keepdim=True)).square(),
+        "frac_reward_zero_std": uniform_groups(rewards_PG),
+        "frac_no_reward": rewards_PG.isnan(),
+        "completions/mean_length": lengths,
+        "completions/clipped_ratio": torch.tensor([completion.finish_reason == "length" for completion in completions]),
+        "staleness/mean": torch.cat([version - completion.versions_T for completion in completions]),
+    }
+    for name in batch.rollouts[0].rewards:
+        by_rollout = [rollout.rewards[name] for rollout in batch.rollouts]
+        values[f"rewards/{name}"] = torch.tensor([math.nan if value is None else value for value in by_rollout])
+    logs = _nan_means(values, reduce_sum)
+    logs["reward_std"] = math.sqrt(logs["reward_std"])
+    logs["completions/max_length"] = float(reduce_max(lengths.max()))
+    return logs
+
+
+def _nan_means(values: dict[str, torch.Tensor], reduce_sum: Reduce) -> dict[str, float]:
+    """Means over all ranks of the values that are not NaN."""
+    sums = [value.double().nansum() for value in values.values()]
+    counts = [value.isfinite().sum().double() for value in values.values()]
+    totals = reduce_sum(torch.stack(sums + counts)).tolist()
+    pairs = zip(totals[: len(values)], totals[len(values) :], strict=True)
+    return {name: total / count if count else math.nan for name, (total, count) in zip(values, pairs, strict=True)}
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -75,10 +123,10 @@ class TokenMetrics:
 
     def add_gap(self, difference_N: torch.Tensor) -> None:
         """Add trainer minus generator log-probs of one micro-batch."""
+        self._sums["gap"] += difference_N.abs().sum()  # without tokens too: all ranks reduce the same names
+        self._num_gap_tokens += difference_N.numel()
         if difference_N.numel():
-            self._sums["gap"] += difference_N.abs().sum()
             self._max_gap = max(float(self._max_gap), float(difference_N.abs().max()))
-            self._num_gap_tokens += difference_N.numel()
 
     def finish_update(self, **values: float) -> None:
         """Count an optimizer step, with values that are the same on every rank."""
@@ -86,9 +134,7 @@ class TokenMetrics:
         for name, value in values.items():
             self._update_values[name] += value
 
-    def compute(
-        self, reduce_sum: Callable[[torch.Tensor], torch.Tensor], reduce_max: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, float]:
+    def compute(self, reduce_sum: Reduce, reduce_max: Reduce) -> dict[str, float]:
         """Return the metrics by name; the reductions run over ranks."""
         names = sorted(self._sums)
         counts = [float(self._num_tokens), float(self._num_gap_tokens)]

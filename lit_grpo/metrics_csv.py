@@ -7,7 +7,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torchmetrics import MeanMetric
 
-from lit_grpo.metrics import PassAtK, TokenMetrics
-from lit_grpo.policy import check_token_logits, load_policy, load_tokenizer
+from lit_grpo.metrics import PassAtK, TokenMetrics, rollout_metrics
+from lit_grpo.policy import check_token_logits, context_length, load_policy, load_tokenizer
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.types import MicroBatch, PromptBatch, Rollout, SamplingParams
-from lit_grpo.update.advantages import Scale, group_advantages, uniform_groups
+from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
+from lit_grpo.update.advantages import Scale, group_advantages
 from lit_grpo.update.kl import k3
 from lit_grpo.update.losses import Normalization, StepTotals, clipped_objective, token_weights
 from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
@@ -108,7 +108,7 @@ class GRPOModule(pl.LightningModule):
         self.policy_name = policy
         self.generator: Generator = generator or SlotGenerator()
         self.rewards = load_rewards(rewards or [])
-        self.on_reward_error = on_reward_error
+        self.on_reward_error: Literal["raise", "none"] = on_reward_error
         self.reward_timeout_s = reward_timeout_s
         self.num_generations = num_generations
         self.sampling = sampling
@@ -155,13 +155,16 @@ class GRPOModule(pl.LightningModule):
         for name in ("epsilon", "epsilon_high", "beta", "max_grad_norm"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be a number >= 0, not {getattr(self, name)}.")
+        for name, choices in (("scale_rewards", get_args(Scale)), ("loss_normalization", get_args(Normalization))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}.")
 
     # ---- set-up -----------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
         if not self.rewards and stage != "predict":
-            raise ValueError("rewards is empty; name at least one reward function, such as lit_grpo.rewards.exact_match.")
+            raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
         if stage == "fit":
             self._check_training_sampling()
             if self.trainer.precision in ("16-mixed", "16-true"):
@@ -183,15 +186,41 @@ class GRPOModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Load the policy and its tokenizer, and a reference where beta asks for one."""
-        if getattr(self, "policy", None) is not None:
-            return
-        self.tokenizer = load_tokenizer(self.policy_name)
-        self.policy = load_policy(self.policy_name, self.policy_dtype).train()
-        check_token_logits(self.policy)
-        if self.gradient_checkpointing:
-            self.policy.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.beta > 0 and self.trainer.training:
+        if getattr(self, "policy", None) is None:
+            self.tokenizer = load_tokenizer(self.policy_name)
+            self.policy = load_policy(self.policy_name, self.policy_dtype).train()
+            check_token_logits(self.policy)
+            if self.gradient_checkpointing:
+                self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.beta > 0 and self.trainer.training and self._reference is None:
             self._reference = Reference(load_policy(self.policy_name, self.policy_dtype))
+
+    def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+        """Check that every prompt leaves room for its completion, before anything is sampled.
+
+        Args:
+            prompts: By split; ``train`` is sampled with ``sampling``, all others with ``eval_sampling``.
+
+        Raises:
+            ValueError: A prompt is too long for the model's context or for a micro-batch.
+        """
+        context = context_length(self.policy)
+        for split, rows in prompts.items():
+            max_tokens = (self.sampling if split == "train" else self.eval_sampling).max_tokens
+            longest = max(rows, key=lambda prompt: len(prompt.token_ids))
+            total = len(longest.token_ids) + max_tokens
+            said = (
+                f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {max_tokens} are to follow"
+            )
+            if total > context:
+                raise ValueError(
+                    f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
+                )
+            if split == "train" and total > self.max_tokens_per_micro_batch:
+                raise ValueError(
+                    f"{said}, but max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; "
+                    f"the smallest that works is {total}."
+                )
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
@@ -219,7 +248,7 @@ class GRPOModule(pl.LightningModule):
         """Learn from one batch of whole rollout groups."""
         rewards_PG = self._rewards(batch)
         advantages_PG = self._advantages(rewards_PG)
-        self._log_rollouts(batch, rewards_PG)
+        self._log_rollouts(rollout_metrics(batch, rewards_PG, self.policy_version, self._sum, self._max))
         metrics = TokenMetrics()
         for rows in self._minibatches(len(batch.groups)):
             rollouts = [rollout for row in rows for rollout in batch.groups[row].rollouts]
@@ -312,38 +341,25 @@ class GRPOModule(pl.LightningModule):
                 f"The gradient's norm is {float(norm)} at policy version {self.policy_version}; the weights were not "
                 "touched. Lower the learning rate, or look for NaN rewards and extreme log-probs."
             )
+        lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
         if self.make_lr_scheduler is not None:
             cast(Any, self.lr_schedulers()).step()
         self.policy_version += 1
-        metrics.finish_update(grad_norm=float(norm), lr=optimizer.param_groups[0]["lr"])
+        metrics.finish_update(grad_norm=float(norm), lr=lr)
 
     def _check_mode(self) -> None:
-        if not self.policy.training or self.policy.is_gradient_checkpointing != self.gradient_checkpointing:
+        checkpointing = self.policy.is_gradient_checkpointing
+        if not self.policy.training or checkpointing != self.gradient_checkpointing:
+            mode = "training" if self.policy.training else "evaluation"
             raise RuntimeError(
-                f"The policy is in {'training' if self.policy.training else 'evaluation'} mode with gradient "
-                f"checkpointing {self.policy.is_gradient_checkpointing}; a callback has changed it and must put it back."
+                f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
+                "a callback has changed it and must put it back."
             )
 
-    def _log_rollouts(self, batch: PromptBatch, rewards_PG: torch.Tensor) -> None:
-        completions = [rollout.completion for rollout in batch.rollouts]
-        lengths = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.float32)
-        stale = torch.cat([self.policy_version - completion.versions_T for completion in completions]).float()
-        logs = {
-            "reward_std": (rewards_PG - rewards_PG.nanmean(1, keepdim=True)).square().nanmean().sqrt(),
-            "frac_reward_zero_std": uniform_groups(rewards_PG).float().mean(),
-            "frac_no_reward": rewards_PG.isnan().float().mean(),
-            "completions/mean_length": lengths.mean(),
-            "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": torch.tensor([c.finish_reason == "length" for c in completions]).float().mean(),
-            "staleness/mean": stale.mean(),
-        }
-        for name in (function.name for function in self.rewards):
-            values = torch.tensor([float("nan") if (v := r.rewards[name]) is None else v for r in batch.rollouts])
-            logs[f"rewards/{name}"] = values.nanmean()
-        options = {"sync_dist": self.trainer.world_size > 1, "batch_size": len(batch.prompts)}
-        self.log("reward", rewards_PG.nanmean(), prog_bar=True, **options)
-        self.log_dict(logs, **options)
+    def _log_rollouts(self, logs: dict[str, float]) -> None:
+        self.log("reward", logs.pop("reward"), prog_bar=True)
+        self.log_dict(logs)
 
     def _sum(self, value: float | torch.Tensor) -> torch.Tensor:
         return self._reduce(value, "sum")
@@ -364,11 +380,11 @@ class GRPOModule(pl.LightningModule):
             first = self.rewards[0].name
             passed = [(r.rewards[first] or 0.0) >= self.pass_threshold for r in group.rollouts]
             for metric in self.pass_metrics.values():
-                metric.update(len(passed), sum(passed))
+                cast(PassAtK, metric).update(len(passed), sum(passed))
             for rollout in group.rollouts:
                 values = (rollout.reward, rollout.completion.num_tokens, rollout.completion.finish_reason == "length")
                 for name, value in zip(EVAL_MEANS, values, strict=True):
-                    self.eval_metrics[name].update(value)
+                    cast(MeanMetric, self.eval_metrics[name]).update(value)
 
     def on_validation_epoch_start(self) -> None:
         """Begin the counts anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -35,6 +35,8 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(_load_failure(name, "tokenizer", error)) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
+        raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there.")))
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of policy {name!r} names no eos_token, so no completion could end; "
@@ -62,13 +64,13 @@ def load_policy(policy: str, dtype: str = "float32") -> PreTrainedModel:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
     return model
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All ids that end a sequence: the tokenizer's and those of the model's generation config."""
-    ids = {tokenizer.eos_token_id}
+    ids = {cast(int, tokenizer.eos_token_id)}
     generation = model.generation_config
     configured = None if generation is None else generation.eos_token_id
     ids.update([configured] if isinstance(configured, int) else configured or [])
@@ -90,7 +92,8 @@ def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 
     :func:`check_token_logits` makes sure that this is what the model itself computes.
     """
-    logits = model.get_output_embeddings()(hidden).float()
+    head = cast(torch.nn.Module, model.get_output_embeddings())
+    logits = head(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -116,6 +119,8 @@ def _load_failure(name: str, what: str, error: Exception) -> str:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(name).is_dir():
         return f"The policy folder {name!r} holds no usable {what}: {first_line}"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
     return (
         f"No {what} could be loaded for policy {name!r}: {first_line} "
         "Give 'tiny', a folder made by save_pretrained, or the id of a model you can download."

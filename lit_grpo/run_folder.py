@@ -79,4 +79,3 @@ def make_loggers(config: RunConfig) -> list[Logger]:
             )
         )
     return loggers
-

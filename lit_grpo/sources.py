@@ -58,9 +58,7 @@ class FileRows(RowSource):
                 f"convert it to one of {', '.join(READERS)}."
             )
         if not self.path.is_file():
-            raise ValueError(
-                f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}."
-            )
+            raise ValueError(f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}.")
 
     def rows(self) -> Iterator[Row]:
         """Yield the file's rows in order."""
@@ -89,9 +87,7 @@ class HubRows(RowSource):
         ValueError: The dataset cannot be loaded, or lacks the split.
     """
 
-    def __init__(
-        self, path: str, name: str | None = None, split: str = "train", revision: str | None = None
-    ) -> None:
+    def __init__(self, path: str, name: str | None = None, split: str = "train", revision: str | None = None) -> None:
         self.path = path
         self.name = name
         self.split = split
@@ -166,9 +162,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
     remedy = "mend it, or name it .jsonl if it holds one object a line"
     data = _parse(text, str(path), remedy)
     if not isinstance(data, list):
-        raise ValueError(
-            f"{path} holds {_kind(data)}, not a list of objects; make it a list, one object a row."
-        )
+        raise ValueError(f"{path} holds {_kind(data)}, not a list of objects; make it a list, one object a row.")
     for number, row in enumerate(data):
         yield _as_row(row, f"element {number} (from 0) of {path}")
 
@@ -179,9 +173,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     try:
         header = next(reader, [])
         if len(set(header)) < len(header):
-            raise ValueError(
-                f"The header of {path} names a column twice ({', '.join(header)}); rename one of them."
-            )
+            raise ValueError(f"The header of {path} names a column twice ({', '.join(header)}); rename one of them.")
         for cells in filter(None, reader):
             if len(cells) != len(header):
                 raise ValueError(
@@ -202,9 +194,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(
-            f"{path} cannot be read as parquet: {_first_line(error)}; write the file anew."
-        ) from error
+        raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}; write the file anew.") from error
 
 
 READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}

@@ -141,19 +141,21 @@ class RolloutGroup:
     rollouts: list[Rollout]
 
 
-@dataclass
 class PromptBatch:
     """The seam between callbacks and module: prompts in, whole rollout groups added by the scheduler.
 
     ``groups`` is empty until :class:`callbacks.RolloutScheduler` has filled it; then it has one group
     a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself.
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint.
+
+    It is no dataclass, because Lightning copies those field by field to convert their tensors.
     """
 
-    prompts: list[Prompt]
-    groups: list[RolloutGroup] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    trained: bool = False
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.prompts = prompts
+        self.groups: list[RolloutGroup] = []
+        self.metrics: dict[str, float] = {}
+        self.trained = False
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Return itself: rollouts stay on the host, micro-batches move to the device."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from lit_grpo.data import EvalLoader, PromptDataModule, PromptLoader
+from lit_grpo.data import PromptDataModule
+from lit_grpo.loaders import EvalLoader, PromptLoader
 from lit_grpo.sources import RowSource
 from lit_grpo.types import Prompt, PromptBatch
 
@@ -212,11 +213,9 @@ def test_unusable_row_is_refused_with_its_number_and_reason(
     assert str(error.value).endswith("; mend them, or set data.unusable_rows to drop to go on without them.")
 
 
-def test_report_shows_ten_rows_and_counts_the_rest(plain: str) -> None:
+def test_report_shows_five_rows_and_counts_the_rest(plain: str) -> None:
     rows = [{"prompt": "one"}] + [{"prompt": ""}] * 12
-    with pytest.raises(
-        ValueError, match=r"12 of the 13 rows .*; row 10 has an empty prompt; and 2 more; mend"
-    ):
+    with pytest.raises(ValueError, match=r"12 of the 13 rows .*; row 5 has an empty prompt; and 7 more; mend"):
         prompts_of(plain, *rows)
 
 
@@ -232,9 +231,7 @@ def test_source_without_rows_is_an_error(plain: str) -> None:
 
 
 def test_row_that_is_no_dict_is_an_error(plain: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"^row 1 of Rows is of type str, not a dict; give one dict a row\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^row 1 of Rows is of type str, not a dict; give one dict a row\.$"):
         prompts_of(plain, {"prompt": "one"}, "two")
 
 
@@ -417,9 +414,7 @@ def test_evaluation_takes_each_prompt_once_in_equally_many_batches_a_rank() -> N
     rng = random.Random(0)
     for _ in range(40):
         num_prompts, batch_size, world_size = rng.randint(1, 30), rng.randint(1, 7), rng.randint(1, 4)
-        loaders = [
-            EvalLoader(numbered(num_prompts), batch_size, rank, world_size) for rank in range(world_size)
-        ]
+        loaders = [EvalLoader(numbered(num_prompts), batch_size, rank, world_size) for rank in range(world_size)]
         ranks = [[drawn(batch) for batch in loader] for loader in loaders]
         assert {len(batches) for batches in ranks} == {len(loader) for loader in loaders} == {len(ranks[0])}
         assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
@@ -580,9 +575,7 @@ def test_checkpoint_of_other_training_prompts_can_be_tested(plain: str, tmp_path
 def test_evaluation_stages_run_from_their_sources_alone(plain: str, tmp_path: Path) -> None:
     saved = tmp_path / "a.ckpt"
     train(plain, SaveAt(saved, "on_train_batch_end", 1), max_steps=1)
-    data = PromptDataModule(
-        plain, validation=rows(3), test=rows(2), predict=rows(1), eval_batch_size=2, seed=5
-    )
+    data = PromptDataModule(plain, validation=rows(3), test=rows(2), predict=rows(1), eval_batch_size=2, seed=5)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     recorder = Recorder()
     trainer.validate(recorder, datamodule=data, ckpt_path=saved, verbose=False)

@@ -137,12 +137,8 @@ def test_function_on_a_group_gets_lists_in_one_call(make_runner: MakeRunner) -> 
     assert rewards_of(group) == [0.5, 0.25]
 
 
-def test_all_columns_are_given_to_columns_but_those_that_args_bind(
-    tmp_path: Any, make_runner: MakeRunner
-) -> None:
-    (tmp_path / "seen.py").write_text(
-        "def score(completion, scale, **columns): return scale + columns['level']"
-    )
+def test_all_columns_are_given_to_columns_but_those_that_args_bind(tmp_path: Any, make_runner: MakeRunner) -> None:
+    (tmp_path / "seen.py").write_text("def score(completion, scale, **columns): return scale + columns['level']")
     spec = RewardSpec(f"{tmp_path / 'seen.py'}:score", args={"scale": 10})
     group = make_group("a", level=3, scale=500)
     runner = RewardRunner([RewardFunction.load(spec)])
@@ -221,9 +217,7 @@ def test_values_do_not_depend_on_which_thread_is_first(make_runner: MakeRunner) 
     for group in groups:
         runner.submit(group)
     runner.gather()
-    assert [rewards_of(group) for group in groups] == [
-        [3.0 * (1 + (i + j) % 5) for j in range(4)] for i in range(12)
-    ]
+    assert [rewards_of(group) for group in groups] == [[3.0 * (1 + (i + j) % 5) for j in range(4)] for i in range(12)]
 
 
 def test_at_most_num_workers_sync_functions_run_at_a_time(make_runner: MakeRunner) -> None:
@@ -303,18 +297,13 @@ def test_error_that_counts_as_no_reward_leaves_the_other_rollouts_alone(
         ([1.0], "it returned [1.0], which is not a number; return a float or None"),
     ],
 )
-def test_value_that_is_no_finite_number_is_an_error(
-    make_runner: MakeRunner, value: Any, problem: str
-) -> None:
+def test_value_that_is_no_finite_number_is_an_error(make_runner: MakeRunner, value: Any, problem: str) -> None:
     def score(completion: str) -> Any:
         return value
 
     with pytest.raises(RewardError) as caught:
         make_runner(score).score(make_group("a"))
-    assert (
-        str(caught.value)
-        == f"reward 'score' (score) failed on prompt 'train/17', sample 0: ValueError: {problem}."
-    )
+    assert str(caught.value) == f"reward 'score' (score) failed on prompt 'train/17', sample 0: ValueError: {problem}."
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, torch.tensor(1.0), torch.tensor(True)])
@@ -411,9 +400,7 @@ def test_async_function_that_blocks_its_loop_is_found_out(make_runner: MakeRunne
         time.sleep(1.5)
         return 1.0
 
-    with pytest.raises(
-        RewardError, match="TimeoutError: an async reward function blocks its event loop; await in it"
-    ):
+    with pytest.raises(RewardError, match="TimeoutError: an async reward function blocks its event loop; await in it"):
         make_runner(blocks, timeout_s=0.1).score(make_group("a"))
 
 

@@ -184,8 +184,7 @@ def test_path_without_module_or_name_is_refused(path: str) -> None:
         (
             "positional",
             {},
-            ": parameter 'completion' is positional-only, but is given by name; wrap it in a "
-            "function without '/'.",
+            ": parameter 'completion' is positional-only, but is given by name; wrap it in a function without '/'.",
         ),
         ("declared", {}, ": its attribute 'columns' must be a tuple of names, not 'answer'."),
     ],
@@ -244,9 +243,7 @@ def test_two_rewards_of_one_name_are_refused() -> None:
         "lit_grpo.rewards:exact_match); set a "
         "name for each."
     )
-    assert [
-        one.name for one in load_rewards([specs[0], RewardSpec("lit_grpo.rewards.exact_match", name="b")])
-    ] == [
+    assert [one.name for one in load_rewards([specs[0], RewardSpec("lit_grpo.rewards.exact_match", name="b")])] == [
         "exact_match",
         "b",
     ]
@@ -254,9 +251,7 @@ def test_two_rewards_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_weight_that_is_not_finite_is_refused(weight: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"weight of reward function 'a.b' must be a finite number, not {weight}."
-    ):
+    with pytest.raises(ValueError, match=rf"weight of reward function 'a.b' must be a finite number, not {weight}."):
         RewardSpec("a.b", weight=weight)
 
 
@@ -308,8 +303,7 @@ def test_bad_regular_expression_is_refused() -> None:
     with pytest.raises(ValueError) as caught:
         FormatMatch("(a")
     assert str(caught.value) == (
-        "pattern '(a' is no regular expression (missing ), unterminated subpattern at position "
-        "0); correct it."
+        "pattern '(a' is no regular expression (missing ), unterminated subpattern at position 0); correct it."
     )
 
 

@@ -90,9 +90,7 @@ def test_parquet_without_rows_is_an_error(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(
-        pyarrow.table({"prompt": pyarrow.array([], "string")}), tmp_path / "a.parquet"
-    )
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), tmp_path / "a.parquet")
     assert "a.parquet has no rows" in error_of(tmp_path / "a.parquet")
 
 
@@ -115,9 +113,7 @@ def test_parquet_without_rows_is_an_error(tmp_path: Path) -> None:
         ("a.parquet", "hello", "{path} cannot be read as parquet: "),
     ],
 )
-def test_malformed_file_is_named_with_the_place(
-    tmp_path: Path, name: str, content: str | bytes, expected: str
-) -> None:
+def test_malformed_file_is_named_with_the_place(tmp_path: Path, name: str, content: str | bytes, expected: str) -> None:
     path = write(tmp_path / name, content)
     assert expected.format(path=path) in error_of(path)
 
@@ -146,9 +142,7 @@ def test_folder_that_holds_no_dataset_is_an_error(tmp_path: Path) -> None:
 
 def test_dataset_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match=r"The dataset nobody/nothing \(main, split test\) could not be loaded"
-    ):
+    with pytest.raises(ValueError, match=r"The dataset nobody/nothing \(main, split test\) could not be loaded"):
         list(HubRows("nobody/nothing", name="main", split="test").rows())
 
 

@@ -47,7 +47,7 @@ class CallThread:
         """Start the thread; return one outcome a call, up to a call that is overdue or the first error."""
         self._started_s = time.monotonic()
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._run, args=(loop,), name="lit_grpo-reward", daemon=False).start()
+        threading.Thread(target=self._run, args=(loop,), name="lit_grpo-reward", daemon=True).start()
         try:
             while not await self._ended_before_deadline():
                 if self._abandon_if_overdue():

@@ -20,9 +20,7 @@ class ExactMatch:
         ignore_case: Whether upper and lower case are the same.
     """
 
-    def __init__(
-        self, answer_column: str = "answer", pattern: str | None = None, ignore_case: bool = False
-    ) -> None:
+    def __init__(self, answer_column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> None:
         self.columns = (answer_column,)
         self.answer_column = answer_column
         self.pattern = None if pattern is None else compile_pattern("pattern", pattern, needs_group=True)

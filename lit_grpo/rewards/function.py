@@ -123,9 +123,7 @@ class RewardFunction:
         """
         return self._read(self.call(**arguments), num_rollouts)
 
-    async def score_async(
-        self, arguments: dict[str, Any], num_rollouts: int
-    ) -> list[float | Exception | None]:
+    async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """The same as :meth:`score`, of an ``async`` function."""
         return self._read(await self.call(**arguments), num_rollouts)
 

@@ -33,9 +33,7 @@ def split_path(path: str) -> tuple[str, str]:
     separator = ":" if ":" in path else "."
     source, _, name = path.rpartition(separator)
     if not source or not name or path.endswith(".py"):
-        raise ValueError(
-            f"reward function {path!r} names no function; write module:name, module.name or file.py:name."
-        )
+        raise ValueError(f"reward function {path!r} names no function; write module:name, module.name or file.py:name.")
     return source, name
 
 
@@ -86,6 +84,5 @@ def _load_file(path: str, file: Path) -> ModuleType:
 
 def _not_imported(path: str, error: Exception) -> ValueError:
     return ValueError(
-        f"reward function {path!r}: its module does not import ({first_line(error)}); mend it, or correct "
-        "the path."
+        f"reward function {path!r}: its module does not import ({first_line(error)}); mend it, or correct the path."
     )

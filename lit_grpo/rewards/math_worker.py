@@ -65,9 +65,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end closes the input
         signal.signal(ignored, signal.SIG_IGN)
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # where the limit is lower already, or there is none to set
+    with contextlib.suppress(ValueError, OSError):  # where the limit is lower already, or there is none to set
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     timeout_s = float(sys.argv[1])
     print(file=replies, flush=True)

@@ -32,9 +32,7 @@ class MathEquivalence:
         self.answer_column = answer_column
         self.answer_pattern = answer_pattern
         self.timeout_s = timeout_s
-        self._compiled = (
-            compile_pattern("answer_pattern", answer_pattern, needs_group=True) if answer_pattern else None
-        )
+        self._compiled = compile_pattern("answer_pattern", answer_pattern, needs_group=True) if answer_pattern else None
         self._idle: list[MathProcess] = []  # one for each thread that has compared at the same time
         weakref.finalize(self, _close_all, self._idle)
 
@@ -50,14 +48,10 @@ class MathEquivalence:
         expected = last_answer(self._compiled, str(answer))
         if expected is None:
             pattern = self.answer_pattern
-            raise ValueError(
-                f"the expected answer {answer!r} does not match answer_pattern {pattern!r}; mend one"
-            )
+            raise ValueError(f"the expected answer {answer!r} does not match answer_pattern {pattern!r}; mend one")
         equal = self._compare(expected, completion)
         if equal is None:
-            raise ValueError(
-                f"the expected answer {answer!r} is no mathematics; mend it, or set answer_pattern"
-            )
+            raise ValueError(f"the expected answer {answer!r} is no mathematics; mend it, or set answer_pattern")
         return float(equal)
 
     def _compare(self, expected: str, completion: str) -> bool | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 
 
-def compile_pattern(
-    argument: str, pattern: str, flags: int = 0, needs_group: bool = False
-) -> re.Pattern[str]:
+def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bool = False) -> re.Pattern[str]:
     """Compile ``pattern``, the value of ``argument``.
 
     Raises:

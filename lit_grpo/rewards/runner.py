@@ -148,13 +148,10 @@ class RewardRunner:
             applied = [function.weight * value for function, value in named if value is not None]
             rollout.reward = sum(applied) if applied else math.nan
 
-    def _count_error(
-        self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]
-    ) -> None:
+    def _count_error(self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]) -> None:
         which = f"sample {samples[0]}" if len(samples) == 1 else f"samples {samples[0]} to {samples[-1]}"
         sentence = (
-            f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: "
-            f"{first_line(cause)}."
+            f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: {first_line(cause)}."
         )
         if self._raises:
             raise RewardError(sentence) from cause

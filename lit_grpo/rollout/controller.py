@@ -102,8 +102,11 @@ class RolloutController:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
         requests = plan.admit(self.generator.capacity().free_slots)
         if requests:
+            complete = assembly.admit(requests)  # before they are submitted, so that an interrupt aborts them
             self.generator.submit(requests)
-            self.generator.release(assembly.admit(requests))
+            self.generator.release(complete)
+        elif not assembly.in_flight:
+            raise RuntimeError(f"The plan {type(plan).__name__} hands out nothing, and {len(plan)} requests wait.")
 
     def _step(self, plan: Plan, assembly: _Assembly, stats: RolloutStats) -> None:
         """Decode one token of everything in flight, and reward the groups that became whole."""

@@ -42,13 +42,21 @@ class PrefillCache:
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.windows: list[int | None] = []
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
     ) -> torch.Tensor:
         """Causal attention within the prompts; layers come in order."""
         self.keys.append(key)
         self.values.append(value)
+        self.windows.append(window)
         mask_TT = None
         if window is not None and window < query.shape[2]:
             positions_T = torch.arange(query.shape[2], device=query.device)
@@ -67,17 +75,16 @@ class PrefillCache:
 class SlotCache:
     """One row of keys and values a slot: the prompt's copied in front, then the completion's.
 
-    The first ``num_rows`` rows are in use, without holes. Shape of the buffer: (2, layers, slots,
-    KV heads, tokens, head size).
+    The rows in use are the first ones, without holes. Shape of the buffer: (2, layers, slots, KV heads,
+    tokens, head size).
     """
 
     def __init__(self, num_slots: int, num_tokens: int, like: PromptKV) -> None:
         _, layers, heads, _, size = like.keys_values.shape
         self.buffer = like.keys_values.new_zeros((2, layers, num_slots, heads, num_tokens, size))
-        self.num_rows = 0
         self._rows_B = torch.empty(0, dtype=torch.int64)
         self._positions_B = self._rows_B
-        self._mask_BL = torch.empty(0)
+        self._masks: dict[int | None, torch.Tensor] = {}
         self._span = 0
 
     @property
@@ -85,47 +92,60 @@ class SlotCache:
         """Tokens a slot has room for."""
         return self.buffer.shape[4]
 
-    def admit(self, prompts: list[PromptKV]) -> None:
-        """Open a row for each of ``prompts``, behind the rows in use."""
-        for prompt in prompts:
-            self.buffer[:, :, self.num_rows, :, : prompt.num_tokens] = prompt.keys_values
-            self.num_rows += 1
+    def admit(self, first_row: int, prompts: list[PromptKV]) -> None:
+        """Begin a row with each of ``prompts``, from ``first_row`` on."""
+        for row, prompt in enumerate(prompts, first_row):
+            self.buffer[:, :, row, :, : prompt.num_tokens] = prompt.keys_values
 
-    def take_over(self, other: SlotCache) -> None:
-        """Copy the rows in use of a cache with less room."""
-        self.num_rows = other.num_rows
-        self.buffer[:, :, : other.num_rows, :, : other.num_tokens] = other.buffer[:, :, : other.num_rows]
+    def take_over(self, other: SlotCache, num_rows: int) -> None:
+        """Copy the first ``num_rows`` rows of a cache with less room."""
+        self.buffer[:, :, :num_rows, :, : other.num_tokens] = other.buffer[:, :, :num_rows]
 
     def move(self, source_B: torch.Tensor, target_B: torch.Tensor, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` of some rows over others."""
         self.buffer[:, :, target_B, :, :num_tokens] = self.buffer[:, :, source_B, :, :num_tokens]
 
     def prepare(self, positions_B: torch.Tensor, span: int) -> None:
-        """Set where the next token of each row goes; ``span`` is one more than the largest position."""
+        """Set where the next token of each row in use goes; ``span`` is one more than the largest position."""
         self._positions_B = positions_B
-        self._rows_B = torch.arange(self.num_rows, device=positions_B.device)
+        self._rows_B = torch.arange(len(positions_B), device=positions_B.device)
         self._span = span
-        self._mask_BL = torch.arange(span, device=positions_B.device) <= positions_B[:, None]
+        self._masks.clear()
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """What each row adds to its attention scores, computed once a step: shape (rows, 1, 1, span)."""
+        if window not in self._masks:
+            positions_B1 = self._positions_B[:, None]
+            columns_L = torch.arange(self._span, device=positions_B1.device)
+            hidden_BL = columns_L > positions_B1
+            if window is not None and window < self._span:
+                hidden_BL |= positions_B1 - columns_L >= window
+            self._masks[window] = self.buffer.new_zeros(hidden_BL.shape).masked_fill(hidden_BL, -torch.inf)[
+                :, None, None
+            ]
+        return self._masks[window]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
     ) -> torch.Tensor:
         """Write each row's new key and value, then attend over the row. One query token a row."""
         keys, values = self.buffer[0, layer], self.buffer[1, layer]
         keys[self._rows_B, :, self._positions_B] = key[:, :, 0]
         values[self._rows_B, :, self._positions_B] = value[:, :, 0]
-        mask_BL = self._mask_BL
-        if window is not None and window < self._span:
-            columns_L = torch.arange(self._span, device=mask_BL.device)
-            mask_BL = mask_BL & (self._positions_B[:, None] - columns_L < window)
         # The query heads that share a KV head take the place of query tokens, so keys are not repeated.
         rows, heads, _, size = query.shape
         kv_heads = key.shape[1]
         output = scaled_dot_product_attention(
             query.view(rows, kv_heads, heads // kv_heads, size),
-            keys[: self.num_rows, :, : self._span],
-            values[: self.num_rows, :, : self._span],
-            attn_mask=mask_BL[:, None, None],
+            keys[:rows, :, : self._span],
+            values[:rows, :, : self._span],
+            attn_mask=self._mask(window),
             scale=scaling,
         )
         return output.view(rows, heads, 1, size)
@@ -148,13 +168,16 @@ def slot_attention(
     """Attend through ``slot_cache``, in the signature of Hugging Face attention functions.
 
     Raises:
-        ValueError: The model caps its attention scores or has attention sinks.
+        ValueError: The model caps its attention scores, has attention sinks, or keys unlike its values.
     """
-    if softcap is not None or s_aux is not None:
-        feature = "capped attention scores" if softcap is not None else "attention sinks"
-        raise ValueError(f"SlotGenerator cannot decode a model with {feature}; choose another generator.")
+    if softcap is not None or s_aux is not None or key.shape != value.shape:
+        feature = "attention sinks" if s_aux is not None else "capped attention scores"
+        feature = feature if key.shape == value.shape else "keys and values of different sizes"
+        raise ValueError(f"SlotGenerator cannot decode a model with {feature}; use another generator.")
     layer = module.layer_idx
     assert isinstance(layer, int)
+    # Autocast leaves normed queries and keys in float32; the attention that trains runs in the values' dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     output = slot_cache.attend(layer, query, key, value, scaling, sliding_window)
     return output.transpose(1, 2), None
 
@@ -173,6 +196,6 @@ def use_slot_attention(model: PreTrainedModel) -> str:
             "interface; choose a decoder with rotary attention such as Qwen3, Llama, Mistral or Gemma."
         )
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
-    before = model.config._attn_implementation
+    before = str(model.config._attn_implementation)
     model.set_attn_implementation(ATTENTION_NAME)
     return before

@@ -59,6 +59,7 @@ def sample_tokens(
         cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
         threshold_B1 = (uniform(keys_B, positions_B) * cumulative_BV[:, -1]).unsqueeze(-1)
         tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
+        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # of NaN logits: any token, with log-prob NaN
     return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
 
 

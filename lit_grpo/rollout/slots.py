@@ -11,6 +11,7 @@ from lit_grpo.policy import context_length, eos_token_ids, hidden_states, token_
 from lit_grpo.rollout.generator import Capacity, StepEvents, WeightSyncError
 from lit_grpo.rollout.kv_cache import PrefillCache, PromptKV, SlotCache, use_slot_attention
 from lit_grpo.rollout.sampling import request_key, sample_tokens
+from lit_grpo.rollout.support import check_slot_support
 from lit_grpo.types import Completion, FinishReason, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,32 +41,34 @@ class SlotGenerator:
         self.prefill_tokens = prefill_tokens
         self._version = -1
         self._policy: PreTrainedModel | None = None
+        self._attention: str | None = None
+        self._clear()
 
     # ---- life -------------------------------------------------------------------------------------
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Bind the policy; nothing is allocated before the first request."""
+        """Bind the policy, after a trial on a few tokens; slots are allocated with the first request.
+
+        Raises:
+            ValueError: The policy is a model that the slots cannot decode.
+        """
+        check_slot_support(policy)
         self._policy, self._tokenizer = policy, tokenizer
         self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer))
         self._context = context_length(policy)
-        self._attention: str | None = None
-        self._clear()
-        self._begin()
-        self._end()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
         names = set()
+        self._version = -1  # until all of them are here
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
-                self._version = -1
                 raise WeightSyncError(
                     f"SlotGenerator decodes on the policy it was started with, but {name!r} is another tensor."
                 )
             names.add(name)
         if missing := own.keys() - names:
-            self._version = -1
             raise WeightSyncError(f"{len(missing)} of {len(own)} weights did not arrive, {min(missing)!r} among them.")
         self._prompts.clear()
         self._version = version
@@ -117,21 +120,30 @@ class SlotGenerator:
         return Capacity(self.num_slots, self.num_slots - len(self._requests) - len(self._incoming))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Admit requests; all in flight share one ``SamplingParams``."""
+        """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
+        self._check_weights()
+        if not requests:
+            return
+        free_slots = self.capacity().free_slots
+        if len(requests) > free_slots:
+            raise ValueError(f"{len(requests)} requests for {free_slots} free slots; submit at most that many.")
+        in_flight = self._requests or self._incoming
+        sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
+        for request in requests:
+            self._check(request, sampling)
+        self._begin()
+        self._sampling = sampling
+        self._incoming += requests
+
+    def _check_weights(self) -> None:
         if self._version < 0:
             raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
-        if len(requests) > self.capacity().free_slots:
-            raise ValueError(f"{len(requests)} requests for {self.capacity().free_slots} free slots.")
-        for request in requests:
-            if not self._requests and not self._incoming:
-                self._sampling = request.sampling
-            self._check(request)
-            self._begin()
-            self._incoming.append(request)
 
-    def _check(self, request: Request) -> None:
-        if request.sampling != self._sampling:
+    def _check(self, request: Request, sampling: SamplingParams) -> None:
+        if request.sampling != sampling:
             raise ValueError("Requests in flight at the same time must share their sampling parameters.")
+        if not request.prompt.token_ids:
+            raise ValueError(f"Prompt {request.prompt.prompt_id!r} has no tokens; a completion needs at least one.")
         total = len(request.prompt.token_ids) + request.sampling.max_tokens
         if total > self._context:
             raise ValueError(
@@ -172,6 +184,7 @@ class SlotGenerator:
         """Give every slot its next token: decode those in flight, admit the incoming, sample, finish."""
         if not self._requests and not self._incoming:
             return StepEvents()
+        self._check_weights()
         with torch.inference_mode():
             logits = [self._decode()] if self._requests else []
             logits += self._admit()
@@ -187,9 +200,7 @@ class SlotGenerator:
         positions_B = self._lengths[:rows] - 1
         self._cache.prepare(positions_B, self._span)
         last_B1 = self._tokens[self._row_index[:rows], self._counts[:rows] - 1].unsqueeze(-1)
-        hidden = hidden_states(
-            self.policy, last_B1, position_ids=positions_B.unsqueeze(-1), slot_cache=self._cache
-        )
+        hidden = hidden_states(self.policy, last_B1, position_ids=positions_B.unsqueeze(-1), slot_cache=self._cache)
         return token_logits(self.policy, hidden[:, 0])
 
     def _admit(self) -> list[torch.Tensor]:
@@ -202,12 +213,12 @@ class SlotGenerator:
         self._reserve(max(p.num_tokens for p in prompts), prompts[0])
         assert self._cache is not None
         first, last = len(self._requests), len(self._requests) + len(incoming)
-        self._cache.admit(prompts)
-        self._requests += incoming
+        self._cache.admit(first, prompts)
         device = self._lengths.device
         self._lengths[first:last] = torch.tensor([p.num_tokens for p in prompts], device=device)
         self._keys[first:last] = torch.tensor([request_key(r) for r in incoming], device=device)
         self._counts[first:last] = 0
+        self._requests += incoming
         self._span = max(self._span, *(p.num_tokens for p in prompts))
         self._forget()
         return [torch.stack([p.logits_V for p in prompts])]
@@ -225,7 +236,7 @@ class SlotGenerator:
         self._counts[:rows] += 1
         self._lengths[:rows] += 1
         self._span += 1
-        self._last_B = tokens_B
+        self._last_B, self._last_logprobs_B = tokens_B, logprobs_B
         return rows
 
     def _finish(self) -> list[Completion]:
@@ -233,27 +244,36 @@ class SlotGenerator:
         assert self._sampling is not None
         rows = len(self._requests)
         stopped_B = torch.isin(self._last_B, self._eos_ids)
-        stopped = set(stopped_B.nonzero().flatten().tolist()) | self._stop_strings()
-        full = (self._counts[:rows] >= self._sampling.max_tokens).nonzero().flatten().tolist()
-        ended = sorted(stopped.union(full))
-        finished = [self._completion(row, "stop" if row in stopped else "length") for row in ended]
-        self._remove(ended)
+        stopped_B[self._stop_strings()] = True
+        broken_B = ~torch.isfinite(self._last_logprobs_B)
+        ended = (stopped_B | broken_B | (self._counts[:rows] >= self._sampling.max_tokens)).nonzero().flatten()
+        if not len(ended):
+            return []
+        if broken_B.any():
+            raise FloatingPointError(
+                f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
+                "look for NaN weights or a learning rate that is too high."
+            )
+        by_row = list(zip(ended.tolist(), stopped_B[ended].tolist(), strict=True))
+        finished = [self._completion(row, "stop" if stopped else "length") for row, stopped in by_row]
+        self._remove([row for row, _ in by_row])
         return finished
 
-    def _stop_strings(self) -> set[int]:
+    def _stop_strings(self) -> list[int]:
         """Rows whose text has come to hold a stop string; only its last tokens are decoded each step."""
         assert self._sampling is not None
         if not self._sampling.stop:
-            return set()
-        longest = max(len(text) for text in self._sampling.stop)
-        rows = set()
-        for row in range(len(self._requests)):
-            count = int(self._counts[row])
-            tail = self._tokens[row, max(0, count - longest - 1) : count].tolist()
-            text = self._tokenizer.decode(tail)
-            if any(stop in text for stop in self._sampling.stop):
-                rows.add(row)
-        return rows
+            return []
+        # A token may hold as little as one byte of a character.
+        longest = max(len(text.encode()) for text in self._sampling.stop)
+        columns_L = torch.arange(-longest - 1, 0, device=self._counts.device)
+        columns_BL = self._counts[: len(self._requests), None] + columns_L
+        tails = self._tokens[: len(self._requests)].gather(1, columns_BL.clamp(min=0))
+        lengths = self._counts[: len(self._requests)].tolist()
+        texts = self._tokenizer.batch_decode(
+            [tail[-min(length, len(tail)) :] for tail, length in zip(tails.tolist(), lengths, strict=True)]
+        )
+        return [row for row, text in enumerate(texts) if any(stop in text for stop in self._sampling.stop)]
 
     # ---- memory -----------------------------------------------------------------------------------
 
@@ -286,10 +306,11 @@ class SlotGenerator:
         if old is not None and old.num_tokens >= tokens and self._tokens.shape[1] >= max_tokens:
             return
         device = like.keys_values.device
-        self._cache = SlotCache(self.num_slots, tokens, like)
         if old is not None and self._requests:
-            self._cache.take_over(old)
+            self._cache = SlotCache(self.num_slots, tokens, like)
+            self._cache.take_over(old, len(self._requests))
             return
+        self._cache = old = None  # freed before the larger one is there
         self._row_index = torch.arange(self.num_slots, device=device)
         self._tokens = torch.zeros((self.num_slots, max_tokens), dtype=torch.int64, device=device)
         self._logprobs = torch.zeros((self.num_slots, max_tokens), device=device)
@@ -297,25 +318,24 @@ class SlotGenerator:
         self._counts, self._lengths, self._keys = torch.zeros((3, self.num_slots), dtype=torch.int64, device=device)
         self._eos_ids = self._eos_ids.to(device)
         self._span = 0
+        self._cache = SlotCache(self.num_slots, tokens, like)
 
     def _completion(self, row: int, reason: FinishReason) -> Completion:
         count = int(self._counts[row])
         buffers = (self._tokens, self._logprobs, self._versions)
         with torch.inference_mode(False):  # what leaves the generator may take part in autograd
             token_ids_T, logprobs_T, versions_T = (buffer[row, :count].clone().cpu() for buffer in buffers)
-        text = self._tokenizer.decode(token_ids_T.tolist(), skip_special_tokens=True)
+        text = str(self._tokenizer.decode(token_ids_T.tolist(), skip_special_tokens=True))
         return Completion(self._requests[row], token_ids_T, logprobs_T, versions_T, reason, text)
 
     def _remove(self, rows: list[int]) -> None:
         """Free rows: the last rows in use move into the holes, so that no step computes a hole."""
-        if not rows:
-            return
-        assert self._cache is not None
         kept = len(self._requests) - len(rows)
         gone = set(rows)
         holes = [row for row in rows if row < kept]
         movers = [row for row in range(kept, len(self._requests)) if row not in gone]
         if holes:
+            assert self._cache is not None
             source, target = torch.tensor(movers), torch.tensor(holes)
             self._cache.move(source, target, self._span)
             for state in (self._tokens, self._logprobs, self._versions, self._counts, self._lengths, self._keys):
@@ -323,6 +343,4 @@ class SlotGenerator:
             for mover, hole in zip(movers, holes, strict=True):
                 self._requests[hole] = self._requests[mover]
         del self._requests[kept:]
-        self._cache.num_rows = kept
         self._span = int(self._lengths[:kept].max()) if kept else 0
-

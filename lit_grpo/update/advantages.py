@@ -27,11 +27,14 @@ def group_advantages(rewards_PG: torch.Tensor, scale: Scale = "group") -> torch.
     Returns:
         Advantages of the same shape.
     """
-    centred_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
-    if scale == "none":
-        return centred_PG
-    deviation = _nan_std(rewards_PG, dim=1) if scale == "group" else _nan_std(rewards_PG.reshape(1, -1), dim=1)
-    return centred_PG / (deviation + EPSILON)
+    exact_PG = rewards_PG.double()
+    centred_PG = exact_PG - exact_PG.nanmean(dim=1, keepdim=True)
+    # A mean of equal numbers can be off by a rounding error, which the division would make large.
+    centred_PG[uniform_groups(rewards_PG)[:, None] & ~rewards_PG.isnan()] = 0.0
+    if scale != "none":
+        deviation = _nan_std(exact_PG) if scale == "group" else _nan_std(exact_PG.reshape(1, -1))
+        centred_PG = centred_PG / (deviation + EPSILON)
+    return centred_PG.to(rewards_PG.dtype)
 
 
 def uniform_groups(rewards_PG: torch.Tensor) -> torch.Tensor:
@@ -41,8 +44,8 @@ def uniform_groups(rewards_PG: torch.Tensor) -> torch.Tensor:
     return lowest_P >= highest_P
 
 
-def _nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unbiased standard deviation of the values that are not NaN; 0 for fewer than two."""
-    count = values.isfinite().sum(dim, keepdim=True)
-    centred = (values - values.nanmean(dim, keepdim=True)).nan_to_num(0.0)
-    return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+def _nan_std(values: torch.Tensor) -> torch.Tensor:
+    """Unbiased standard deviation of each row's values that are not NaN; 0 for fewer than two."""
+    count = values.isfinite().sum(1, keepdim=True)
+    centred = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
+    return (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

@@ -14,9 +14,7 @@ def num_row_tokens(rollout: Rollout) -> int:
     return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
 
 
-def make_micro_batches(
-    rollouts: Sequence[Rollout], advantages_B: Sequence[float], max_tokens: int
-) -> list[MicroBatch]:
+def make_micro_batches(rollouts: Sequence[Rollout], advantages_B: Sequence[float], max_tokens: int) -> list[MicroBatch]:
     """Sort rollouts by length and cut them into micro-batches of at most ``max_tokens``, padding included.
 
     The longest come first, so that a shortage of memory shows at once.

@@ -1,0 +1,65 @@
+"""Mistakes in the input, told in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+
+class InputParser(LightningArgumentParser):
+    """A parser whose errors are one sentence, without hundreds of lines of usage before it.
+
+    A value that is the name of a file (``--data.train rows.jsonl``) is that name: jsonargparse would read the
+    file as a configuration of its own. Configurations come by ``--config`` alone.
+    """
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Add a class's arguments, none of which is read from a file."""
+        return super().add_class_arguments(*args, **(kwargs | {"sub_configs": False}))
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the mistake, with the nearest option where one is unknown, and exit with code 2."""
+        sentence = one_sentence(message)
+        if sentence.startswith("unrecognized arguments: "):
+            sentence += _nearest(sentence.split()[2], self)
+        exit_with(sentence)
+
+
+def exit_with(sentence: str) -> NoReturn:
+    """Print an error and exit with code 2."""
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def one_sentence(message: str) -> str:
+    """Shorten what jsonargparse says of a value: of all the types that it tried, those that say something."""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    if "Errors:" not in lines:
+        return " ".join(line for line in lines if not line.startswith("Given value"))
+    parts = [lines[0]] if lines[0].startswith("Parser key") else [""]
+    for line in lines[lines.index("Errors:") + 1 :]:
+        if line.startswith("Given value"):
+            break
+        if line.startswith("- "):
+            parts.append(line[2:])
+        else:
+            parts[-1] += f" {line}"
+    return " ".join(part for part in parts if part and "NoneType" not in part)
+
+
+def _nearest(argument: str, parser: Any) -> str:
+    option = argument.split("=")[0]
+    near = difflib.get_close_matches(option, _options(parser), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else "; --help lists all there are."
+
+
+def _options(parser: Any) -> list[str]:
+    options: list[str] = []
+    for action in parser._actions:
+        options += action.option_strings
+        for choice in (getattr(action, "_name_parser_map", None) or {}).values():
+            options += _options(choice)
+    return options

@@ -1,0 +1,129 @@
+"""Prompts become batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lit_grpo.types import Prompt, PromptBatch
+
+
+class PromptLoader:
+    """Training prompts as one endless stream, cut into batches; a checkpoint keeps the place in it.
+
+    Index ``s`` of the stream is place ``s % N`` of epoch ``s // N``, whose order depends on the seed and
+    the epoch alone; the epoch is the prompt's ``visit``. A step of all W ranks takes the next P x W
+    indices, rank r the r-th P of them, so no prompt is skipped and a batch may cross epochs. Nothing is
+    read ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
+    that a step which was cut off is done again after resuming.
+
+    Args:
+        prompts: The N prompts, at least one.
+        batch_size: P, the prompts of one batch on one rank.
+        rank: Which rank's batches these are.
+        world_size: W, the number of ranks.
+        seed: Of the order.
+        shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._start = 0
+        self._batch: PromptBatch | None = None
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    @property
+    def prompts_per_step(self) -> int:
+        """P x W, what one step of all ranks takes from the stream."""
+        return self.batch_size * self.world_size
+
+    def __len__(self) -> int:
+        """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""
+        return max(1, len(self.prompts) // self.prompts_per_step)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Yield the next ``len(self)`` batches."""
+        for _ in range(len(self)):
+            if self._batch is not None:
+                self._start += self.prompts_per_step
+            first = self._start + self.rank * self.batch_size
+            self._batch = PromptBatch([self._draw(first + place) for place in range(self.batch_size)])
+            yield self._batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, and what its order depends on."""
+        trained = self._batch is not None and self._batch.trained
+        return {"prompts_consumed": self._start + trained * self.prompts_per_step, **self._identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off; batch size and number of ranks may have changed.
+
+        Raises:
+            ValueError: The seed, ``shuffle`` or the number of prompts differs, so that the order would too.
+        """
+        differing = [
+            f"{name} was {state_dict[name]} and is now {value}"
+            for name, value in self._identity().items()
+            if state_dict[name] != value
+        ]
+        if differing:
+            raise ValueError(
+                f"Resuming would not continue the same stream of prompts: {', '.join(differing)}; "
+                "restore the data settings of the checkpoint, or start a new run."
+            )
+        self._start = state_dict["prompts_consumed"]
+        self._batch = None
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": len(self.prompts)}
+
+    def _draw(self, index: int) -> Prompt:
+        epoch, place = divmod(index, len(self.prompts))
+        if self.shuffle:
+            if self._order[0] != epoch:
+                order = np.random.default_rng((self.seed, epoch)).permutation(len(self.prompts))
+                self._order = (epoch, order)
+            place = int(self._order[1][place])
+        return replace(self.prompts[place], visit=epoch)
+
+
+class EvalLoader:
+    """Each prompt exactly once, in order; rank r of W takes the rows r, r + W, r + 2 W and so on.
+
+    All ranks have the same number of batches: where rows run out, the last batch is empty.
+
+    Args:
+        prompts: All prompts, at least one.
+        batch_size: The most prompts of a batch.
+        rank: Which rank's batches these are.
+        world_size: W, the number of ranks.
+    """
+
+    def __init__(self, prompts: list[Prompt], batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.prompts = prompts[rank::world_size]
+        self.batch_size = batch_size
+        self.num_batches = -(-len(prompts) // (batch_size * world_size))
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Yield new batches, for the rollouts of an earlier pass live in the old ones."""
+        for start in range(0, self.num_batches * self.batch_size, self.batch_size):
+            yield PromptBatch(self.prompts[start : start + self.batch_size])

@@ -1,0 +1,76 @@
+"""Whether the slots can decode a model, asked before anything expensive starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_grpo.policy import context_length, hidden_states
+from lit_grpo.rollout.kv_cache import PrefillCache, SlotCache, use_slot_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NUM_PREFILLED, _NUM_TOKENS = 3, 6
+_TOLERANCE = 0.05  # of the norm of the hidden states; bfloat16 stays below 0.02
+
+
+def check_slot_support(model: PreTrainedModel) -> None:
+    """Compare decoding through the slots with the model's own forward on a few tokens.
+
+    Raises:
+        ValueError: The model cannot be decoded, or comes out otherwise than by its own forward.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if foreign := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"SlotGenerator cannot decode {type(model).__name__} with {_names(foreign)} layers; use another generator."
+        )
+    training = model.training
+    model.eval()
+    before = str(model.config._attn_implementation)
+    try:
+        with torch.inference_mode():
+            input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
+            expected = hidden_states(model, input_ids_BT)[0, -1].float()
+            use_slot_attention(model)
+            prefill = PrefillCache()
+            actual = _decode(model, input_ids_BT, prefill).float()
+    except (RuntimeError, TypeError) as error:  # shapes or arguments of some other kind of attention
+        raise ValueError(f"SlotGenerator cannot decode {type(model).__name__}: {error}") from error
+    finally:
+        model.set_attn_implementation(before)
+        model.train(training)
+    error = float((actual - expected).norm() / expected.norm())
+    if not error < _TOLERANCE:
+        raise ValueError(
+            f"SlotGenerator cannot decode {type(model).__name__}: its hidden states come out {error:.0%} off those of "
+            "its own forward, so its layers remember more than keys and values; use another generator."
+        )
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
+    if window and slides and window < context_length(model) and not any(prefill.windows):
+        raise ValueError(
+            f"SlotGenerator cannot decode {type(model).__name__}: it does not tell its attention of the sliding "
+            f"window of {window} tokens in its config; use another generator."
+        )
+
+
+def _decode(model: PreTrainedModel, input_ids_BT: torch.Tensor, prefill: PrefillCache) -> torch.Tensor:
+    """Return the last token's hidden state: some tokens prefilled, the others decoded one by one."""
+    hidden_BTD = hidden_states(model, input_ids_BT[:, :_NUM_PREFILLED], slot_cache=prefill)
+    prompt = prefill.prompt(0, _NUM_PREFILLED, hidden_BTD[0, -1])
+    cache = SlotCache(1, _NUM_TOKENS, prompt)
+    cache.admit(0, [prompt])
+    for position in range(_NUM_PREFILLED, _NUM_TOKENS):
+        positions_B = torch.tensor([position], device=model.device)
+        cache.prepare(positions_B, position + 1)
+        token_B1 = input_ids_BT[:, position, None]
+        hidden_BTD = hidden_states(model, token_B1, position_ids=positions_B[:, None], slot_cache=cache)
+    return hidden_BTD[0, -1]
+
+
+def _names(kinds: set[str]) -> str:
+    return " and ".join(sorted(kind.replace("_", " ") for kind in kinds))

@@ -1,0 +1,174 @@
+"""Rollouts made by hand, and a real Trainer that learns from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from conftest import ALPHABET
+
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
+
+MAX_TOKENS = 12
+VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
+
+
+def make_rollout(
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    reward: float = math.nan,
+    logprobs: Sequence[float] | None = None,
+    prompt_id: str = "train/0",
+    sample_id: int = 0,
+    finish_reason: FinishReason = "stop",
+    version: int = 0,
+) -> Rollout:
+    """A rollout with these tokens; without ``logprobs`` each token had an even chance."""
+    prompt = Prompt(prompt_id, tuple(prompt_ids), "")
+    tokens_T = torch.tensor(completion_ids, dtype=torch.int64)
+    completion = Completion(
+        Request(prompt, sample_id, SamplingParams(max_tokens=MAX_TOKENS)),
+        tokens_T,
+        torch.tensor([math.log(0.5)] * len(tokens_T) if logprobs is None else logprobs, dtype=torch.float32),
+        torch.full_like(tokens_T, version),
+        finish_reason,
+    )
+    return Rollout(prompt, completion, {}, reward)
+
+
+def as_groups(rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
+    """Rollouts by prompt."""
+    by_prompt: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_prompt.setdefault(rollout.prompt.prompt_id, []).append(rollout)
+    return [RolloutGroup(members[0].prompt, members) for members in by_prompt.values()]
+
+
+@torch.no_grad()
+def full_logprobs(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of a rollout's completion, alone in a batch, by ``model``'s own forward and a full softmax."""
+    prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids_T
+    input_ids = torch.cat([torch.tensor(prompt), completion])[None]
+    logits_TV = model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs_TV = (logits_TV.double() / temperature).log_softmax(-1)
+    return logprobs_TV.gather(-1, completion[:, None]).squeeze(-1).float()
+
+
+def random_groups(
+    model: Any, rewards_PG: Sequence[Sequence[float]], seed: int = 0, noise: float = 0.3, temperature: float = 1.0
+) -> list[RolloutGroup]:
+    """Groups of ragged random tokens.
+
+    Their sampled log-probs are those of ``model`` off by ``noise`` x N(0, 1), as after an earlier update,
+    so that some ratios are clipped.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high + 1, (), generator=generator))
+        return torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+    rollouts = []
+    for row, rewards_G in enumerate(rewards_PG):
+        prompt_ids = tokens(1, 8)
+        for sample_id, reward in enumerate(rewards_G):
+            rollout = make_rollout(prompt_ids, tokens(1, MAX_TOKENS), reward, None, f"train/{row}", sample_id)
+            exact = full_logprobs(model, rollout, temperature)
+            rollout.completion.logprobs_T = exact + noise * torch.randn(exact.shape, generator=generator)
+            rollouts.append(rollout)
+    return as_groups(rollouts)
+
+
+class Batches:
+    """A loader that gives these groups, one list of them a batch."""
+
+    def __init__(self, batches: Sequence[Sequence[RolloutGroup]]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for groups in self.batches:
+            batch = PromptBatch([group.prompt for group in groups])
+            batch.groups = list(groups)
+            yield batch
+
+
+class StepRecorder(pl.Callback):
+    """Keeps the gradient of each optimizer step, and what was logged after each batch."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor | None]] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        named = pl_module.policy.named_parameters()
+        self.gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def flat(gradient: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    """All gradients as one vector; a parameter without a gradient must not be among them."""
+    tensors = [tensor for tensor in gradient.values() if tensor is not None]
+    assert len(tensors) == len(gradient)
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def weights_of(module: GRPOModule) -> torch.Tensor:
+    """A copy of all weights as one vector."""
+    return torch.cat([parameter.detach().clone().flatten() for parameter in module.policy.parameters()])
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over the norm of what is expected."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def sgd(lr: float) -> Any:
+    """An optimizer factory."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+def make_module(policy: str | Path, **options: Any) -> GRPOModule:
+    """A module that neither clips the gradient nor, unless told otherwise, changes a weight."""
+    defaults: dict[str, Any] = {
+        "rewards": [RewardSpec("lit_grpo.rewards.exact_match")],
+        "num_generations": 4,
+        "sampling": SamplingParams(max_tokens=MAX_TOKENS),
+        "max_grad_norm": 0.0,
+        "optimizer": sgd(0.0),
+    }
+    return GRPOModule(policy=str(policy), **(defaults | options))
+
+
+def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on one CPU that goes through its data once."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **(defaults | options))
+
+
+def fit(module: GRPOModule, *batches: Sequence[RolloutGroup], callbacks: Sequence[pl.Callback] = ()) -> StepRecorder:
+    """Train on the batches, one after another."""
+    recorder = StepRecorder()
+    make_trainer(*callbacks, recorder).fit(module, train_dataloaders=Batches(batches))
+    return recorder

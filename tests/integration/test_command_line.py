@@ -1,0 +1,251 @@
+"""The command line as a user meets it: a run, its folder, and what it says of mistakes."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_grpo.cli import run
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+GREEDY = '{"temperature": 0, "max_tokens": 16}'
+REWARD = "def score(completion, answer):\n    return sum(c.isdigit() for c in completion) / max(len(completion), 1)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> Path:
+    """A working directory with a task of its own."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    config = {
+        "seed_everything": 7,
+        "run": {"name": "task"},
+        "trainer": {"accelerator": "cpu", "max_steps": 4, "enable_progress_bar": False, "val_check_interval": 2},
+        "model": {
+            "policy": str(policy_folder),
+            "rewards": [{"function": "rewards.py:score"}],
+            "num_generations": 4,
+            "sampling": {"max_tokens": 16},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
+        },
+        "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 3},
+        "checkpoint": {"every_n_train_steps": 1},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    return tmp_path
+
+
+def fit(*arguments: str) -> None:
+    run(["fit", "--config", "config.yaml", *arguments])
+
+
+def metrics(name: str) -> list[dict[str, str]]:
+    """Read a run's metrics, without those that measure time or memory."""
+    with Path("runs", name, "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    measured = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+    return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
+
+
+def weights(name: str) -> dict[str, torch.Tensor]:
+    """Load a run's exported policy."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(f"runs/{name}/policy").state_dict()
+
+
+def test_fit_leaves_metrics_samples_checkpoints_and_a_policy_that_transformers_loads(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    fit()
+    rows = metrics("task")
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4]
+    assert [bool(row["val/pass@1"]) for row in rows] == [True, False, True, False, True]
+    assert all(row["reward"] and row["loss"] and row["entropy"] for row in rows[1:])
+    assert all(float(row["sampling/logprob_gap_max"]) < 1e-4 for row in rows[1:])
+    samples = [json.loads(line) for line in Path("runs/task/samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert {"prompt", "completion", "reward", "finish"} <= samples[0].keys()
+    assert {path.name for path in Path("runs/task/checkpoints").iterdir()} == {"update-step=4.ckpt", "last.ckpt"}
+    assert Path("runs/task/config.yaml").exists()
+    model = AutoModelForCausalLM.from_pretrained("runs/task/policy")
+    tokenizer = AutoTokenizer.from_pretrained("runs/task/policy")
+    generated = model.generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert generated.shape[1] > 4
+
+
+def test_same_seed_gives_the_same_metrics_and_weights(folder: Path) -> None:
+    fit("--run.name", "one")
+    fit("--run.name", "two")
+    fit("--run.name", "other", "--seed_everything", "8")
+    assert metrics("one") == metrics("two")
+    assert metrics("one") != metrics("other")
+    first, second = weights("one"), weights("two")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_second_run_of_a_name_keeps_the_first_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_steps", "1")
+    before = Path("runs/task/metrics.csv").read_text()
+    fit("--trainer.max_steps", "1")
+    assert Path("runs/task-1/metrics.csv").read_text() == before
+    assert "is now in" in capsys.readouterr().out
+
+
+def test_command_line_overrides_what_a_checkpoint_was_trained_with(folder: Path) -> None:
+    fit("--trainer.max_steps", "2")
+    fit("--trainer.max_steps", "3", "--ckpt_path", "runs/task/checkpoints/last.ckpt", "--model.num_generations", "6")
+    assert [int(row["step"]) for row in metrics("task")] == [0, 1, 2, 3]
+    saved = Path("runs/task/config.yaml").read_text()
+    assert "num_generations: 6" in saved
+
+
+def test_validate_test_and_predict_run_on_an_exported_policy(folder: Path) -> None:
+    fit("--trainer.max_steps", "1")
+    data = ["--model.policy", "runs/task/policy", "--run.name", "later"]
+    run(_evaluation("validate", data))
+    run(_evaluation("test", [*data, "--data.test", "prompts.jsonl"]))
+    run(_evaluation("predict", [*data, "--data.predict", "prompts.jsonl", "--model.eval_sampling", GREEDY]))
+    rows = [json.loads(line) for line in Path("runs/later/completions.jsonl").read_text().splitlines()]
+    assert [row["prompt_id"] for row in rows] == [f"predict/{n}" for n in range(24)]
+    assert all(row["finish_reason"] in ("stop", "length") and row["token_ids"] for row in rows)
+
+
+def _evaluation(subcommand: str, arguments: list[str]) -> list[str]:
+    """The config without what only fit knows."""
+    config = json.loads(Path("config.yaml").read_text())
+    del config["checkpoint"], config["trainer"]["max_steps"], config["trainer"]["val_check_interval"]
+    Path("evaluation.yaml").write_text(json.dumps(config))
+    return [subcommand, "--config", "evaluation.yaml", *arguments]
+
+
+def test_wandb_offline_writes_a_run(folder: Path) -> None:
+    fit("--trainer.max_steps", "1", "--run.wandb", "offline")
+    assert list(Path("runs/task/wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_kl_scheduler_and_several_updates_a_batch_are_configurable(folder: Path) -> None:
+    schedule = '{"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 4}}'
+    fit("--model.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
+    rows = metrics("task")[1:]
+    assert [int(row["step"]) for row in rows] == [2, 4]
+    assert float(rows[-1]["kl"]) > 0
+    assert float(rows[0]["lr"]) < float(rows[1]["lr"])
+
+
+def test_bfloat16_compute_runs_and_reports_its_gap(folder: Path) -> None:
+    fit("--trainer.precision", "bf16-mixed", "--trainer.max_steps", "2")
+    gaps = [float(row["sampling/logprob_gap_mean"]) for row in metrics("task")[1:]]
+    assert all(0 < gap < 0.1 for gap in gaps)
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_config_parses(folder: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(["fit", "--config", str(ROOT / "configs" / config), "--print_config"])
+    assert exit_.value.code == 0
+    assert "num_generations:" in capsys.readouterr().out
+
+
+def test_help_documents_every_field(folder: Path) -> None:
+    from jsonargparse import ArgumentParser
+
+    from lit_grpo.data import PromptDataModule
+    from lit_grpo.module import GRPOModule
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(GRPOModule, "model")
+    parser.add_class_arguments(PromptDataModule, "data")
+    undocumented = [
+        action.dest
+        for action in parser._actions
+        if action.dest.startswith(("model.", "data.")) and not (action.help or "").replace("(type:", "").strip()
+    ]
+    assert not [name for name in undocumented if not name.endswith(".help")]
+
+
+def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> None:
+    command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--trainer.max_steps", "2"]
+    done = subprocess.run(
+        [*command, "--trainer.enable_progress_bar", "true"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "warn" not in said.lower(), said
+    assert not re.search(r"\.py:\d+: ", said), said
+    assert "samples at update 1" in said
+    assert "reward=" in said
+    assert "tokens/s=" in said
+    assert "peak_GiB=" in said
+
+
+BAD_INPUT = {
+    "unknown field": (["--model.betta", "1"], "did you mean --model.beta"),
+    "unknown class": (["--model.generator", "lit_grpo.Nope"], "Problem with given class_path 'lit_grpo.Nope'"),
+    "wrong type": (["--model.num_generations", "many"], 'Parser key "model.num_generations"'),
+    "no config file": (["--config", "absent.yaml"], "File does not exist"),
+    "missing data file": (["--data.train", "absent.jsonl"], "There is no file absent.jsonl"),
+    "empty data file": (["--data.train", "empty.jsonl"], "empty.jsonl has no rows"),
+    "not JSON": (["--data.train", "broken.jsonl"], "line 2 of broken.jsonl is not JSON"),
+    "no such column": (["--data.prompt_column", "question"], "has no column 'question'"),
+    "mapped column": (["--data.columns", '{"gold": "solution"}'], "takes 'gold' from column 'solution'"),
+    "prompt beyond the limit": (["--data.max_prompt_tokens", "2"], "max_prompt_tokens=2"),
+    "prompt beyond the context": (["--model.sampling.max_tokens", "255"], "the model's context is 256"),
+    "beyond a micro-batch": (["--model.max_tokens_per_micro_batch", "20"], "the smallest that works is 22"),
+    "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
+    "reward file": (["--model.rewards", '[{"function": "absent.py:score"}]'], "there is no file absent.py"),
+    "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "does not import"),
+    "reward signature": (["--model.rewards", '[{"function": "rewards.py:odd"}]'], "completion"),
+    "reward column": (["--model.rewards", '[{"function": "rewards.py:gold"}]'], "'solution'"),
+    "reward is NaN": (["--model.rewards", '[{"function": "rewards.py:nan"}]'], "nan"),
+    "reward count": (["--model.rewards", '[{"function": "rewards.py:short"}]'], "1 value"),
+    "small group": (["--model.num_generations", "1"], "a group needs at least 2 completions"),
+    "no slots": (
+        ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots", "0"],
+        "num_slots must be at least 1",
+    ),
+    "greedy training": (["--model.sampling.temperature", "0"], "greedy completions of a prompt are all the same"),
+    "truncated training": (["--model.sampling.top_p", "0.9"], "set them in eval_sampling"),
+    "no policy": (["--model.policy", "./absent"], "There is no policy folder './absent'"),
+    "no tokenizer": (["--model.policy", "no-tokenizer"], "holds no usable tokenizer"),
+    "no EOS": (["--model.policy", "no-eos"], "names no eos_token"),
+    "run folder": (["--run.dir", "/proc/nowhere"], "is not writable"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_one_sentence(
+    folder: Path, case: str, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "empty.jsonl").write_text("")
+    (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
+    (folder / "broken.py").write_text("import no_such_module\n")
+    with (folder / "rewards.py").open("a") as file:
+        file.write("def odd(text):\n    return 1\ndef gold(completion, solution):\n    return 1\n")
+        file.write("def nan(completion):\n    return float('nan')\ndef short(completions):\n    return [1.0]\n")
+    for name, missing in (("no-tokenizer", "tokenizer"), ("no-eos", None)):
+        (folder / name).mkdir()
+        for path in policy_folder.iterdir():
+            if missing is None or not path.name.startswith(missing):
+                text = path.read_bytes()
+                if path.name == "tokenizer_config.json":
+                    text = json.dumps(json.loads(text) | {"eos_token": None}).encode()
+                (folder / name / path.name).write_bytes(text)
+    arguments, sentence = BAD_INPUT[case]
+    with pytest.raises(SystemExit) as exit_:
+        fit("--validate_first", "false", *arguments)
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in said if line.startswith("error: ")]
+    assert len(errors) == 1, said
+    assert sentence in errors[0], errors[0]
+    assert len(errors[0]) < 800

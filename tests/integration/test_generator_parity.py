@@ -1,0 +1,194 @@
+"""SlotGenerator beside Hugging Face ``generate`` and a plain forward, on models of many architectures."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import random_policy
+
+from lit_grpo.policy import hidden_states, load_tokenizer, token_logits
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.kv_cache import ATTENTION_NAME
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.scheduling.plans import FirstCome
+from lit_grpo.types import Completion, Prompt, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+SIZES = {
+    "vocab_size": 35,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+# Ragged prompts, and 40 tokens to follow: much longer than the sliding windows of 8 and 5.
+PROMPTS = [
+    Prompt("one token", (7,), ""),
+    Prompt("short", (2, 3, 4), ""),
+    Prompt("middling", tuple(2 + i * 7 % 30 for i in range(12)), ""),
+    Prompt("long", tuple(2 + i * 11 % 30 for i in range(30)), ""),
+]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, some layers slide": (
+        "Qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+    "qwen3 moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}),
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "llama, dynamic rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+    ),
+    "mistral, all layers slide": ("Mistral", {"sliding_window": 8}),
+    "gemma2 without caps": (
+        "Gemma2",
+        {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": None, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("Gemma3Text", {"head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 2}),
+    "smollm3": ("SmolLM3", {}),
+    "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
+    "phi3": ("Phi3", {"sliding_window": 8}),
+    "olmo2": ("Olmo2", {}),
+    "gpt2": ("GPT2", {"n_inner": 64}),
+}  # fmt: skip
+
+
+def build(name: str, changes: dict[str, Any]) -> Any:
+    """A random model of few parameters, in evaluation mode."""
+    head = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(transformers, head.get(name, f"{name}ForCausalLM"))(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_folder: Path) -> Any:
+    return load_tokenizer(str(policy_folder))
+
+
+def collect(
+    model: Any, tokenizer: Any, sampling: SamplingParams, num_slots: int = 3, group: int = 1
+) -> list[Completion]:
+    generator = SlotGenerator(num_slots)
+    generator.start(model, tokenizer)
+    generator.load_weights(model.named_parameters(), 0)
+    groups, _ = RolloutController(generator, None, FirstCome).collect(PROMPTS, group, sampling, seed=0)
+    return [rollout.completion for one in groups for rollout in one.rollouts]
+
+
+def generate(model: Any, max_tokens: int) -> list[list[int]]:
+    """Greedy completions by Hugging Face, up to and with the end token."""
+    longest = max(len(prompt.token_ids) for prompt in PROMPTS)
+    rows = [[0] * (longest - len(prompt.token_ids)) + list(prompt.token_ids) for prompt in PROMPTS]
+    masks = [[0] * (longest - len(prompt.token_ids)) + [1] * len(prompt.token_ids) for prompt in PROMPTS]
+    output = model.generate(
+        input_ids=torch.tensor(rows),
+        attention_mask=torch.tensor(masks),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    completions = [row[longest:].tolist() for row in output]
+    return [row[: row.index(1) + 1] if 1 in row else row for row in completions]
+
+
+def exact_logprobs(model: Any, completion: Completion) -> torch.Tensor:
+    """The completion's log-probs by a plain forward in float64."""
+    prompt_ids = completion.request.prompt.token_ids
+    input_ids = torch.tensor([[*prompt_ids, *completion.token_ids_T.tolist()]])
+    with torch.no_grad():
+        logits_TV = model(input_ids=input_ids, use_cache=False).logits[0].double()
+    logprobs_TV = logits_TV.log_softmax(-1)[len(prompt_ids) - 1 : -1]
+    return logprobs_TV.gather(-1, completion.token_ids_T[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_generate_and_sampled_logprobs_those_of_a_forward(name: str, tokenizer: Any) -> None:
+    model = build(*MODELS[name])
+    greedy = collect(model, tokenizer, SamplingParams(temperature=0, max_tokens=40))
+    assert [completion.token_ids_T.tolist() for completion in greedy] == generate(model, 40)
+
+    sampled = collect(model, tokenizer, SamplingParams(max_tokens=40), num_slots=5, group=3)
+    assert max(completion.num_tokens for completion in sampled) > 8
+    exact = copy.deepcopy(model).double()
+    for completion in sampled:
+        expected_T = exact_logprobs(exact, completion)
+        assert torch.allclose(completion.logprobs_T.double(), expected_T, rtol=0, atol=1e-5)
+
+
+def test_a_bfloat16_policy_decodes_close_to_its_own_forward(tokenizer: Any) -> None:
+    model: Any = random_policy().to(torch.bfloat16)
+    for completion in collect(model, tokenizer, SamplingParams(max_tokens=40), group=3):
+        assert completion.logprobs_T.dtype == torch.float32
+        gap_T = (completion.logprobs_T.double() - exact_logprobs(model, completion)).abs()
+        assert gap_T.mean() < 0.05  # the rounding of bfloat16 logits between 1 and 8 is up to 0.016
+
+
+def test_under_autocast_it_decodes_close_to_the_trainers_forward(tokenizer: Any) -> None:
+    model: Any = random_policy()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        completions = collect(model, tokenizer, SamplingParams(max_tokens=40), group=3)
+        for completion in completions:
+            prompt_ids = completion.request.prompt.token_ids
+            input_ids_BT = torch.tensor([[*prompt_ids, *completion.token_ids_T.tolist()]])
+            with torch.no_grad():
+                logits_TV = token_logits(model, hidden_states(model, input_ids_BT)[0, len(prompt_ids) - 1 : -1])
+            expected_T = logits_TV.log_softmax(-1).gather(-1, completion.token_ids_T[:, None])[:, 0]
+            assert (completion.logprobs_T - expected_T).abs().mean() < 0.05
+    exact = copy.deepcopy(model).double()
+    gaps = [(c.logprobs_T.double() - exact_logprobs(exact, c)).abs().max().item() for c in completions]
+    assert max(gaps) > 1e-4  # it did run in bfloat16
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Gemma2", {"head_dim": 8}, "capped attention scores"),
+    ("Mamba", {"expand": 2}, "MambaForCausalLM"),
+    ("Llama4Text", {"head_dim": 8, "num_local_experts": 2}, "chunked attention layers"),
+    ("GptOss", {"head_dim": 8, "num_local_experts": 2}, "attention sinks"),
+    ("DeepseekV3", {}, "DeepseekV3ForCausalLM"),
+    ("Bloom", {}, "does not use transformers' attention interface"),
+    ("Phimoe", {"sliding_window": 8, "num_local_experts": 2}, "sliding window of 8 tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_a_model_that_the_slots_cannot_decode_is_refused_at_the_start(
+    name: str, changes: dict[str, Any], reason: str, tokenizer: Any
+) -> None:
+    model = build(name, changes).train()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError) as caught:
+        SlotGenerator().start(model, tokenizer)
+    assert str(caught.value).startswith("SlotGenerator cannot decode")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert model.training
+    assert model.config._attn_implementation == before != ATTENTION_NAME
+
+
+def test_a_model_whose_layers_remember_more_than_keys_and_values_is_refused(tokenizer: Any) -> None:
+    model: Any = random_policy()
+
+    def remember(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.cumsum(1)  # a recurrence that no cache holds
+
+    model.get_decoder().layers[1].mlp.register_forward_hook(remember)
+    with pytest.raises(ValueError, match="remember more than keys and values"):
+        SlotGenerator().start(model, tokenizer)

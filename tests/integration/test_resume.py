@@ -1,0 +1,124 @@
+"""Runs that are killed or interrupted, and go on as if they had not been."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.integration
+
+REWARD = """
+import os, time
+def score(completion):
+    time.sleep(float(os.environ.get("REWARD_S", 0)))
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+"""
+MEASURED = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, policy_folder: Path) -> Path:
+    """A task that takes two optimizer steps a batch, with a KL term and a learning-rate schedule."""
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    scheduler = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 10}}
+    config = {
+        "trainer": {"accelerator": "cpu", "max_steps": 12, "enable_progress_bar": False, "val_check_interval": 2},
+        "model": {
+            "policy": str(policy_folder),
+            "rewards": [{"function": "rewards.py:score"}],
+            "num_generations": 4,
+            "num_minibatches": 2,
+            "beta": 0.02,
+            "sampling": {"max_tokens": 12},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
+            "lr_scheduler": scheduler,
+        },
+        "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
+        "checkpoint": {"every_n_train_steps": 2},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    return tmp_path
+
+
+def start(folder: Path, name: str, *arguments: str, reward_s: float = 0.0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": str(reward_s)}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=180)
+    return said
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        time.sleep(0.02)
+
+
+def metrics(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / "runs" / name / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+
+
+def num_rows(folder: Path, name: str) -> int:
+    path = folder / "runs" / name / "metrics.csv"
+    return len(metrics(folder, name)) if path.exists() else 0
+
+
+def policy(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "runs" / name / "policy" / "model.safetensors")
+
+
+def assert_same_run(folder: Path, one: str, other: str) -> None:
+    assert metrics(folder, one) == metrics(folder, other)
+    expected, actual = policy(folder, one), policy(folder, other)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
+    whole = start(folder, "whole")
+    assert "error" not in finish(whole)
+    killed = start(folder, "killed", reward_s=0.05)
+    checkpoint = folder / "runs" / "killed" / "checkpoints" / "last.ckpt"
+    wait_until(lambda: checkpoint.exists() and num_rows(folder, "killed") >= 4, killed)
+    killed.kill()
+    finish(killed)
+    assert num_rows(folder, "killed") < 7
+    said = finish(start(folder, "killed", "--ckpt_path", str(checkpoint)))
+    assert "error" not in said, said
+    assert_same_run(folder, "whole", "killed")
+
+
+def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) -> None:
+    whole = start(folder, "whole")
+    interrupted = start(folder, "interrupted", "--checkpoint.every_n_train_steps", "1000", reward_s=0.1)
+    wait_until(lambda: num_rows(folder, "interrupted") >= 3, interrupted)
+    interrupted.send_signal(signal.SIGINT)
+    said = finish(interrupted)
+    assert "Traceback" not in said, said
+    assert "--ckpt_path" in said
+    assert 3 <= num_rows(folder, "interrupted") < 7
+    checkpoint = folder / "runs" / "interrupted" / "checkpoints" / "last.ckpt"
+    said = finish(start(folder, "interrupted", "--ckpt_path", str(checkpoint)))
+    assert "error" not in said, said
+    finish(whole)
+    assert_same_run(folder, "whole", "interrupted")

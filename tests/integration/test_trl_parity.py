@@ -1,0 +1,174 @@
+"""Loss, gradient and advantages beside TRL 1.16's own.
+
+TRL's side is a real ``GRPOTrainer``: its ``rollout_func`` hands over the same tokens and its reward function
+the same rewards, so that advantages, padding (prompts on the left, completions on the right), reference
+log-probs and the token count all come out of its ``_generate_and_score_completions``; only the log-probs of
+the policy that sampled are put in afterwards. Our side is the real GRPOModule in a real Lightning Trainer.
+
+With a KL term TRL is told ``use_bias_correction_kl=False``: the term is that of the GRPO paper's equation 4,
+where TRL's default multiplies it by the probability ratio (DeepSeek-V3.2, arXiv 2512.02556).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import (  # pyright: ignore[reportMissingImports]
+    MAX_TOKENS,
+    fit,
+    flat,
+    make_module,
+    random_groups,
+    relative_error,
+)
+
+from lit_grpo.module import GRPOModule
+from lit_grpo.types import RolloutGroup, SamplingParams
+
+trl = pytest.importorskip("trl")
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 2.0, -1.5, 0.25], [0.0, 0.0, 1.0, 0.1]]
+TEMPERATURE = 0.9
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    """What is in ``policy_folder``."""
+    return random_policy()
+
+
+@torch.no_grad()
+def nudge(model: Any) -> None:
+    """Move a policy away from the reference; double precision, so that rounding hides nothing."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.double().parameters():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+class Nudge(pl.Callback):
+    """Nudges the module's policy before it is trained."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        nudge(pl_module.policy)
+
+
+def trl_step(folder: Path, groups: Sequence[RolloutGroup], output: Path, **settings: Any) -> tuple[Any, Any, Any]:
+    """A GRPOTrainer on these rollouts: the trainer, its inputs and the loss, after backward."""
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+
+    def hand_over(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [list(rollout.prompt.token_ids) for rollout in rollouts],
+            "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
+            "logprobs": [rollout.completion.logprobs_T.tolist() for rollout in rollouts],
+        }
+
+    rows = [{"prompt": "1+1="} for _ in rollouts]
+    config = GRPOConfig(
+        output_dir=str(output),
+        per_device_train_batch_size=len(rollouts),
+        num_generations=len(groups[0].rollouts),
+        max_completion_length=MAX_TOKENS,
+        temperature=TEMPERATURE,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        gradient_checkpointing=False,
+        use_bias_correction_kl=False,
+        **settings,
+    )
+    trainer = GRPOTrainer(
+        model=str(folder),
+        reward_funcs=[lambda **_: rewards],  # pyright: ignore[reportArgumentType]
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        rollout_func=hand_over,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    assert trainer.model is not None
+    nudge(trainer.model)
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions(rows)
+    old = torch.nn.utils.rnn.pad_sequence([rollout.completion.logprobs_T for rollout in rollouts], batch_first=True)
+    inputs["old_per_token_logps"] = old
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return trainer, inputs, loss
+
+
+@pytest.mark.parametrize(
+    ("normalization", "epsilon_high", "beta", "scale"),
+    [
+        ("token", None, 0.0, "group"),  # the default objective
+        ("token", 0.28, 0.04, "group"),
+        ("sequence", None, 0.0, "group"),
+        ("sequence", 0.28, 0.04, "batch"),
+        ("constant", None, 0.0, "none"),
+        ("constant", 0.28, 0.04, "none"),
+    ],
+)
+def test_loss_gradient_and_advantages_are_those_of_trl(
+    policy_folder: Path,
+    policy: Any,
+    tmp_path: Path,
+    normalization: str,
+    epsilon_high: float | None,
+    beta: float,
+    scale: str,
+) -> None:
+    nudged = random_policy()
+    nudge(nudged)
+    groups = random_groups(nudged, REWARDS, noise=0.3, temperature=TEMPERATURE)
+    recorded: list[torch.Tensor] = []
+
+    class NotesAdvantages(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            recorded.append(pl_module._advantages(pl_module._rewards(batch)))
+
+    module = make_module(
+        policy_folder,
+        sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS),
+        loss_normalization=normalization,
+        epsilon_high=epsilon_high,
+        beta=beta,
+        scale_rewards=scale,
+        max_tokens_per_micro_batch=60,  # several micro-batches; TRL's is one
+    )
+    ours = fit(module, groups, callbacks=[Nudge(), NotesAdvantages()])
+    trainer, inputs, loss = trl_step(
+        policy_folder,
+        groups,
+        tmp_path,
+        loss_type=LOSS_TYPES[normalization],
+        epsilon_high=epsilon_high,
+        beta=beta,
+        scale_rewards=scale,
+    )
+
+    torch.testing.assert_close(recorded[0].flatten(), inputs["advantages"], rtol=1e-6, atol=1e-6)
+    assert ours.logs[0]["loss"] == pytest.approx(float(loss), rel=1e-6, abs=1e-7)
+    theirs = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    assert list(theirs) == list(ours.gradients[0])
+    assert relative_error(flat(ours.gradients[0]), flat(theirs)) < 1e-6
+    for name, gradient in theirs.items():
+        assert relative_error(ours.gradients[0][name], gradient) < 2e-6, name
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0  # there was something to clip
+    if beta:
+        assert metrics["kl"] > 1e-3
+        assert ours.logs[0]["kl"] == pytest.approx(metrics["kl"], rel=1e-5)

@@ -1,0 +1,229 @@
+"""Two ranks do what one process does: real processes, gloo, and Lightning's ddp strategy.
+
+This file is also the script that the ranks run: ``python test_two_ranks.py POLICY OUTPUT``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import (  # pyright: ignore[reportMissingImports]
+    Batches,
+    StepRecorder,
+    make_module,
+    make_trainer,
+    random_groups,
+    weights_of,
+)
+
+from callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+NAN = math.nan
+TESTS = Path(__file__).parent.parent
+
+
+@dataclass
+class Case:
+    """A run on rewards_PG of each batch; of its groups rank r trains on every second one."""
+
+    batches: list[list[list[float]]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0, 0.0, 2.0, 0.5]]
+RANK_1_UNIFORM = [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.3, 0.1, 0.0, 0.0], [0.7] * 4]
+RANK_0_MISSING = [[NAN] * 4, [1.0, NAN, 0.0, 1.0], [NAN] * 4, [0.0, 1.0, 0.0, NAN]]
+ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
+CASES = {
+    "token": Case([MIXED]),
+    "sequence": Case([MIXED], {"loss_normalization": "sequence"}),
+    "constant_with_kl": Case([MIXED, MIXED], {"loss_normalization": "constant", "beta": 0.2}),
+    "batch_scale": Case([MIXED], {"scale_rewards": "batch"}),
+    "one_rank_uniform": Case([RANK_1_UNIFORM, MIXED]),
+    "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"beta": 0.2}),
+    "one_rank_missing": Case([RANK_0_MISSING]),
+    "clipped_gradient": Case([MIXED], {"max_grad_norm": 0.05}),
+    "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
+    "all_uniform": Case([ALL_UNIFORM]),
+    "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
+    "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
+}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def uneven_groups(rewards_PG: list[list[float]]) -> list[RolloutGroup]:
+    """Ragged groups; those of rank 1 have at most two tokens a completion."""
+    groups = random_groups(random_policy(), rewards_PG, noise=0.2)
+    for rollout in (rollout for group in groups[1::2] for rollout in group.rollouts):
+        completion = rollout.completion
+        completion.token_ids_T, completion.logprobs_T = completion.token_ids_T[:2], completion.logprobs_T[:2]
+        completion.versions_T = completion.versions_T[:2]
+    return groups
+
+
+class RankBatches(Batches):
+    """Gives each rank its share of every batch."""
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        rank, world_size = rank_and_world_size()
+        return iter(Batches([groups[rank::world_size] for groups in self.batches]))
+
+
+def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
+    logs = [{name: value for name, value in logs.items() if not name.startswith("time/")} for logs in recorder.logs]
+    return {"weights": weights_of(module), "version": module.policy_version, "logs": logs}
+
+
+def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
+    """Train on groups made by hand."""
+    module = make_module(policy, optimizer=adamw, max_tokens_per_micro_batch=24, **case.options)
+    trainer = make_trainer(recorder := StepRecorder(), **trainer_options)
+    trainer.fit(module, train_dataloaders=RankBatches([uneven_groups(rewards) for rewards in case.batches]))
+    return outcome(module, recorder)
+
+
+def even_length(completion: str, num_tokens: int) -> float:
+    """A reward that about half of all completions get."""
+    return float(num_tokens % 2 == 0)
+
+
+def run_pipeline(policy: str, output: Path, **trainer_options: Any) -> dict[str, Any]:
+    """Two batches of four prompts in all, sampled on the spot; then three validation prompts."""
+    rank_batch = 4 // trainer_options.get("devices", 1)
+    for split, prompts in (("train", ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="]), ("validation", ["3+", "b=", "8"])):
+        (output / f"{split}.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    data = PromptDataModule(
+        policy,
+        train=str(output / "train.jsonl"),
+        validation=str(output / "validation.jsonl"),
+        batch_size=rank_batch,
+        eval_batch_size=1,
+    )
+    module = make_module(
+        policy,
+        optimizer=adamw,
+        rewards=[RewardSpec(f"{__file__}:even_length")],
+        eval_num_generations=6,
+        pass_at_k=(1, 2, 4),
+        sampling=SamplingParams(max_tokens=9),
+    )
+    recorder = StepRecorder()
+    trainer = make_trainer(
+        RolloutScheduler(), WeightSync(), recorder, max_steps=2, max_epochs=-1, limit_val_batches=0, **trainer_options
+    )
+    trainer.fit(module, datamodule=data)
+    evaluator = make_trainer(RolloutScheduler(), WeightSync(), **trainer_options)
+    (validation,) = evaluator.validate(module, datamodule=data, verbose=False)
+    return outcome(module, recorder) | {"validation": validation}
+
+
+def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    """All runs by name."""
+    cases = {name: lambda case=case: run_case(case, policy, **trainer_options) for name, case in CASES.items()}
+    return cases | {"pipeline": lambda: run_pipeline(policy, output, **trainer_options)}
+
+
+def main(policy: str, output: str) -> None:
+    """Do all runs as one of two ranks, and save what came of them."""
+    torch.set_num_threads(1)
+    results = {}
+    for name, run in runs(policy, Path(output), devices=2, strategy="ddp").items():
+        results[name] = run()
+        print(f"rank {rank_and_world_size()} has finished {name}", flush=True)
+    torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
+
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+    """What came of all runs, on rank 0 and on rank 1."""
+    output = tmp_path_factory.mktemp("two_ranks")
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(policy_folder), str(output)]
+    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def single(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What comes of a run in one process over all groups."""
+    by_name = runs(str(policy_folder), tmp_path_factory.mktemp("one_rank"))
+    return lambda name: by_name[name]()
+
+
+@pytest.mark.parametrize("name", [*CASES, "pipeline"])
+def test_two_ranks_end_with_the_weights_and_the_metrics_of_one_process(
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    expected, first, second = single(name), ranks[0][name], ranks[1][name]
+    assert torch.equal(first["weights"], second["weights"])
+    torch.testing.assert_close(first["weights"], expected["weights"], rtol=0, atol=2e-6)
+    assert first["version"] == second["version"] == expected["version"]
+    assert len(first["logs"]) == len(expected["logs"]) > 0
+    for ours, theirs, alone in zip(first["logs"], second["logs"], expected["logs"], strict=True):
+        assert ours == pytest.approx(theirs, nan_ok=True)
+        names = alone.keys() - {"completions/max_length", "rollout/steps", "rollout/tokens", "rollout/bubble_ratio"}
+        same = {name: ours[name] for name in names}
+        assert same == pytest.approx({name: alone[name] for name in names}, rel=1e-4, abs=2e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_steps", "moves"),
+    [("token", 1, True), ("all_uniform", 1, False), ("two_iterations_of_two_minibatches", 4, True)],
+)
+def test_only_steps_with_something_to_learn_move_the_weights_and_all_of_them_count(
+    name: str, num_steps: int, moves: bool, ranks: list[Outcomes]
+) -> None:
+    before = torch.cat([parameter.detach().flatten() for parameter in random_policy().parameters()])
+    for outcomes in ranks:
+        assert outcomes[name]["version"] == num_steps
+        assert torch.equal(outcomes[name]["weights"], before) is not moves
+
+
+def test_momentum_and_weight_decay_wait_while_no_rank_has_anything_to_learn(ranks: list[Outcomes]) -> None:
+    """The first batches of these two cases are the same."""
+    assert torch.equal(ranks[0]["all_uniform_after_an_update"]["weights"], ranks[0]["token"]["weights"])
+    assert ranks[0]["all_uniform_after_an_update"]["version"] == 2
+
+
+def test_pass_at_k_is_taken_over_the_prompts_of_both_ranks(
+    ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    """Three prompts, so that rank 1 has one fewer than rank 0."""
+    expected = single("pipeline")["validation"]
+    assert 0 < expected["val/pass@1"] < expected["val/pass@2"] < expected["val/pass@4"]
+    for outcomes in ranks:
+        assert outcomes["pipeline"]["validation"] == pytest.approx(expected)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

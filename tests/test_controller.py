@@ -1,0 +1,232 @@
+"""The rollout loop, with a generator and rewards that are written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
+from lit_grpo.scheduling.plans import FirstCome
+from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
+
+Lengths = dict[str, list[int]]
+
+
+class FakeGenerator:
+    """Decodes completions of given lengths, by prompt and sample, and notes what it is asked."""
+
+    version = 0
+
+    def __init__(self, slots: int, lengths: Lengths) -> None:
+        self.slots, self.lengths = slots, lengths
+        self.remaining: dict[tuple[str, int, int], int] = {}
+        self.requests: dict[tuple[str, int, int], Request] = {}
+        self.log: list[tuple[str, Any]] = []
+        self.fail_at_step = self.fail_at_submit = -1
+        self.num_steps = 0
+
+    def start(self, policy: Any, tokenizer: Any) -> None: ...
+
+    def load_weights(self, weights: Any, version: int) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+    def capacity(self) -> Capacity:
+        return Capacity(self.slots, self.slots - len(self.remaining))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert len(requests) <= self.capacity().free_slots
+        for request in requests:
+            assert request.key not in self.remaining
+            self.remaining[request.key] = self.lengths[request.key[0]][request.sample_id]
+            self.requests[request.key] = request
+        self.log.append(("submit", [request.key[::2] for request in requests]))
+        if self.fail_at_submit == 0:
+            raise KeyboardInterrupt
+        self.fail_at_submit -= 1
+
+    def step(self) -> StepEvents:
+        self.num_steps += 1
+        if self.num_steps == self.fail_at_step:
+            raise KeyboardInterrupt
+        active = len(self.remaining)
+        assert active, "a step with nothing in flight"
+        finished = []
+        for key in list(self.remaining):
+            self.remaining[key] -= 1
+            if not self.remaining[key]:
+                del self.remaining[key]
+                finished.append(completion(self.requests[key], self.lengths[key[0]][key[2]]))
+        return StepEvents(active, active, finished[::-1])
+
+    def release(self, prompts: Iterable[Prompt]) -> None:
+        self.log.append(("release", [prompt.prompt_id for prompt in prompts]))
+
+    def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
+        keys = set(keys)
+        self.log.append(("abort", sorted(key[::2] for key in keys)))
+        return [completion(self.requests[key], 0) for key in keys if self.remaining.pop(key, None)]
+
+
+class FakeRewards:
+    """Notes each group, and how many completions were in flight when it came."""
+
+    def __init__(self, generator: FakeGenerator) -> None:
+        self.generator = generator
+        self.submitted: list[tuple[str, int]] = []
+        self.num_gathered = 0
+
+    def submit(self, group: RolloutGroup) -> None:
+        self.submitted.append((group.prompt.prompt_id, len(self.generator.remaining)))
+        for rollout in group.rollouts:
+            rollout.reward = float(rollout.completion.request.sample_id)
+
+    def gather(self) -> None:
+        self.num_gathered += 1
+
+
+def completion(request: Request, length: int) -> Completion:
+    tokens = torch.zeros(length, dtype=torch.int64)
+    return Completion(request, tokens, tokens.float(), tokens, "stop")
+
+
+def prompts(*names: str) -> list[Prompt]:
+    return [Prompt(name, (1, 2), name) for name in names]
+
+
+def controller(generator: FakeGenerator, rewards: FakeRewards | None = None, **options: Any) -> RolloutController:
+    return RolloutController(generator, rewards, FirstCome, **options)  # pyright: ignore[reportArgumentType]
+
+
+LENGTHS = {"a": [9, 1, 4], "b": [1, 1, 1], "c": [2, 7, 3]}
+SAMPLING = SamplingParams(max_tokens=9)
+
+
+def test_the_fake_is_a_generator() -> None:
+    assert isinstance(FakeGenerator(1, {}), Generator)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 64])
+def test_groups_are_whole_and_in_the_order_of_prompts_and_samples(slots: int) -> None:
+    generator = FakeGenerator(slots, LENGTHS)
+    groups, stats = controller(generator).collect(prompts("c", "a", "b"), 3, SAMPLING, seed=5)
+    assert [group.prompt.prompt_id for group in groups] == ["c", "a", "b"]
+    for group in groups:
+        assert [r.completion.request.sample_id for r in group.rollouts] == [0, 1, 2]
+        assert [r.completion.num_tokens for r in group.rollouts] == LENGTHS[group.prompt.prompt_id]
+        assert all(r.prompt is group.prompt and r.completion.request.seed == 5 for r in group.rollouts)
+    assert stats.num_tokens == 29
+    assert not generator.remaining
+
+
+def test_every_request_is_admitted_once_and_slots_are_refilled_at_every_step() -> None:
+    generator = FakeGenerator(2, LENGTHS)
+    _, stats = controller(generator).collect(prompts("a", "b", "c"), 3, SAMPLING, seed=0)
+    submits = [keys for what, keys in generator.log if what == "submit"]
+    assert submits == [
+        [("a", 0), ("a", 1)],
+        [("a", 2)],
+        [("b", 0)],
+        [("b", 1)],
+        [("b", 2)],
+        [("c", 0)],
+        [("c", 1)],
+        [("c", 2)],
+    ]
+    assert stats.num_steps == 16  # a0 (9 steps), then c1 (7), beside the others one after another
+    assert stats.num_tokens == 29
+
+
+def test_a_prompt_is_released_when_its_last_sample_is_admitted() -> None:
+    generator = FakeGenerator(2, LENGTHS)
+    controller(generator).collect(prompts("a", "b"), 3, SAMPLING, seed=0)
+    events = [(what, keys) for what, keys in generator.log if keys]
+    assert events[:3] == [("submit", [("a", 0), ("a", 1)]), ("submit", [("a", 2)]), ("release", ["a"])]
+    assert events[-2:] == [("submit", [("b", 2)]), ("release", ["b"])]
+
+
+def test_a_group_is_rewarded_when_it_is_whole_while_others_still_decode() -> None:
+    generator = FakeGenerator(3, LENGTHS)
+    rewards = FakeRewards(generator)
+    groups, _ = controller(generator, rewards).collect(prompts("a", "b", "c"), 3, SAMPLING, seed=0)
+    assert [name for name, _ in rewards.submitted] == ["b", "a", "c"]
+    assert rewards.submitted[0][1] > 0
+    assert rewards.num_gathered == 1
+    assert [rollout.reward for rollout in groups[0].rollouts] == [0.0, 1.0, 2.0]
+
+
+def test_without_rewards_they_stay_open() -> None:
+    groups, stats = controller(FakeGenerator(3, LENGTHS)).collect(prompts("b"), 3, SAMPLING, seed=0)
+    assert all(rollout.reward != rollout.reward and rollout.rewards == {} for rollout in groups[0].rollouts)
+    assert stats.reward_wait_s >= 0
+
+
+def test_an_interrupt_aborts_what_is_in_flight_and_the_next_rollout_is_complete() -> None:
+    generator = FakeGenerator(3, LENGTHS)
+    generator.fail_at_step = 3
+    rollouts = controller(generator)
+    with pytest.raises(KeyboardInterrupt):
+        rollouts.collect(prompts("a", "b"), 3, SAMPLING, seed=0)
+    assert generator.log[-2:] == [("abort", [("a", 0), ("a", 2), ("b", 1)]), ("release", ["a", "b"])]
+    assert generator.capacity().free_slots == 3
+    groups, _ = rollouts.collect(prompts("a", "b"), 3, SAMPLING, seed=0)
+    assert [len(group.rollouts) for group in groups] == [3, 3]
+
+
+def test_an_interrupt_while_requests_are_submitted_aborts_them_too() -> None:
+    generator = FakeGenerator(3, LENGTHS)
+    generator.fail_at_submit = 1
+    with pytest.raises(KeyboardInterrupt):
+        controller(generator).collect(prompts("a", "b"), 3, SAMPLING, seed=0)
+    assert generator.log[-2] == ("abort", [("a", 0), ("a", 2), ("b", 0)])
+    assert not generator.remaining
+
+
+def test_the_same_visit_of_a_prompt_twice_is_refused_and_another_visit_is_not() -> None:
+    generator = FakeGenerator(3, LENGTHS)
+    with pytest.raises(ValueError, match="the same visit of a prompt twice"):
+        controller(generator).collect(prompts("a", "a"), 3, SAMPLING, seed=0)
+    assert generator.log == []
+    again = Prompt("a", (1, 2), "a", visit=1)
+    groups, _ = controller(generator).collect([*prompts("a"), again], 3, SAMPLING, seed=0)
+    assert [group.prompt.visit for group in groups] == [0, 1]
+
+
+def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang() -> None:
+    class Stingy(FirstCome):
+        def admit(self, free_slots: int) -> list[Request]:
+            return []
+
+    with pytest.raises(RuntimeError, match="Stingy hands out nothing, and 3 requests wait"):
+        RolloutController(FakeGenerator(2, LENGTHS), None, Stingy).collect(prompts("a"), 3, SAMPLING, seed=0)
+
+
+def test_bubble_ratio_is_the_share_of_slot_time_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))  # each step takes one second
+    monkeypatch.setattr("lit_grpo.rollout.controller.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    generator = FakeGenerator(2, {"a": [1, 2, 3]})
+    _, stats = controller(generator).collect(prompts("a"), 3, SAMPLING, seed=0)
+    assert stats.num_steps == 4  # two slots busy for two steps, one for two
+    assert stats.bubble_ratio == 0.25
+    metrics = stats.metrics()
+    assert metrics["rollout/bubble_ratio"] == 0.25
+    assert metrics["rollout/steps"] == 4 and metrics["rollout/tokens"] == 6
+    assert metrics["time/rollout_s"] > 4
+
+
+def test_bubble_ratio_of_nothing_is_zero() -> None:
+    groups, stats = controller(FakeGenerator(2, {})).collect([], 3, SAMPLING, seed=0)
+    assert groups == [] and stats.bubble_ratio == 0.0 and stats.num_steps == 0
+
+
+def test_on_step_hears_of_the_tokens_of_each_step() -> None:
+    heard: list[int] = []
+    generator = FakeGenerator(2, {"a": [1, 2, 3]})
+    controller(generator, on_step=heard.append).collect(prompts("a"), 3, SAMPLING, seed=0)
+    assert heard == [2, 2, 1, 1]

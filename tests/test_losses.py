@@ -1,0 +1,119 @@
+"""The clipped objective, its KL term, and what a token counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lit_grpo.update.kl import k3
+from lit_grpo.update.losses import Normalization, StepTotals, clipped_objective, token_weights
+
+RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2
+
+
+def objective(
+    ratios: tuple[float, ...], advantage: float, epsilon: float = 0.2, epsilon_high: float = 0.2
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradients by log-prob, and metrics, of tokens sampled with log-prob -1 whose ratios are these."""
+    sampled_N = torch.full((len(ratios),), -1.0)
+    logprobs_N = (sampled_N + torch.tensor(ratios).log()).requires_grad_()
+    loss_N, metrics = clipped_objective(
+        logprobs_N, sampled_N, torch.full_like(sampled_N, advantage), epsilon, epsilon_high
+    )
+    loss_N.sum().backward()
+    assert logprobs_N.grad is not None
+    return loss_N.tolist(), logprobs_N.grad.tolist(), metrics
+
+
+def test_a_good_token_gains_up_to_the_upper_bound_and_no_further() -> None:
+    losses, gradients, _ = objective(RATIOS, advantage=2.0)
+    assert losses == pytest.approx([-1.0, -1.8, -2.0, -2.2, -2.4])
+    assert gradients == pytest.approx([-1.0, -1.8, -2.0, -2.2, 0.0])
+    assert gradients[-1] == 0
+
+
+def test_a_bad_token_is_pushed_down_to_the_lower_bound_and_no_further() -> None:
+    losses, gradients, _ = objective(RATIOS, advantage=-2.0)
+    assert losses == pytest.approx([1.6, 1.8, 2.0, 2.2, 3.0])
+    assert gradients == pytest.approx([0.0, 1.8, 2.0, 2.2, 3.0])
+    assert gradients[0] == 0
+
+
+def test_a_higher_upper_bound_clips_later() -> None:
+    losses, gradients, metrics = objective((0.5, 1.25, 1.4), advantage=1.0, epsilon=0.2, epsilon_high=0.3)
+    assert losses == pytest.approx([-0.5, -1.25, -1.3])
+    assert gradients == pytest.approx([-0.5, -1.25, 0.0])
+    assert metrics["clip_ratio/high"].tolist() == [0, 0, 1]
+    losses, gradients, metrics = objective((0.5, 0.75, 1.4), advantage=-1.0, epsilon=0.2, epsilon_high=0.3)
+    assert losses == pytest.approx([0.8, 0.8, 1.4])
+    assert gradients == pytest.approx([0.0, 0.0, 1.4])
+    assert metrics["clip_ratio/low"].tolist() == [1, 1, 0]
+
+
+def test_without_room_every_change_in_the_right_direction_is_clipped() -> None:
+    assert objective((0.9, 1.1), advantage=1.0, epsilon=0.0, epsilon_high=0.0)[1] == pytest.approx([-0.9, 0.0])
+
+
+def test_metrics_tell_which_tokens_were_clipped_and_by_how_much_they_moved() -> None:
+    good, bad = objective(RATIOS, advantage=2.0)[2], objective(RATIOS, advantage=-2.0)[2]
+    assert good["clip_ratio/high"].tolist() == [0, 0, 0, 0, 1]
+    assert good["clip_ratio/low"].tolist() == [0, 0, 0, 0, 0]
+    assert bad["clip_ratio/high"].tolist() == [0, 0, 0, 0, 0]
+    assert bad["clip_ratio/low"].tolist() == [1, 0, 0, 0, 0]
+    assert good["ratio/mean"].tolist() == pytest.approx(RATIOS)
+    assert not any(values.requires_grad for values in good.values())
+
+
+def test_on_the_policy_that_sampled_the_gradient_is_that_of_reinforce() -> None:
+    assert objective((1.0,), advantage=3.0)[1] == pytest.approx([-3.0])
+
+
+@pytest.mark.parametrize(
+    ("normalization", "weights"),
+    [
+        ("token", [1 / 10, 1 / 10, 1 / 10]),
+        ("sequence", [1 / (2 * 4), 1 / (5 * 4), 1 / (1 * 4)]),
+        ("constant", [1 / (4 * 16), 1 / (4 * 16), 1 / (4 * 16)]),
+    ],
+)
+def test_token_weights_of_rows_of_2_5_and_1_tokens(normalization: Normalization, weights: list[float]) -> None:
+    totals = StepTotals(num_tokens=10, num_sequences=4, max_tokens=16)
+    result = token_weights(torch.tensor([2, 5, 1]), totals, normalization)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_token_weights_of_a_whole_step_sum_to_one(normalization: Normalization) -> None:
+    lengths_B = torch.tensor([2, 5, 1, 2])
+    weights_B = token_weights(lengths_B, StepTotals(10, 4, 16), normalization)
+    assert float((weights_B * lengths_B).sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_token_weights_of_nothing_are_empty_and_of_an_empty_row_finite(normalization: Normalization) -> None:
+    nothing = StepTotals(num_tokens=0, num_sequences=0, max_tokens=16)
+    assert token_weights(torch.tensor([], dtype=torch.int64), nothing, normalization).tolist() == []
+    assert token_weights(torch.tensor([0]), nothing, normalization).isfinite().all()
+
+
+def test_k3_is_zero_where_the_models_agree_and_positive_elsewhere() -> None:
+    logprobs_N = torch.tensor([-1.0, -1.0, -1.0])
+    reference_N = logprobs_N + torch.tensor([0.0, math.log(2), -math.log(2)])
+    # 2 - ln 2 - 1 and 1/2 + ln 2 - 1
+    assert k3(logprobs_N, reference_N).tolist() == pytest.approx([0.0, 0.30685282, 0.19314718])
+
+
+def test_k3_pulls_the_policy_towards_the_reference() -> None:
+    logprobs_N = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    k3(logprobs_N, torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(2)])).sum().backward()
+    assert logprobs_N.grad is not None
+    assert logprobs_N.grad.tolist() == pytest.approx([0.0, -1.0, 0.5])  # 1 - reference / policy
+
+
+def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
+    policy_V, reference_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    estimate = (policy_V * k3(policy_V.log(), reference_V.log())).sum()
+    assert float(estimate) == pytest.approx(float((policy_V * (policy_V / reference_V).log()).sum()))

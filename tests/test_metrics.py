@@ -1,0 +1,197 @@
+"""pass@k against brute force, and metrics that do not depend on how a step is split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hand_made import as_groups, make_rollout
+
+from lit_grpo.metrics import PassAtK, Reduce, TokenMetrics, pass_at_k, rollout_metrics
+from lit_grpo.types import PromptBatch, Rollout
+
+NAN = math.nan
+
+
+def brute_force_pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The share of all subsets of k samples that hold one that passed."""
+    subsets = list(itertools.combinations(range(num_samples), k))
+    return sum(min(subset) < num_passed for subset in subsets) / len(subsets)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_pass(num_samples: int) -> None:
+    for num_passed in range(num_samples + 1):
+        for k in range(1, num_samples + 1):
+            expected = brute_force_pass_at_k(num_samples, num_passed, k)
+            assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_of_a_thousand_samples_is_exact() -> None:
+    assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
+    assert pass_at_k(1024, 1, 1) == pytest.approx(1 / 1024)
+
+
+@pytest.mark.parametrize("k", [0, 3, -1])
+def test_pass_at_k_needs_k_samples(k: int) -> None:
+    with pytest.raises(ValueError, match=rf"pass@{k} needs at least {k} samples a prompt and k >= 1, but there are 2"):
+        pass_at_k(2, 1, k)
+
+
+def test_the_metric_is_the_mean_over_prompts() -> None:
+    metric = PassAtK(2)
+    for num_samples, num_passed in ((4, 0), (4, 1), (3, 2), (5, 5)):
+        metric.update(num_samples, num_passed)
+    expected = [brute_force_pass_at_k(*counts, 2) for counts in ((4, 0), (4, 1), (3, 2), (5, 5))]
+    assert float(metric.compute()) == pytest.approx(sum(expected) / 4, abs=1e-12)
+
+
+def test_the_metric_adds_up_over_ranks() -> None:
+    reductions = PassAtK(1)._reductions
+    assert {reduction and reduction(torch.tensor([2.0, 3.0])).item() for reduction in reductions.values()} == {5.0}
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_the_metric_without_prompts_is_missing_and_reset_begins_anew() -> None:
+    metric = PassAtK(1)
+    metric.update(1, 1)
+    assert float(metric.compute()) == 1
+    metric.reset()
+    assert math.isnan(float(metric.compute()))
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The reduction over one rank."""
+    return tensor
+
+
+def test_token_means_do_not_depend_on_the_split() -> None:
+    entropy_N, gap_N = torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([0.1, -0.3, 0.0, 0.2])
+
+    def gather(*cuts: int) -> dict[str, float]:
+        metrics = TokenMetrics()
+        for entropy, gap in zip(entropy_N.tensor_split(cuts), gap_N.tensor_split(cuts), strict=True):
+            metrics.add_means(entropy=entropy)
+            metrics.add_sums(loss=entropy.sum() / 4)
+            metrics.add_gap(gap)
+        metrics.finish_update(grad_norm=2.0, lr=0.5)
+        return metrics.compute(alone, alone)
+
+    expected = {
+        "entropy": 3.0,
+        "loss": 3.0,
+        "sampling/logprob_gap_mean": 0.15,
+        "sampling/logprob_gap_max": 0.3,
+        "update/tokens": 4.0,
+        "grad_norm": 2.0,
+        "lr": 0.5,
+    }
+    for cuts in ((), (1,), (1, 2, 3), (0, 3), (4,)):  # the last two have an empty part
+        assert gather(*cuts) == pytest.approx(expected), cuts
+
+
+def test_loss_and_gradient_norm_are_means_over_the_updates_of_a_batch() -> None:
+    metrics = TokenMetrics()
+    for loss, norm in ((1.0, 4.0), (3.0, 8.0)):
+        metrics.add_means(entropy=torch.tensor([2.0]))
+        metrics.add_sums(loss=torch.tensor(loss))
+        metrics.finish_update(grad_norm=norm)
+    logs = metrics.compute(alone, alone)
+    assert (logs["loss"], logs["grad_norm"], logs["entropy"], logs["update/tokens"]) == (2.0, 6.0, 2.0, 2.0)
+
+
+def test_a_batch_without_tokens_gives_zeros() -> None:
+    metrics = TokenMetrics()
+    metrics.finish_update(grad_norm=0.0)
+    logs = metrics.compute(alone, alone)
+    assert logs == {
+        "grad_norm": 0.0,
+        "loss": 0.0,
+        "sampling/logprob_gap_mean": 0.0,
+        "sampling/logprob_gap_max": 0.0,
+        "update/tokens": 0.0,
+    }
+
+
+def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() -> None:
+    """Otherwise the all-reduce would add up different things, or hang."""
+    lengths = []
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        lengths.append(tensor.numel())
+        return tensor
+
+    for num_tokens in (3, 0):
+        metrics = TokenMetrics()
+        metrics.add_means(entropy=torch.ones(num_tokens))
+        metrics.add_sums(loss=torch.tensor(0.0))
+        metrics.add_gap(torch.ones(num_tokens))
+        metrics.finish_update(grad_norm=0.0)
+        metrics.compute(count, alone)
+    assert lengths[0] == lengths[1]
+
+
+def make_batch(rollouts: list[Rollout]) -> PromptBatch:
+    groups = as_groups(rollouts)
+    batch = PromptBatch([group.prompt for group in groups])
+    batch.groups = groups
+    return batch
+
+
+def test_rollout_metrics_of_two_groups() -> None:
+    rollouts = [
+        make_rollout([5], [6] * 2, 1.0, prompt_id="a", version=3),
+        make_rollout([5], [6] * 8, 0.0, prompt_id="a", version=1, finish_reason="length"),
+        make_rollout([5], [6] * 4, 0.5, prompt_id="b", version=3),
+        make_rollout([5], [], NAN, prompt_id="b", version=3, finish_reason="abort"),
+    ]
+    for rollout, value in zip(rollouts, (1.0, 0.0, 0.5, None), strict=True):
+        rollout.rewards = {"exact": value, "never": None}
+    batch = make_batch(rollouts)
+    rewards_PG = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in batch.groups])
+    logs = rollout_metrics(batch, rewards_PG, 3, alone, alone)
+    assert math.isnan(logs.pop("rewards/never"))
+    assert logs == pytest.approx(
+        {
+            "reward": 0.5,
+            "reward_std": math.sqrt((0.25 + 0.25 + 0) / 3),
+            "frac_reward_zero_std": 0.5,
+            "frac_no_reward": 0.25,
+            "completions/mean_length": 3.5,
+            "completions/max_length": 8.0,
+            "completions/clipped_ratio": 0.25,
+            "staleness/mean": 8 * 2 / 14,
+            "rewards/exact": 0.5,
+        }
+    )
+
+
+def test_rollout_metrics_of_two_ranks_are_those_of_all_rollouts() -> None:
+    """One rank has no reward at all, and the other the longest completion."""
+    rollouts = [
+        make_rollout([5], [6] * length, reward, prompt_id=prompt_id, version=length % 3)
+        for prompt_id, length, reward in (("a", 2, NAN), ("a", 3, NAN), ("b", 4, 1.0), ("b", 9, 0.0))
+    ]
+    parts = [make_batch(rollouts[:2]), make_batch(rollouts[2:])]
+
+    def logs_of(batch: PromptBatch, reduce_sum: Reduce, reduce_max: Reduce) -> dict[str, float]:
+        rewards_PG = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in batch.groups])
+        return rollout_metrics(batch, rewards_PG, 2, reduce_sum, reduce_max)
+
+    sums: list[torch.Tensor] = []
+    maxima: list[torch.Tensor] = []
+    for part in parts:
+        logs_of(part, lambda tensor: sums.append(tensor) or tensor, lambda tensor: maxima.append(tensor) or tensor)
+    expected = logs_of(make_batch(rollouts), alone, alone)
+    assert (expected["reward"], expected["completions/max_length"]) == (0.5, 9.0)
+    for part in parts:
+        assert logs_of(part, lambda _: sums[0] + sums[1], lambda _: torch.stack(maxima).max()) == pytest.approx(expected)
+
+
+def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_means() -> None:
+    batch = make_batch([make_rollout([5], [], NAN, finish_reason="abort", sample_id=sample) for sample in range(2)])
+    logs = rollout_metrics(batch, torch.tensor([[NAN, NAN]]), 0, alone, alone)
+    assert {name for name, value in logs.items() if math.isnan(value)} == {"reward", "reward_std", "staleness/mean"}
+    assert logs["frac_no_reward"] == logs["frac_reward_zero_std"] == 1.0

@@ -1,0 +1,642 @@
+"""GRPOModule in a real Trainer, on rollouts made by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import random_policy, save_tokenizer
+from hand_made import (
+    MAX_TOKENS,
+    VOCAB_SIZE,
+    Batches,
+    StepRecorder,
+    as_groups,
+    fit,
+    flat,
+    full_logprobs,
+    make_module,
+    make_rollout,
+    make_trainer,
+    random_groups,
+    relative_error,
+    sgd,
+    weights_of,
+)
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+
+from lit_grpo import module as module_file
+from lit_grpo.module import GRPOModule
+from lit_grpo.types import MicroBatch, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages import Scale, group_advantages
+from lit_grpo.update.losses import Normalization
+from lit_grpo.update.microbatch import make_micro_batch, num_row_tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
+
+NAN = math.nan
+MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
+# A mixed group, a uniform one, one with missing rewards, one without any, and another mixed one.
+ALL_KINDS = [
+    [1.0, 0.0, 0.0, 1.0],
+    [0.5, 0.5, 0.5, 0.5],
+    [NAN, 1.0, 0.0, NAN],
+    [NAN, NAN, NAN, NAN],
+    [0.0, 0.3, 1.0, 0.2],
+]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    """What is in ``policy_folder``."""
+    return random_policy()
+
+
+class Nudge(pl.Callback):
+    """Moves the policy away from the reference, as updates would have."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        nudge(pl_module.policy)
+
+
+@torch.no_grad()
+def nudge(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def naive_step(
+    policy: Any,
+    groups: Sequence[RolloutGroup],
+    normalization: Normalization = "token",
+    scale: Scale = "group",
+    epsilon_high: float = 0.2,
+    beta: float = 0.0,
+    reference: Any = None,
+    temperature: float = 1.0,
+) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of a step as the formula says: one rollout after another, with full logits."""
+    rewards_PG = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
+    advantages = group_advantages(rewards_PG, scale).flatten().tolist()
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    valid = [(r, a) for r, a in zip(rollouts, advantages, strict=True) if not math.isnan(a) and r.completion.num_tokens]
+    num_tokens = sum(rollout.completion.num_tokens for rollout, _ in valid)
+    policy.zero_grad()
+    total = 0.0
+    for rollout, advantage in valid:
+        completion, prompt = rollout.completion, rollout.prompt.token_ids
+        input_ids = torch.cat([torch.tensor(prompt), completion.token_ids_T])[None]
+        logits = policy(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, completion.token_ids_T[:, None]).squeeze(-1)
+        ratio = (logprobs - completion.logprobs_T).exp()
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1 + epsilon_high) * advantage)
+        if beta:
+            difference = full_logprobs(reference, rollout, temperature) - logprobs
+            losses = losses + beta * (difference.exp() - difference - 1)
+        divisor = {
+            "token": num_tokens,
+            "sequence": len(valid) * completion.num_tokens,
+            "constant": len(valid) * MAX_TOKENS,
+        }[normalization]
+        loss = losses.sum() / divisor
+        loss.backward()
+        total += float(loss.detach())
+    return total, torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+
+# ---- arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_generations": 1}, "num_generations is 1, but a group needs at least 2 completions"),
+        ({"eval_num_generations": 0}, "eval_num_generations must be at least 1, not 0"),
+        ({"pass_at_k": (1, 4), "eval_num_generations": 3}, "pass_at_k holds 4, but there are 3 completions a prompt"),
+        ({"pass_at_k": (0,)}, "pass_at_k holds 0"),
+        ({"num_iterations": 0}, "num_iterations must be at least 1, not 0"),
+        ({"num_minibatches": 0}, "num_minibatches must be at least 1, not 0"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, not 0"),
+        ({"epsilon": -0.1}, r"epsilon must be a number >= 0, not -0\.1"),
+        ({"epsilon_high": -0.1}, r"epsilon_high must be a number >= 0, not -0\.1"),
+        ({"beta": -1.0}, r"beta must be a number >= 0, not -1\.0"),
+        ({"beta": NAN}, "beta must be a number >= 0, not nan"),
+        ({"max_grad_norm": -1.0}, r"max_grad_norm must be a number >= 0, not -1\.0"),
+        ({"loss_normalization": "tokens"}, "loss_normalization must be one of token, sequence, constant, not 'tokens'"),
+        ({"scale_rewards": "std"}, "scale_rewards must be one of group, batch, none, not 'std'"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_module("nowhere", **options)
+
+
+def test_epsilon_high_is_epsilon_by_default() -> None:
+    assert make_module("nowhere", epsilon=0.3).epsilon_high == 0.3
+    assert make_module("nowhere", epsilon=0.3, epsilon_high=0.0).epsilon_high == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rewards": []}, r"model\.rewards is empty; name at least one, such as lit_grpo\.rewards\.exact_match"),
+        ({"sampling": SamplingParams(temperature=0.0)}, r"sampling\.temperature is 0: .* set it above 0"),
+        ({"sampling": SamplingParams(top_p=0.9)}, r"sampling\.top_p, top_k and min_p leave tokens out"),
+        ({"sampling": SamplingParams(top_k=5)}, r"set them in eval_sampling"),
+        ({"sampling": SamplingParams(min_p=0.1)}, r"leave them at 1, 0 and 0 for training"),
+    ],
+)
+def test_fit_refuses_before_it_looks_for_the_policy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(make_module("nowhere", **options), [])
+
+
+@pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")])
+def test_float16_is_refused(plugin: Any) -> None:
+    trainer = make_trainer(plugins=[plugin])
+    with pytest.raises(ValueError, match=rf"trainer\.precision '{plugin.precision}' is not supported; use bf16-mixed"):
+        trainer.fit(make_module("nowhere"), train_dataloaders=Batches([]))
+
+
+def test_truncated_sampling_is_fine_outside_training(policy_folder: Path, policy: Any) -> None:
+    module = make_module(policy_folder, sampling=SamplingParams(top_p=0.9, temperature=0.0))
+    make_trainer().validate(module, Batches([scored(random_groups(policy, MIXED))]), verbose=False)
+
+
+def test_predict_needs_no_reward(policy_folder: Path, policy: Any) -> None:
+    batches = Batches([random_groups(policy, MIXED)])
+    assert make_trainer().predict(make_module(policy_folder, rewards=[]), batches) is not None
+
+
+def test_a_batch_without_rollouts_names_the_callback_that_is_missing(policy_folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no rollouts; add callbacks\.RolloutScheduler"):
+        fit(make_module(policy_folder), [])
+
+
+def test_more_minibatches_than_prompts_is_an_error(policy_folder: Path, policy: Any) -> None:
+    with pytest.raises(ValueError, match="num_minibatches is 3, but a batch has 2 prompts; lower it"):
+        fit(make_module(policy_folder, num_minibatches=3), random_groups(policy, MIXED))
+
+
+def test_a_row_longer_than_a_micro_batch_is_an_error(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, MIXED)
+    longest = max(num_row_tokens(rollout) for group in groups for rollout in group.rollouts)
+    with pytest.raises(ValueError, match=f"set it to at least {longest}"):
+        fit(make_module(policy_folder, max_tokens_per_micro_batch=longest - 1), groups)
+
+
+@pytest.mark.parametrize("change", ["eval", "gradient_checkpointing_enable"])
+def test_a_callback_that_leaves_the_policy_in_another_mode_is_found_out(
+    policy_folder: Path, policy: Any, change: str
+) -> None:
+    class Careless(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            assert isinstance(pl_module, GRPOModule)
+            getattr(pl_module.policy, change)()
+
+    with pytest.raises(RuntimeError, match="a callback has changed it and must put it back"):
+        fit(make_module(policy_folder), random_groups(policy, MIXED), callbacks=[Careless()])
+
+
+# ---- the gradient of a step ----------------------------------------------------------------------------
+
+
+class Budgets(pl.Callback):
+    """A budget of its own for each batch; notes how many micro-batches that made."""
+
+    def __init__(self, budgets: Sequence[int]) -> None:
+        self.budgets = budgets
+        self.num_forwards: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module.policy.get_decoder().register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_forwards[-1] += 1
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module.max_tokens_per_micro_batch = self.budgets[batch_idx]
+        self.num_forwards.append(0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(
+    policy_folder: Path, policy: Any, normalization: Normalization, beta: float
+) -> None:
+    groups = random_groups(policy, ALL_KINDS, noise=0.4)
+    longest = max(num_row_tokens(rollout) for group in groups for rollout in group.rollouts)
+    budgets = Budgets([longest, longest + 7, 3 * longest, 10_000])
+    module = make_module(policy_folder, loss_normalization=normalization, beta=beta, epsilon_high=0.3)
+    recorder = fit(module, *[groups] * 4, callbacks=[Nudge(), budgets])
+
+    nudged = random_policy()
+    nudge(nudged)
+    loss, gradient = naive_step(nudged, groups, normalization, epsilon_high=0.3, beta=beta, reference=policy)
+    assert budgets.num_forwards[0] >= 6 and budgets.num_forwards[-1] == 1
+    assert budgets.num_forwards == sorted(budgets.num_forwards, reverse=True)
+    for step, logs in zip(recorder.gradients, recorder.logs, strict=True):
+        assert relative_error(flat(step), gradient) < 1e-5
+        assert logs["loss"] == pytest.approx(loss, rel=1e-4)
+        assert logs["clip_ratio/low"] > 0 and logs["clip_ratio/high"] > 0
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_each_scale_of_rewards_gives_its_own_gradient(policy_folder: Path, policy: Any, scale: Scale) -> None:
+    groups = random_groups(policy, ALL_KINDS)
+    recorder = fit(make_module(policy_folder, scale_rewards=scale), groups)
+    assert relative_error(flat(recorder.gradients[0]), naive_step(policy, groups, scale=scale)[1]) < 1e-5
+
+
+class KeepsAll(GRPOModule):
+    """Does not leave out the rollouts with advantage 0; each is a micro-batch of its own."""
+
+    def _micro_batches(self, valid: Sequence[tuple[Rollout, float]]) -> list[MicroBatch]:
+        return [make_micro_batch([rollout], [advantage]) for rollout, advantage in valid]
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
+def test_leaving_out_what_teaches_nothing_changes_no_gradient(
+    policy_folder: Path, policy: Any, normalization: Normalization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(policy, [[0.0, 1.0, 0.5, 0.5], [0.7, 0.7, 0.7, 0.7]])
+    lean = fit(make_module(policy_folder, loss_normalization=normalization), groups)
+    monkeypatch.setattr("hand_made.GRPOModule", KeepsAll)
+    full = fit(make_module(policy_folder, loss_normalization=normalization), groups)
+    assert relative_error(flat(lean.gradients[0]), flat(full.gradients[0])) < 1e-5
+    assert lean.logs[0]["loss"] == pytest.approx(full.logs[0]["loss"], rel=1e-4)
+    trained = sum(rollout.completion.num_tokens for rollout in groups[0].rollouts[:2])
+    assert lean.logs[0]["update/tokens"] == trained < full.logs[0]["update/tokens"]
+
+
+def test_the_order_of_members_and_groups_does_not_matter(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, ALL_KINDS)
+    shuffled = [RolloutGroup(group.prompt, group.rollouts[::-1]) for group in groups[::-1]]
+    recorder = fit(make_module(policy_folder), groups, shuffled)
+    assert relative_error(flat(recorder.gradients[1]), flat(recorder.gradients[0])) < 1e-5
+
+
+def test_a_rollout_without_a_reward_takes_no_part(policy_folder: Path, policy: Any) -> None:
+    groups, others = random_groups(policy, [[1.0, 0.0, NAN, 0.5]]), random_groups(policy, [[1.0, 0.0, NAN, 0.5]])
+    others[0].rollouts[2] = make_rollout([9, 9], [3, 3, 3], NAN, prompt_id="train/0", sample_id=2)
+    alone = random_groups(policy, [[1.0, 0.0, NAN, 0.5]])
+    del alone[0].rollouts[2]
+    recorder = fit(make_module(policy_folder, loss_normalization="sequence"), groups, others, alone)
+    assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[1]))
+    assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[2]))
+    assert recorder.logs[0]["frac_no_reward"] == 0.25
+
+
+def test_an_empty_completion_takes_no_part_in_the_update(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, MIXED)
+    empty = make_rollout(groups[0].prompt.token_ids, [], 0.0, prompt_id="train/0", sample_id=2, finish_reason="abort")
+    groups[0].rollouts[2] = empty
+    for normalization in ("token", "sequence", "constant"):
+        recorder = fit(make_module(policy_folder, loss_normalization=normalization), groups)
+        gradient = naive_step(policy, groups, normalization)[1]
+        assert gradient.isfinite().all()
+        assert relative_error(flat(recorder.gradients[0]), gradient) < 1e-5
+
+
+def test_temperature_divides_the_logits_of_policy_and_reference(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, MIXED)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.completion.logprobs_T = full_logprobs(policy, rollout, temperature=0.6)
+    sampling = SamplingParams(temperature=0.6, max_tokens=MAX_TOKENS)
+    recorder = fit(make_module(policy_folder, sampling=sampling, beta=0.1), groups)
+    assert recorder.logs[0]["sampling/logprob_gap_max"] < 1e-5
+    assert recorder.logs[0]["kl"] == pytest.approx(0, abs=1e-6)
+    gradient = naive_step(policy, groups, beta=0.1, reference=policy, temperature=0.6)[1]
+    assert relative_error(flat(recorder.gradients[0]), gradient) < 1e-5
+
+
+def test_the_logprob_gap_is_that_between_trainer_and_generator(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, MIXED, noise=0.0)
+    groups[1].rollouts[1].completion.logprobs_T[-1] -= 0.75
+    logs = fit(make_module(policy_folder), groups).logs[0]
+    num_tokens = sum(rollout.completion.num_tokens for group in groups for rollout in group.rollouts)
+    assert logs["sampling/logprob_gap_max"] == pytest.approx(0.75, abs=1e-4)
+    assert logs["sampling/logprob_gap_mean"] == pytest.approx(0.75 / num_tokens, abs=1e-5)
+
+
+def test_the_gradient_is_clipped_to_max_grad_norm(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, MIXED)
+    free, clipped = (fit(make_module(policy_folder, max_grad_norm=norm), groups) for norm in (0.0, 1e-3))
+    norm = float(flat(free.gradients[0]).norm())
+    assert norm > 1e-2
+    assert float(flat(clipped.gradients[0]).norm()) == pytest.approx(1e-3, rel=1e-3)
+    assert free.logs[0]["grad_norm"] == pytest.approx(norm) == clipped.logs[0]["grad_norm"]
+
+
+# ---- what must not move a weight -----------------------------------------------------------------------
+
+
+def test_a_uniform_batch_counts_as_a_step_and_moves_no_weight_whatever_the_optimizer_remembers(
+    policy_folder: Path, policy: Any
+) -> None:
+    class Weights(pl.Callback):
+        def __init__(self) -> None:
+            self.after: list[torch.Tensor] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            assert isinstance(pl_module, GRPOModule)
+            self.after.append(weights_of(pl_module))
+
+    module = make_module(
+        policy_folder, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5)
+    )
+    weights = Weights()
+    mixed, uniform = random_groups(policy, MIXED), random_groups(policy, [[0.7] * 4, [NAN] * 4])
+    recorder = fit(module, mixed, uniform, uniform, mixed, callbacks=[weights])
+    first, second, third, fourth = weights.after
+    assert torch.equal(first, second) and torch.equal(second, third)
+    assert not torch.equal(third, fourth)
+    assert module.policy_version == len(recorder.gradients) == 4
+    assert [logs["update/tokens"] > 0 for logs in recorder.logs] == [True, False, False, True]
+    assert [logs["loss"] for logs in recorder.logs[1:3]] == [0.0, 0.0]
+    assert recorder.logs[1]["frac_reward_zero_std"] == 1.0
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
+    groups[0].rollouts[0].completion.logprobs_T[0] = -200.0  # the ratio overflows, and the advantage is negative
+    module = make_module(policy_folder, optimizer=sgd(1.0))
+    with pytest.raises(FloatingPointError, match=r"norm is (nan|inf) at policy version 0; the weights were not touched"):
+        fit(module, groups)
+    expected = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+    assert torch.equal(weights_of(module), expected)
+    assert module.policy_version == 0
+
+
+# ---- steps and versions --------------------------------------------------------------------------------
+
+
+class NotesUpdates(GRPOModule):
+    """Notes the prompts of each optimizer step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[list[str]] = []
+
+    def _update(self, rollouts: Sequence[Rollout], *arguments: Any) -> None:
+        self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
+        super()._update(rollouts, *arguments)
+
+
+def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(
+    policy_folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hand_made.GRPOModule", NotesUpdates)
+    module = make_module(policy_folder, num_iterations=3, num_minibatches=2)
+    groups = random_groups(policy, [*MIXED, MIXED[0]])
+    recorder = fit(module, groups)
+    assert isinstance(module, NotesUpdates)
+    first, second = ["train/0"] * 4 + ["train/1"] * 4, ["train/2"] * 4
+    assert module.seen == [first, second] * 3
+    assert module.policy_version == len(recorder.gradients) == 6
+    # Each step is normalised by its own tokens, with the advantages of whole groups.
+    for step, part in enumerate([groups[:2], groups[2:]] * 3):
+        assert relative_error(flat(recorder.gradients[step]), naive_step(policy, part)[1]) < 1e-5
+
+
+def test_later_iterations_are_off_policy_and_the_gap_is_measured_before_the_first_step(
+    policy_folder: Path, policy: Any
+) -> None:
+    groups = random_groups(policy, MIXED, noise=0.0)
+    logs = fit(make_module(policy_folder, num_iterations=4, optimizer=sgd(0.3)), groups).logs[0]
+    assert logs["sampling/logprob_gap_max"] < 1e-5
+    assert logs["clip_ratio/high"] + logs["clip_ratio/low"] > 0
+    once = fit(make_module(policy_folder, optimizer=sgd(0.3)), groups).logs[0]
+    assert once["clip_ratio/high"] + once["clip_ratio/low"] == 0
+    assert once["ratio/mean"] == pytest.approx(1, abs=1e-6)
+
+
+def test_the_lr_scheduler_is_stepped_once_an_optimizer_step_and_the_rate_used_is_logged(
+    policy_folder: Path, policy: Any
+) -> None:
+    module = make_module(
+        policy_folder,
+        num_minibatches=2,
+        optimizer=sgd(0.8),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    )
+    recorder = fit(module, random_groups(policy, MIXED), random_groups(policy, MIXED))
+    assert [logs["lr"] for logs in recorder.logs] == pytest.approx([(0.8 + 0.4) / 2, (0.2 + 0.1) / 2])
+    optimizer = module.optimizers()
+    assert not isinstance(optimizer, list)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_the_policy_version_survives_a_checkpoint(policy_folder: Path, policy: Any, tmp_path: Path) -> None:
+    groups = random_groups(policy, MIXED)
+    options = {"num_iterations": 3, "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01)}
+    trainer, before = make_trainer(), make_module(policy_folder, **options)
+    trainer.fit(before, train_dataloaders=Batches([groups, groups]))
+    assert before.policy_version == 6
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    class AtStart(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert isinstance(pl_module, GRPOModule)
+            self.version, self.weights = pl_module.policy_version, weights_of(pl_module)
+
+    start, after = AtStart(), make_module(policy_folder, **options)
+    assert after.policy_version == 0
+    make_trainer(start, max_epochs=2).fit(after, Batches([groups, groups]), ckpt_path=tmp_path / "last.ckpt")
+    assert start.version == 6 and torch.equal(start.weights, weights_of(before))
+    assert after.policy_version == 12
+
+
+def test_staleness_is_the_policy_version_minus_that_of_the_tokens(policy_folder: Path, policy: Any) -> None:
+    groups = random_groups(policy, MIXED)  # all of version 0
+    recorder = fit(make_module(policy_folder, num_minibatches=2), groups, groups)
+    assert [logs["staleness/mean"] for logs in recorder.logs] == [0.0, 2.0]
+
+
+# ---- the model -----------------------------------------------------------------------------------------
+
+
+def test_gradient_checkpointing_computes_each_layer_again_and_gives_the_same_gradient(
+    policy_folder: Path, policy: Any
+) -> None:
+    class CountsLayers(pl.Callback):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert isinstance(pl_module, GRPOModule)
+            pl_module.policy.get_decoder().layers[0].mlp.register_forward_pre_hook(self._count)
+
+        def _count(self, *_: Any) -> None:
+            self.calls += 1
+
+    groups, counts, gradients = random_groups(policy, MIXED), [], []
+    for checkpointing in (False, True):
+        counter = CountsLayers()
+        module = make_module(policy_folder, gradient_checkpointing=checkpointing)
+        gradients.append(flat(fit(module, groups, callbacks=[counter]).gradients[0]))
+        counts.append(counter.calls)
+    assert counts == [1, 2]
+    assert relative_error(gradients[1], gradients[0]) < 1e-5
+
+
+def save_gpt2(folder: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCAB_SIZE, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 1}
+    dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=1, initializer_range=0.3)).save_pretrained(folder)
+
+
+def save_qwen3(folder: Path) -> None:
+    random_policy(attention_dropout=0.5).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("save", [save_gpt2, save_qwen3])
+def test_dropout_of_the_model_is_off_though_it_trains(save: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save(tmp_path)
+    save_tokenizer(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    groups = random_groups(saved, MIXED, noise=0.0)
+    logs = fit(make_module(tmp_path), groups).logs[0]
+    assert logs["sampling/logprob_gap_max"] < 1e-5
+    assert logs["ratio/mean"] == pytest.approx(1, abs=1e-6)
+
+
+def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    loads: list[str] = []
+
+    def load(policy: str, dtype: str) -> Any:
+        loads.append(policy)
+        return original(policy, dtype)
+
+    original = module_file.load_policy
+    monkeypatch.setattr(module_file, "load_policy", load)
+    return loads
+
+
+def test_without_a_kl_term_no_reference_is_loaded(
+    policy_folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = count_loads(monkeypatch)
+    recorder = fit(make_module(policy_folder), random_groups(policy, MIXED))
+    assert len(loads) == 1
+    assert "kl" not in recorder.logs[0]
+
+
+def test_the_reference_stays_as_it_was_and_out_of_parameters_and_checkpoints(
+    policy_folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loads = count_loads(monkeypatch)
+    module = make_module(policy_folder, beta=0.1, optimizer=sgd(0.1))
+    trainer, recorder = make_trainer(recorder := StepRecorder()), recorder
+    groups = random_groups(policy, MIXED, noise=0.0)
+    trainer.fit(module, train_dataloaders=Batches([groups, groups]))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert len(loads) == 2
+    assert recorder.logs[0]["kl"] == pytest.approx(0, abs=1e-6) and recorder.logs[1]["kl"] > 1e-5
+
+    names = {f"policy.{name}" for name in policy.state_dict()}
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    for state in (module.state_dict(), saved):
+        assert {name for name in state if not name.startswith(("pass_metrics", "eval_metrics"))} == names
+    assert len(list(module.parameters())) == len(list(policy.parameters()))
+    assert module._reference is not None
+    for kept, first in zip(module._reference.model.parameters(), policy.parameters(), strict=True):
+        assert torch.equal(kept, first) and not kept.requires_grad and kept.grad is None
+
+
+def test_the_reference_is_loaded_for_fit_where_validation_came_first(policy_folder: Path, policy: Any) -> None:
+    """The command line validates before it fits, with the same module."""
+    module, trainer = make_module(policy_folder, beta=0.1), make_trainer(recorder := StepRecorder())
+    trainer.validate(module, Batches([scored(random_groups(policy, MIXED))]), verbose=False)
+    assert module._reference is None
+    trainer.fit(module, train_dataloaders=Batches([random_groups(policy, MIXED)]))
+    assert "kl" in recorder.logs[0]
+
+
+def test_an_export_is_the_policy(policy_folder: Path, policy: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module = make_module(policy_folder, optimizer=sgd(0.1))
+    fit(module, random_groups(policy, MIXED))
+    module.export(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights = torch.cat([parameter.detach().flatten() for parameter in exported.parameters()])
+    assert torch.equal(weights, weights_of(module))
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 1
+
+
+# ---- validation and predict ----------------------------------------------------------------------------
+
+
+def scored(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups with each reward as that of the first reward function."""
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.rewards = {"exact_match": None if math.isnan(rollout.reward) else rollout.reward}
+    return groups
+
+
+def test_validation_counts_who_passes_over_all_batches(policy_folder: Path) -> None:
+    def group(prompt_id: str, rewards: list[float]) -> list[RolloutGroup]:
+        reason = "length" if prompt_id == "a" else "stop"
+        rollouts = [
+            make_rollout([5], [6] * (sample + 1), reward, prompt_id=prompt_id, sample_id=sample, finish_reason=reason)
+            for sample, reward in enumerate(rewards)
+        ]
+        return scored(as_groups(rollouts))
+
+    module = make_module(policy_folder, eval_num_generations=4, pass_at_k=(1, 2, 4), pass_threshold=0.5)
+    batches = Batches([group("a", [1, 0, 0.5, 0]) + group("b", [0, 0, 0.4, 0]), group("c", [1, 1, 1, 1])])
+    trainer = make_trainer()
+    for stage, run in (("val", trainer.validate), ("test", trainer.test), ("val", trainer.validate)):
+        (logs,) = run(module, batches, verbose=False)
+        expected = {
+            "pass@1": (1 / 2 + 0 + 1) / 3,
+            "pass@2": (5 / 6 + 0 + 1) / 3,
+            "pass@4": (1 + 0 + 1) / 3,
+            "reward": 5.9 / 12,
+            "completion_length": 2.5,
+            "truncated": 1 / 3,
+        }
+        assert {name: logs[f"{stage}/{name}"] for name in expected} == pytest.approx(expected)
+
+
+def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:
+    rollouts = [
+        make_rollout([5, 6], [7, 1], 1.0, [-0.5, -0.25], sample_id=0),
+        make_rollout([5, 6], [8], NAN, [-2.0], sample_id=1, finish_reason="length"),
+    ]
+    rollouts[0].rewards = {"exact_match": 1.0}
+    rows = make_trainer().predict(make_module(policy_folder, rewards=[]), Batches([as_groups(rollouts)]))
+    common = {"prompt_id": "train/0", "prompt": "", "completion": ""}
+    assert rows == [
+        [
+            {
+                **common,
+                "sample_id": 0,
+                "token_ids": [7, 1],
+                "logprob": -0.75,
+                "finish_reason": "stop",
+                "reward": 1.0,
+                "rewards": {"exact_match": 1.0},
+            },
+            {**common, "sample_id": 1, "token_ids": [8], "logprob": -2.0, "finish_reason": "length"},
+        ]
+    ]
+
+

@@ -1,0 +1,202 @@
+"""Random numbers per token, sampling by inversion, and truncation as Hugging Face does it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from lit_grpo.rollout.sampling import request_key, sample_tokens, truncate, uniform
+from lit_grpo.types import Prompt, Request, SamplingParams
+
+MASK_64 = (1 << 64) - 1
+
+
+def splitmix64(key: int, position: int) -> float:
+    """The reference algorithm in plain integers: the ``position``-th output of the generator seeded with ``key``."""
+    state = (key + (position + 1) * 0x9E3779B97F4A7C15) & MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64
+    state ^= state >> 31
+    return (state >> 11) / 2**53
+
+
+def keys(count: int, seed: int = 0) -> torch.Tensor:
+    prompt = Prompt("train/0", (1,), "")
+    return torch.tensor([request_key(Request(prompt, sample, SamplingParams(), seed)) for sample in range(count)])
+
+
+def draw(logits_V: torch.Tensor, count: int, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample ``count`` tokens of one distribution."""
+    return sample_tokens(logits_V.expand(count, -1), sampling, keys(count), torch.zeros(count, dtype=torch.int64))
+
+
+def test_uniform_is_splitmix64() -> None:
+    pairs = [(0, 0), (1, 0), (-1, 3), (2**63 - 1, 10_000), (-(2**63), 1), (0x1234567890ABCDEF, 511)]
+    actual = uniform(torch.tensor([key for key, _ in pairs]), torch.tensor([position for _, position in pairs]))
+    assert actual.dtype == torch.float64
+    assert actual.tolist() == [splitmix64(key & MASK_64, position) for key, position in pairs]
+
+
+def test_uniform_gives_the_published_first_output_of_splitmix64() -> None:
+    # 0xE220A8397B1DCDAF is the first output for seed 0 in the generator's reference implementation.
+    assert uniform(torch.tensor([0]), torch.tensor([0])).item() == (0xE220A8397B1DCDAF >> 11) / 2**53
+
+
+@pytest.mark.parametrize("along", ["samples", "positions"])
+def test_uniform_is_uniform_over_samples_and_over_positions(along: str) -> None:
+    count, bins = 100_000, 100
+    if along == "samples":
+        values = uniform(keys(count), torch.full((count,), 7))
+    else:
+        values = uniform(keys(1).expand(count), torch.arange(count))
+    assert values.min() >= 0 and values.max() < 1
+    histogram = torch.histc(values, bins, 0, 1)
+    chi_square = ((histogram - count / bins).square() / (count / bins)).sum().item()
+    assert 50 < chi_square < 160  # 99 degrees of freedom: far beyond one in ten thousand on either side
+    serial = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1].item()
+    assert abs(serial) < 0.015
+
+
+def test_uniform_does_not_depend_on_the_other_rows() -> None:
+    keys_B, positions_B = keys(50), torch.arange(50) % 9
+    together = uniform(keys_B, positions_B)
+    assert together.tolist() == [uniform(keys_B[i, None], positions_B[i, None]).item() for i in range(50)]
+    order = torch.randperm(50)
+    assert torch.equal(uniform(keys_B[order], positions_B[order]), together[order])
+
+
+def test_request_key_differs_by_seed_prompt_visit_and_sample_alone() -> None:
+    requests = {
+        (seed, name, visit, sample): Request(Prompt(name, (1,), "", visit=visit), sample, SamplingParams(), seed)
+        for seed, name, visit, sample in itertools.product(
+            [0, 1, 12], ["train/1", "train/11", "validation/1"], [0, 1], [0, 1, 2]
+        )
+    }
+    assert len({request_key(request) for request in requests.values()}) == len(requests)
+    other_text = Request(Prompt("train/1", (5, 6), "other", {"answer": 3}), 0, SamplingParams(max_tokens=9), 0)
+    assert request_key(other_text) == request_key(requests[0, "train/1", 0, 0])
+    assert -(2**63) <= request_key(other_text) < 2**63
+
+
+def test_request_key_is_the_same_in_every_process() -> None:
+    request = Request(Prompt("train/17", (1,), "", visit=2), 5, SamplingParams(), 42)
+    assert request_key(request) == 3059160939103929216
+
+
+def test_frequencies_match_the_distribution() -> None:
+    probabilities_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    tokens_B, _ = draw(probabilities_V.log(), 40_000, SamplingParams())
+    frequencies_V = torch.bincount(tokens_B, minlength=4) / 40_000
+    assert torch.allclose(frequencies_V, probabilities_V, atol=0.01)
+
+
+def test_temperature_divides_the_logits() -> None:
+    logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    tokens_B, logprobs_B = draw(logits_V, 40_000, SamplingParams(temperature=0.5))
+    expected_V = (logits_V / 0.5).softmax(-1)
+    assert torch.allclose(torch.bincount(tokens_B, minlength=4) / 40_000, expected_V, atol=0.01)
+    assert torch.allclose(logprobs_B, expected_V.log()[tokens_B], atol=1e-6)
+
+
+def test_logprobs_are_those_of_log_softmax() -> None:
+    logits_BV = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) * 3
+    tokens_B, logprobs_B = sample_tokens(logits_BV, SamplingParams(), keys(64), torch.arange(64))
+    assert logprobs_B.dtype == torch.float32
+    assert torch.equal(logprobs_B, logits_BV.log_softmax(-1)[torch.arange(64), tokens_B])
+
+
+def test_bfloat16_logits_are_sampled_in_float32() -> None:
+    logits_BV = (torch.randn(8, 50, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    tokens_B, logprobs_B = sample_tokens(logits_BV, SamplingParams(), keys(8), torch.arange(8))
+    assert torch.equal(logprobs_B, logits_BV.float().log_softmax(-1)[torch.arange(8), tokens_B])
+
+
+def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one() -> None:
+    logits_BV = torch.randn(16, 30, generator=torch.Generator().manual_seed(1))
+    tokens_B, logprobs_B = sample_tokens(logits_BV, SamplingParams(temperature=0), keys(16), torch.arange(16))
+    assert torch.equal(tokens_B, logits_BV.argmax(-1))
+    assert torch.equal(logprobs_B, logits_BV.log_softmax(-1).max(-1).values)
+
+
+def test_a_token_does_not_depend_on_the_other_rows() -> None:
+    logits_BV = torch.randn(20, 40, generator=torch.Generator().manual_seed(2))
+    keys_B, positions_B = keys(20), torch.arange(20)
+    together, _ = sample_tokens(logits_BV, SamplingParams(), keys_B, positions_B)
+    alone = [
+        sample_tokens(logits_BV[i, None], SamplingParams(), keys_B[i, None], positions_B[i, None])[0].item()
+        for i in range(20)
+    ]
+    assert together.tolist() == alone
+    assert len(set(alone)) > 5
+
+
+def hugging_face(logits_BV: Any, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Warp as ``generate`` does: top-k, then top-p, then min-p."""
+    ids: Any = torch.zeros((len(logits_BV), 1), dtype=torch.int64)
+    if top_k:
+        logits_BV = TopKLogitsWarper(top_k)(ids, logits_BV)
+    if top_p < 1:
+        logits_BV = TopPLogitsWarper(top_p)(ids, logits_BV)
+    if min_p:
+        logits_BV = MinPLogitsWarper(min_p)(ids, logits_BV)
+    return logits_BV.log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (1000, 1.0, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.05, 0.0),
+        (0, 1.0, 0.1),
+        (0, 1.0, 0.9),
+        (20, 0.7, 0.0),
+        (20, 1.0, 0.05),
+        (0, 0.8, 0.2),
+        (30, 0.85, 0.15),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_truncation_is_that_of_hugging_face(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+    logits_BV = torch.randn(200, 60, generator=torch.Generator().manual_seed(3)) * 2 / temperature
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected_BV = hugging_face(logits_BV, top_k, top_p, min_p)
+    actual_BV = truncate(logits_BV.log_softmax(-1), sampling)
+    assert torch.equal(actual_BV.isneginf(), expected_BV.isneginf())
+    assert torch.allclose(actual_BV.exp(), expected_BV.exp(), atol=1e-6)
+
+    tokens_B, logprobs_B = sample_tokens(logits_BV * temperature, sampling, keys(200), torch.arange(200))
+    chosen_B = expected_BV[torch.arange(200), tokens_B]
+    assert not chosen_B.isneginf().any()
+    assert torch.allclose(logprobs_B, chosen_B, atol=1e-5)
+
+
+def test_a_dropped_token_is_never_picked() -> None:
+    logits_V = torch.tensor([1.0, 3.0, 2.0, 2.5, 0.0])
+    for sampling, kept in [
+        (SamplingParams(top_k=2), {1, 3}),
+        (SamplingParams(min_p=0.5), {1, 3}),
+        (SamplingParams(top_p=0.5), {1, 3}),
+        (SamplingParams(top_k=3, min_p=0.3), {1, 2, 3}),
+    ]:
+        tokens_B, _ = draw(logits_V, 5000, sampling)
+        assert set(tokens_B.tolist()) == kept
+
+
+def test_impossible_tokens_at_either_end_are_never_picked() -> None:
+    logits_V = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
+    tokens_B, logprobs_B = draw(logits_V, 5000, SamplingParams())
+    assert set(tokens_B.tolist()) == {1, 3}
+    assert torch.allclose(logprobs_B, torch.tensor(0.5).log())
+
+
+def test_nan_logits_give_a_token_of_the_vocabulary_with_a_nan_logprob() -> None:
+    tokens_B, logprobs_B = draw(torch.full((5,), torch.nan), 3, SamplingParams())
+    assert all(0 <= token < 5 for token in tokens_B.tolist())
+    assert logprobs_B.isnan().all()

@@ -1,0 +1,574 @@
+"""SlotGenerator: what it samples, when it stops, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.rollout import slots as slots_module
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.generator import Generator, WeightSyncError
+from lit_grpo.rollout.kv_cache import ATTENTION_NAME, SlotCache
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.scheduling.plans import FirstCome
+from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+
+Key = tuple[str, int, int]
+EOS = 1
+PROMPTS = [
+    Prompt("a", (2, 3, 4), ""),
+    Prompt("b", (9,), ""),
+    Prompt("c", tuple(range(2, 30)), ""),
+    Prompt("d", (5, 5, 5, 5, 7), ""),
+]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return random_policy()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_folder: Path) -> Any:
+    return load_tokenizer(str(policy_folder))
+
+
+@pytest.fixture
+def make(policy: Any, tokenizer: Any) -> Callable[..., SlotGenerator]:
+    """Makes started generators with weights, of the module's policy or another."""
+
+    def make_generator(num_slots: int = 4, model: Any = None, **options: Any) -> SlotGenerator:
+        generator = SlotGenerator(num_slots, **options)
+        generator.start(model or policy, tokenizer)
+        generator.load_weights((model or policy).named_parameters(), 0)
+        return generator
+
+    return make_generator
+
+
+def requests(prompts: Sequence[Prompt], count: int, sampling: SamplingParams, seed: int = 0) -> list[Request]:
+    return [Request(prompt, sample, sampling, seed) for prompt in prompts for sample in range(count)]
+
+
+def decode(generator: SlotGenerator, waiting: Iterable[Request]) -> dict[Key, Completion]:
+    """Refill free slots in the order given, at every step, until all have finished."""
+    waiting, finished = list(waiting), {}
+    in_flight = generator.num_slots - generator.capacity().free_slots
+    while waiting or in_flight:
+        free_slots = generator.capacity().free_slots
+        now, waiting = waiting[:free_slots], waiting[free_slots:]
+        generator.submit(now)
+        events = generator.step()
+        in_flight += len(now) - len(events.finished)
+        for completion in events.finished:
+            assert completion.request.key not in finished
+            finished[completion.request.key] = completion
+    return finished
+
+
+def tokens(completions: dict[Key, Completion]) -> dict[Key, list[int]]:
+    return {key: completion.token_ids_T.tolist() for key, completion in completions.items()}
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
+    """Make every completion the same tokens, by position, with log-prob minus position; the last one repeats."""
+    tokens_T = torch.tensor(script)
+
+    def sample(logits_BV: torch.Tensor, sampling: Any, keys_B: Any, positions_B: torch.Tensor) -> Any:
+        return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float()
+
+    monkeypatch.setattr(slots_module, "sample_tokens", sample)
+
+
+# ---- what is sampled ------------------------------------------------------------------------------
+
+
+def test_it_is_a_generator() -> None:
+    assert isinstance(SlotGenerator(), Generator)
+
+
+SAMPLING = SamplingParams(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def expected(policy: Any, tokenizer: Any) -> dict[Key, Completion]:
+    """Six completions of each prompt, each decoded alone."""
+    generator = SlotGenerator(1)
+    generator.start(policy, tokenizer)
+    generator.load_weights(policy.named_parameters(), 0)
+    return decode(generator, requests(PROMPTS, 6, SAMPLING))
+
+
+@pytest.mark.parametrize("num_slots", [3, 8, 64])
+def test_the_number_of_slots_does_not_change_what_is_sampled(
+    make: Any, expected: dict[Key, Completion], num_slots: int
+) -> None:
+    completions = decode(make(num_slots), requests(PROMPTS, 6, SAMPLING))
+    assert tokens(completions) == tokens(expected)
+    for key, completion in completions.items():
+        assert completion.finish_reason == expected[key].finish_reason
+        assert completion.text == expected[key].text
+        assert torch.allclose(completion.logprobs_T, expected[key].logprobs_T, atol=1e-5)
+    lengths = [completion.num_tokens for completion in expected.values()]
+    assert min(lengths) < 5 and max(lengths) == 24  # the samples are of all kinds
+    assert len({tuple(ids) for ids in tokens(expected).values()}) > 20
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_the_order_of_submission_does_not_change_what_is_sampled(
+    make: Any, expected: dict[Key, Completion], order: int
+) -> None:
+    shuffled = requests(PROMPTS, 6, SAMPLING)
+    random.Random(order).shuffle(shuffled)
+    assert tokens(decode(make(5), shuffled)) == tokens(expected)
+
+
+def test_an_aborted_request_that_is_submitted_again_samples_the_same(
+    make: Any, expected: dict[Key, Completion]
+) -> None:
+    generator = make(5)
+    todo = requests(PROMPTS, 6, SAMPLING)
+    generator.submit(todo[:5])
+    early = [completion for _ in range(4) for completion in generator.step().finished]
+    aborted = generator.abort([todo[1].key, todo[3].key])
+    for completion in aborted:
+        assert completion.finish_reason == "abort"
+        assert completion.token_ids_T.tolist() == tokens(expected)[completion.request.key][:4]
+    done = {completion.request.key: completion for completion in early}
+    again = [completion.request for completion in aborted]
+    done |= decode(generator, todo[5:] + again)
+    assert tokens(done) == tokens(expected)
+
+
+def test_a_longer_prompt_that_arrives_in_between_makes_room_and_changes_nothing(make: Any) -> None:
+    sampling = SamplingParams(max_tokens=40)
+    long = Prompt("long", tuple(2 + i % 30 for i in range(150)), "")
+    alone = decode(make(1), requests([*PROMPTS, long], 2, sampling))
+    generator = make(6)
+    generator.submit(requests(PROMPTS[:2], 2, sampling))
+    early = [completion for _ in range(3) for completion in generator.step().finished]
+    before = generator._cache.num_tokens
+    done = decode(generator, requests([long, *PROMPTS[2:]], 2, sampling))
+    assert generator._cache.num_tokens > before
+    assert tokens(done | {completion.request.key: completion for completion in early}) == tokens(alone)
+
+
+def test_the_small_prefill_budget_changes_nothing(make: Any, expected: dict[Key, Completion]) -> None:
+    assert tokens(decode(make(64, prefill_tokens=1), requests(PROMPTS, 6, SAMPLING))) == tokens(expected)
+
+
+def test_another_seed_or_visit_samples_anew(make: Any, expected: dict[Key, Completion]) -> None:
+    other_seed = decode(make(64), requests(PROMPTS, 6, SAMPLING, seed=1))
+    assert tokens(other_seed).keys() == tokens(expected).keys()
+    assert sum(tokens(other_seed)[key] == tokens(expected)[key] for key in expected) < 6
+    visited = [Prompt(prompt.prompt_id, prompt.token_ids, "", visit=1) for prompt in PROMPTS]
+    other_visit = {
+        (key[0], 0, key[2]): ids for key, ids in tokens(decode(make(64), requests(visited, 6, SAMPLING))).items()
+    }
+    assert sum(other_visit[key] == tokens(expected)[key] for key in expected) < 6
+
+
+def test_sampled_logprobs_are_those_of_a_plain_forward_in_float64(policy: Any, expected: dict[Key, Completion]) -> None:
+    exact = copy.deepcopy(policy).double()
+    for completion in expected.values():
+        prompt_ids = completion.request.prompt.token_ids
+        input_ids = torch.tensor([[*prompt_ids, *completion.token_ids_T.tolist()]])
+        with torch.no_grad():
+            logprobs_TV = exact(input_ids=input_ids, use_cache=False).logits[0].log_softmax(-1)
+        expected_T = logprobs_TV[len(prompt_ids) - 1 : -1].gather(-1, completion.token_ids_T[:, None])[:, 0]
+        assert torch.allclose(completion.logprobs_T.double(), expected_T, rtol=0, atol=1e-5)
+
+
+def test_every_token_carries_the_version_that_sampled_it(make: Any, policy: Any) -> None:
+    generator = make(2)
+    generator.load_weights(policy.named_parameters(), 7)
+    assert generator.version == 7
+    (request,) = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=8, temperature=0.001))
+    generator.submit([request])
+    generator.step()
+    generator.load_weights(policy.named_parameters(), 8)
+    (completion,) = decode(generator, []).values()
+    assert completion.versions_T.tolist() == [7] + [8] * (completion.num_tokens - 1)
+
+
+# ---- when a completion ends -----------------------------------------------------------------------
+
+
+def test_it_stops_at_the_end_token_and_keeps_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, 3, 4, EOS, 5)
+    done = decode(make(), requests(PROMPTS[:2], 3, SAMPLING))
+    for completion in done.values():
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids_T.tolist() == [3, 4, EOS]
+        assert completion.logprobs_T.tolist() == [0.0, -1.0, -2.0]
+        assert completion.text == "12"
+
+
+def test_a_first_token_that_ends_is_a_completion_of_one_token(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, EOS)
+    generator = make(2)
+    generator.submit(requests(PROMPTS[:1], 2, SAMPLING))
+    events = generator.step()
+    assert events.num_active == events.num_tokens == 2
+    assert [(c.token_ids_T.tolist(), c.finish_reason, c.text) for c in events.finished] == [([EOS], "stop", "")] * 2
+    assert generator.capacity().free_slots == 2
+
+
+def test_it_stops_at_the_limit_with_length(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, 3)
+    done = decode(make(), requests(PROMPTS[:2], 3, SamplingParams(max_tokens=7)))
+    assert [(c.token_ids_T.tolist(), c.finish_reason) for c in done.values()] == [([3] * 7, "length")] * 6
+
+
+def test_an_end_token_at_the_limit_is_a_stop(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, 3, 4, EOS)
+    (completion,) = decode(make(), requests(PROMPTS[:1], 1, SamplingParams(max_tokens=3))).values()
+    assert completion.finish_reason == "stop"
+
+
+def test_max_tokens_of_one_takes_the_prompts_own_logits(make: Any) -> None:
+    one = decode(make(), requests(PROMPTS, 4, SamplingParams(max_tokens=1)))
+    full = decode(make(), requests(PROMPTS, 4, SAMPLING))
+    assert {key: ids[:1] for key, ids in tokens(full).items()} == tokens(one)
+    assert all(c.finish_reason == ("stop" if c.token_ids_T[0] == EOS else "length") for c in one.values())
+
+
+def test_all_end_tokens_of_the_generation_config_count(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = random_policy()
+    model.generation_config.eos_token_id = [7, 9]
+    scripted(monkeypatch, 3, 9, 5, EOS)
+    (completion,) = decode(make(1, model), requests(PROMPTS[:1], 1, SAMPLING)).values()
+    assert (completion.token_ids_T.tolist(), completion.finish_reason) == ([3, 9], "stop")
+    scripted(monkeypatch, 3, 5, EOS)
+    (completion,) = decode(make(1, model), requests(PROMPTS[:1], 1, SAMPLING)).values()
+    assert completion.token_ids_T.tolist() == [3, 5, EOS]
+
+
+def test_it_stops_at_a_stop_string_that_spreads_over_tokens(
+    make: Any, tokenizer: Any, expected: dict[Key, Completion]
+) -> None:
+    longest = max(expected.values(), key=lambda completion: completion.num_tokens)
+    stop = (longest.text[9:12], "never to be seen")
+    done = decode(make(3), requests(PROMPTS, 6, SamplingParams(max_tokens=24, stop=stop)))
+    num_stopped = 0
+    for key, completion in done.items():
+        full = expected[key]
+        text = tokenizer.decode(full.token_ids_T.tolist())
+        if stop[0] not in text:
+            assert tokens({key: completion}) == tokens({key: full})
+            continue
+        num_stopped += 1
+        assert completion.finish_reason == "stop"
+        assert completion.text.endswith(stop[0])
+        assert completion.token_ids_T.tolist() == full.token_ids_T.tolist()[: completion.num_tokens]
+        assert tokenizer.decode(completion.token_ids_T.tolist()) == text[: text.index(stop[0]) + 3]
+    assert num_stopped >= 1
+
+
+class ByteTokenizer:
+    """One token a byte, so that a character can take several."""
+
+    eos_token_id = EOS
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def batch_decode(self, rows: list[list[int]]) -> list[str]:
+        return [self.decode(ids) for ids in rows]
+
+
+def test_a_stop_string_of_characters_of_several_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = random_policy(vocab_size=256)
+    generator = SlotGenerator(2)
+    generator.start(model, ByteTokenizer())  # pyright: ignore[reportArgumentType]
+    generator.load_weights(model.named_parameters(), 0)
+    scripted(monkeypatch, *"so: €€€ and on".encode())
+    (completion,) = decode(generator, requests(PROMPTS[:1], 1, SamplingParams(max_tokens=30, stop=("€€€",)))).values()
+    assert completion.text == "so: €€€"
+    assert completion.finish_reason == "stop"
+
+
+# ---- what is refused ------------------------------------------------------------------------------
+
+
+def test_the_slots_are_never_more_than_there_are(make: Any) -> None:
+    generator = make(3)
+    todo = requests(PROMPTS[:1], 4, SAMPLING)
+    with pytest.raises(ValueError, match="4 requests for 3 free slots"):
+        generator.submit(todo)
+    assert generator.capacity().free_slots == 3
+    generator.submit(todo[:2])
+    assert generator.capacity().free_slots == 1
+    generator.step()
+    with pytest.raises(ValueError, match="2 requests for 1 free slots"):
+        generator.submit(todo[2:])
+    generator.abort([request.key for request in todo])
+
+
+def test_requests_in_flight_share_their_sampling(make: Any) -> None:
+    generator = make(3)
+    generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
+    with pytest.raises(ValueError, match="must share their sampling parameters"):
+        generator.submit(requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=9)))
+    decode(generator, [])
+    assert len(decode(generator, requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=9)))) == 1
+
+
+def test_a_refused_submission_admits_none_of_its_requests(make: Any, policy: Any) -> None:
+    generator = make(4)
+    long = Prompt("too long", (2,) * 240, "")
+    with pytest.raises(ValueError):
+        generator.submit(requests([PROMPTS[0], long], 1, SAMPLING))
+    assert generator.capacity().free_slots == 4
+    assert policy.config._attn_implementation != ATTENTION_NAME
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_refused_in_one_sentence(make: Any) -> None:
+    fits, long = Prompt("fits", (2,) * 232, ""), Prompt("train/3", (2,) * 233, "")
+    with pytest.raises(ValueError) as caught:
+        make().submit(requests([long], 1, SAMPLING))
+    assert str(caught.value) == (
+        "Prompt 'train/3' has 233 tokens and up to 24 are to follow, but the model's context is 256; "
+        "lower sampling.max_tokens or data.max_prompt_tokens."
+    )
+    assert len(decode(make(), requests([fits], 1, SAMPLING))) == 1
+
+
+def test_a_prompt_without_tokens_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="Prompt 'x' has no tokens"):
+        make().submit(requests([Prompt("x", (), "")], 1, SAMPLING))
+
+
+@pytest.mark.parametrize("options", [{"num_slots": 0}, {"prefill_tokens": 0}])
+def test_impossible_sizes_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 1, not 0"):
+        SlotGenerator(**options)
+
+
+def test_before_start_it_says_so_and_can_be_closed() -> None:
+    generator = SlotGenerator()
+    generator.close()
+    with pytest.raises(RuntimeError, match="has not been started"):
+        generator.load_weights([], 0)
+
+
+def test_without_weights_it_does_not_sample(policy: Any, tokenizer: Any) -> None:
+    generator = SlotGenerator()
+    generator.start(policy, tokenizer)
+    assert generator.version == -1
+    with pytest.raises(WeightSyncError, match="no complete set of weights"):
+        generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
+
+
+def with_foreign_tensor(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, tensor in policy.named_parameters():
+        yield name, tensor.clone() if name.endswith("norm.weight") else tensor
+
+
+def with_unknown_name(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from policy.named_parameters()
+    yield "model.extra", torch.zeros(1)
+
+
+def with_one_missing(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return list(policy.named_parameters())[:-1]
+
+
+def that_breaks_off(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from list(policy.named_parameters())[:3]
+    raise ConnectionError("the sender is gone")
+
+
+@pytest.mark.parametrize("weights", [with_foreign_tensor, with_unknown_name, with_one_missing, that_breaks_off])
+def test_weights_that_did_not_arrive_poison_it_until_a_full_load(make: Any, policy: Any, weights: Any) -> None:
+    generator = make(2)
+    generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
+    generator.step()
+    with pytest.raises((WeightSyncError, ConnectionError)):
+        generator.load_weights(weights(policy), 1)
+    assert generator.version == -1
+    with pytest.raises(WeightSyncError):
+        generator.submit(requests(PROMPTS[1:2], 1, SAMPLING))
+    with pytest.raises(WeightSyncError):
+        generator.step()  # what is in flight does not go on either
+    bound = generator.load_weights(policy.named_parameters(), 1)
+    assert bound == len(list(policy.named_parameters()))
+    assert generator.version == 1
+    assert len(decode(generator, requests(PROMPTS[1:2], 1, SAMPLING))) == 2
+
+
+def test_nan_weights_are_an_error_and_not_a_token(make: Any) -> None:
+    model: Any = random_policy()
+    generator = make(2, model)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    generator.submit(requests(PROMPTS[:1], 2, SAMPLING))
+    with pytest.raises(FloatingPointError, match="NaN or infinite at version 0"):
+        generator.step()
+    generator.abort([request.key for request in requests(PROMPTS[:1], 2, SAMPLING)])
+
+
+# ---- what is left behind --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def training_policy() -> Any:
+    return random_policy().train()
+
+
+def is_as_it_was(model: Any) -> bool:
+    return model.training and model.config._attn_implementation == "sdpa" and model.lm_head.training
+
+
+def test_the_policy_is_given_back_after_start_and_after_a_rollout(make: Any, training_policy: Any) -> None:
+    generator = make(3, training_policy)
+    assert is_as_it_was(training_policy)
+    generator.submit(requests(PROMPTS, 1, SAMPLING)[:3])
+    generator.step()
+    assert not training_policy.training
+    decode(generator, [])
+    assert is_as_it_was(training_policy)
+
+
+def test_the_policy_is_given_back_after_abort_and_after_close(make: Any, training_policy: Any) -> None:
+    generator = make(3, training_policy)
+    todo = requests(PROMPTS[:1], 2, SAMPLING)
+    generator.submit(todo)
+    partial = generator.abort([todo[0].key])  # not begun: an empty completion
+    assert [(c.num_tokens, c.finish_reason) for c in partial] == [(0, "abort")]
+    assert not training_policy.training
+    generator.step()
+    generator.abort([todo[1].key, ("unknown", 0, 0)])
+    assert is_as_it_was(training_policy)
+    generator.submit(todo)
+    generator.step()
+    generator.close()
+    assert is_as_it_was(training_policy)
+    assert generator.capacity().free_slots == 3
+
+
+PLACES: list[tuple[Any, str]] = [
+    (slots_module, "hidden_states"),
+    (slots_module, "token_logits"),
+    (slots_module, "sample_tokens"),
+    (slots_module, "request_key"),
+    (SlotCache, "admit"),
+    (SlotCache, "prepare"),
+    (SlotCache, "move"),
+    (SlotGenerator, "_completion"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
+    make: Any, training_policy: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
+) -> None:
+    generator, sampling = make(3, training_policy), SamplingParams(max_tokens=10)
+    rollouts = RolloutController(generator, None, FirstCome)
+    undisturbed, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
+    original, count = getattr(owner, name), 0
+
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        result = original(*args, **kwargs)
+        count += 1
+        if count == call:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.collect(PROMPTS, 3, sampling, seed=0)
+    assert is_as_it_was(training_policy)
+    assert generator.capacity().free_slots == 3
+    assert not generator._prompts
+    again, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
+    for before, after in zip(undisturbed, again, strict=True):
+        for one, other in zip(before.rollouts, after.rollouts, strict=True):
+            assert torch.equal(one.completion.token_ids_T, other.completion.token_ids_T)
+
+
+def test_it_decodes_a_policy_in_training_with_gradient_checkpointing(
+    make: Any, expected: dict[Key, Completion]
+) -> None:
+    model: Any = random_policy().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert tokens(decode(make(8, model), requests(PROMPTS, 6, SAMPLING))) == tokens(expected)
+    assert model.training and model.is_gradient_checkpointing
+
+
+def test_weights_that_need_gradients_get_none_and_completions_can_take_part_in_autograd(make: Any) -> None:
+    model: Any = random_policy()
+    for completion in decode(make(4, model), requests(PROMPTS[:1], 4, SAMPLING)).values():
+        weight = torch.ones(completion.num_tokens, requires_grad=True)
+        embedded = model.get_input_embeddings()(completion.token_ids_T).sum(-1)
+        (weight * completion.logprobs_T * embedded * completion.versions_T).sum().backward()
+        assert not completion.logprobs_T.requires_grad
+        assert completion.token_ids_T.dtype == completion.versions_T.dtype == torch.int64
+        assert completion.logprobs_T.dtype == torch.float32
+
+
+def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) -> None:
+    generator = make(3)
+    num_tokens = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        if input_ids.shape[1] > 1:
+            num_tokens.append(input_ids.numel())
+
+    long = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
+    hook = policy.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        RolloutController(generator, None, FirstCome).collect(long, 10, SAMPLING, seed=0)
+    finally:
+        hook.remove()
+    assert num_tokens == [3, 28, 5]
+
+
+def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
+    generator, held = make(3), []
+    many = [Prompt(f"train/{i}", (2, 3 + i), "") for i in range(12)]
+    rollouts = RolloutController(generator, None, FirstCome, on_step=lambda _: held.append(len(generator._prompts)))
+    rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
+    assert max(held) <= 2  # the group that is being admitted, and at most one beside it
+    assert not generator._prompts and not generator._released
+
+
+def held_bytes(generator: SlotGenerator) -> int:
+    """Bytes of the tensors that a generator holds."""
+    tensors = [value for value in vars(generator).values() if isinstance(value, torch.Tensor)]
+    if generator._cache is not None:
+        tensors.append(generator._cache.buffer)
+    tensors += [prompt.keys_values for prompt in generator._prompts.values()]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
+    def peak_bytes(group_size: int) -> int:
+        generator, held = make(4), []
+        rollouts = RolloutController(generator, None, FirstCome, on_step=lambda _: held.append(held_bytes(generator)))
+        rollouts.collect(PROMPTS[2:3], group_size, SAMPLING, seed=0)
+        return max(held)
+
+    assert peak_bytes(64) == peak_bytes(8)
+
+
+def test_slots_are_allocated_once_for_rollouts_of_the_same_size(make: Any) -> None:
+    generator = make(4)
+    decode(generator, requests(PROMPTS, 4, SAMPLING))
+    address = generator._cache.buffer.data_ptr()
+    decode(generator, requests(PROMPTS, 16, SAMPLING))
+    assert generator._cache.buffer.data_ptr() == address
+    generator.close()
+    assert generator._cache is None
