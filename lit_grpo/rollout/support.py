@@ -28,18 +28,14 @@ def check_slot_support(model: PreTrainedModel) -> None:
         raise ValueError(
             f"SlotGenerator cannot decode {type(model).__name__} with {_names(foreign)} layers; use another generator."
         )
-    training = model.training
-    model.eval()
-    before = str(model.config._attn_implementation)
+    training, before = model.training, str(model.config._attn_implementation)
+    input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
+    prefill = PrefillCache()
     try:
         with torch.inference_mode():
-            input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
-            expected = hidden_states(model, input_ids_BT)[0, -1].float()
+            expected = hidden_states(model.eval(), input_ids_BT)[0, -1].float()
             use_slot_attention(model)
-            prefill = PrefillCache()
             actual = _decode(model, input_ids_BT, prefill).float()
-    except (RuntimeError, TypeError) as error:  # shapes or arguments of some other kind of attention
-        raise ValueError(f"SlotGenerator cannot decode {type(model).__name__}: {error}") from error
     finally:
         model.set_attn_implementation(before)
         model.train(training)
@@ -60,8 +56,11 @@ def check_slot_support(model: PreTrainedModel) -> None:
 
 def _decode(model: PreTrainedModel, input_ids_BT: torch.Tensor, prefill: PrefillCache) -> torch.Tensor:
     """Return the last token's hidden state: some tokens prefilled, the others decoded one by one."""
-    hidden_BTD = hidden_states(model, input_ids_BT[:, :_NUM_PREFILLED], slot_cache=prefill)
-    prompt = prefill.prompt(0, _NUM_PREFILLED, hidden_BTD[0, -1])
+    try:
+        hidden_BTD = hidden_states(model, input_ids_BT[:, :_NUM_PREFILLED], slot_cache=prefill)
+        prompt = prefill.prompt(0, _NUM_PREFILLED, hidden_BTD[0, -1])
+    except (RuntimeError, TypeError) as error:  # shapes or arguments of some other kind of attention
+        raise ValueError(f"SlotGenerator cannot decode {type(model).__name__}: {error}") from error
     cache = SlotCache(1, _NUM_TOKENS, prompt)
     cache.admit(0, [prompt])
     for position in range(_NUM_PREFILLED, _NUM_TOKENS):

@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     ),
-    "qwen3 moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}),
+    "qwen3 moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama, dynamic rope": (
@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2", {"head_dim": 8}, "capped attention scores"),
     ("Mamba", {"expand": 2}, "MambaForCausalLM"),
     ("Llama4Text", {"head_dim": 8, "num_local_experts": 2}, "chunked attention layers"),
-    ("GptOss", {"head_dim": 8, "num_local_experts": 2}, "attention sinks"),
+    ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2}, "attention sinks"),
     ("DeepseekV3", {}, "DeepseekV3ForCausalLM"),
     ("Bloom", {}, "does not use transformers' attention interface"),
     ("Phimoe", {"sliding_window": 8, "num_local_experts": 2}, "sliding window of 8 tokens"),

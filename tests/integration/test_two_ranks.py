@@ -67,8 +67,9 @@ CASES = {
 }
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Linear in the gradient: AdamW would make of rounding errors where the gradient is 0 a whole step."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -96,13 +97,17 @@ class RankBatches(Batches):
 
 
 def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
-    logs = [{name: value for name, value in logs.items() if not name.startswith("time/")} for logs in recorder.logs]
+    """What must be the same on all ranks; what RolloutScheduler logs is each rank's own."""
+    logs = [
+        {name: value for name, value in logs.items() if not name.startswith(("time/", "rollout/", "rewards/errors"))}
+        for logs in recorder.logs
+    ]
     return {"weights": weights_of(module), "version": module.policy_version, "logs": logs}
 
 
 def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     """Train on groups made by hand."""
-    module = make_module(policy, optimizer=adamw, max_tokens_per_micro_batch=24, **case.options)
+    module = make_module(policy, optimizer=momentum, max_tokens_per_micro_batch=24, **case.options)
     trainer = make_trainer(recorder := StepRecorder(), **trainer_options)
     trainer.fit(module, train_dataloaders=RankBatches([uneven_groups(rewards) for rewards in case.batches]))
     return outcome(module, recorder)
@@ -127,7 +132,7 @@ def run_pipeline(policy: str, output: Path, **trainer_options: Any) -> dict[str,
     )
     module = make_module(
         policy,
-        optimizer=adamw,
+        optimizer=momentum,
         rewards=[RewardSpec(f"{__file__}:even_length")],
         eval_num_generations=6,
         pass_at_k=(1, 2, 4),
@@ -186,14 +191,12 @@ def test_two_ranks_end_with_the_weights_and_the_metrics_of_one_process(
 ) -> None:
     expected, first, second = single(name), ranks[0][name], ranks[1][name]
     assert torch.equal(first["weights"], second["weights"])
-    torch.testing.assert_close(first["weights"], expected["weights"], rtol=0, atol=2e-6)
+    torch.testing.assert_close(first["weights"], expected["weights"], rtol=0, atol=5e-6)
     assert first["version"] == second["version"] == expected["version"]
     assert len(first["logs"]) == len(expected["logs"]) > 0
     for ours, theirs, alone in zip(first["logs"], second["logs"], expected["logs"], strict=True):
         assert ours == pytest.approx(theirs, nan_ok=True)
-        names = alone.keys() - {"completions/max_length", "rollout/steps", "rollout/tokens", "rollout/bubble_ratio"}
-        same = {name: ours[name] for name in names}
-        assert same == pytest.approx({name: alone[name] for name in names}, rel=1e-4, abs=2e-6, nan_ok=True)
+        assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+import csv
+from pathlib import Path
+
+from lit_grpo.metrics_csv import MetricsCSV
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_that_is_logged_at_a_step_stands_in_one_row(tmp_path: Path) -> None:
+    log = MetricsCSV(tmp_path / "metrics.csv")
+    log.log_metrics({"val": 0.5}, step=0)
+    log.log_metrics({"reward": 1.0}, step=1)
+    log.log_metrics({"loss": 2.0}, step=1)
+    log.log_metrics({"reward": 3.0}, step=2)
+    assert read(log.path) == [
+        {"step": "0", "val": "0.5", "reward": "", "loss": ""},
+        {"step": "1", "val": "", "reward": "1.0", "loss": "2.0"},
+        {"step": "2", "val": "", "reward": "3.0", "loss": ""},
+    ]
+
+
+def test_file_is_complete_after_every_call(tmp_path: Path) -> None:
+    log = MetricsCSV(tmp_path / "metrics.csv")
+    for step in range(5):
+        log.log_metrics({"reward": float(step)}, step=step)
+        log.log_metrics({"loss": -float(step)}, step=step)
+        assert read(log.path)[-1] == {"step": str(step), "reward": str(float(step)), "loss": str(-float(step))}
+        assert len(read(log.path)) == step + 1
+
+
+def test_resumed_run_replaces_the_rows_that_it_logs_again(tmp_path: Path) -> None:
+    first = MetricsCSV(tmp_path / "metrics.csv")
+    for step in range(4):
+        first.log_metrics({"reward": float(step)}, step=step)
+    second = MetricsCSV(tmp_path / "metrics.csv")
+    second.log_metrics({"reward": 20.0, "new": 1.0}, step=2)
+    second.log_metrics({"reward": 30.0}, step=3)
+    assert read(second.path) == [
+        {"step": "0", "reward": "0.0", "new": ""},
+        {"step": "1", "reward": "1.0", "new": ""},
+        {"step": "2", "reward": "20.0", "new": "1.0"},
+        {"step": "3", "reward": "30.0", "new": ""},
+    ]
