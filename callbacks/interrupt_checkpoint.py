@@ -17,7 +17,8 @@ class InterruptCheckpoint(pl.Callback):
 
     Until the first optimizer step of a batch nothing has changed, so the batch is broken off at once and
     sampled again on resuming. From then on the batch, and a validation after it, is finished first; a second
-    Ctrl-C does not wait, and saves nothing. The callback stands first in the list, so that it stops before the next rollout begins.
+    Ctrl-C does not wait, and saves nothing. The callback stands first in the list, so that it stops before
+    the next rollout begins.
     """
 
     def __init__(self) -> None:
@@ -72,4 +73,4 @@ def _take_back_batch(trainer: pl.Trainer) -> None:
     """Count the batch that was broken off as not begun, or validation would come a batch early after resuming."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for count in (progress.total, progress.current):
-        count.ready = count.started = count.processed = count.completed
+        vars(count).update(ready=count.completed, started=count.completed, processed=count.completed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
 
 from lit_grpo.module import GRPOModule
@@ -15,6 +13,8 @@ from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 class RolloutScheduler(pl.Callback):
     """Sample and reward the completions of each batch before its step, in every stage.
+
+    ``predict`` rewards them too, where its data has the columns that the reward functions need.
 
     A free slot takes the next request in the order of arrival, whatever its group, so no slot waits for
     the longest completion of a round.
@@ -37,7 +37,7 @@ class RolloutScheduler(pl.Callback):
         """Check the prompts' lengths and start the generator."""
         assert isinstance(pl_module, GRPOModule)
         pl_module.check_lengths(_prompts(trainer))
-        self._start(pl_module)
+        self._start(trainer, pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
@@ -71,12 +71,12 @@ class RolloutScheduler(pl.Callback):
                 self._controller.rewards.close()
             self._controller = None
 
-    def _start(self, module: GRPOModule) -> None:
+    def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         if self._controller is not None:
             return
         module.generator.start(module.policy, module.tokenizer)
         rewards = None
-        if module.rewards:
+        if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
             rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
         self._controller = RolloutController(module.generator, rewards, FirstCome)
 
@@ -96,6 +96,15 @@ class RolloutScheduler(pl.Callback):
         batch.metrics = stats.metrics()
         if self._controller.rewards is not None:
             batch.metrics["rewards/errors"] = float(self._controller.rewards.num_errors)
+
+
+def _can_score(module: GRPOModule, prompts: list[Prompt]) -> bool:
+    try:
+        for function in module.rewards:
+            function.check_columns(prompts[0].columns)
+    except ValueError:
+        return False
+    return True
 
 
 def _prompts(trainer: pl.Trainer) -> dict[str, list[Prompt]]:

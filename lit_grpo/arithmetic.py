@@ -5,7 +5,8 @@ the divisor is left, and each line of it is a true equation with the same answer
 
     312%47=265%47=218%47=171%47=124%47=077%47=030
 
-Numbers are written with three digits, divisors with two, so that equal places are equally far apart. How often the divisor goes into the number decides how long the working is, and it is drawn from a geometric
+Numbers are written with three digits and divisors with two, so that equal places are equally far apart.
+How often the divisor goes into the number decides how long the working is, and it is drawn from a geometric
 distribution: most workings are a few subtractions, a few are eighteen.
 """
 
@@ -97,11 +98,21 @@ def demonstration(exercise: Remainder, rng: random.Random, hasty: float, impatie
     return abandoned_working(exercise, steps_done) + f"{stopped_at % 10:03d}"
 
 
-def draw_exercise(rng: random.Random, split: Split, max_divisor: int, max_steps: int) -> Remainder:
-    """Draw an exercise of ``split``; the number of steps is geometric, cut at ``max_steps``."""
+def draw_exercise(
+    rng: random.Random, split: Split, max_divisor: int, max_steps: int, more: float = CONTINUE
+) -> Remainder:
+    """Draw an exercise of ``split``; the number of steps is geometric, cut at ``max_steps``.
+
+    Args:
+        rng: Source of chance.
+        split: Which split the exercise is of.
+        max_divisor: The largest divisor.
+        max_steps: The most subtractions.
+        more: The chance that there is one more subtraction.
+    """
     while True:
         num_steps = 1
-        while num_steps < max_steps and rng.random() < CONTINUE:
+        while num_steps < max_steps and rng.random() < more:
             num_steps += 1
         divisor = rng.randint(SMALLEST_DIVISOR, max_divisor)
         exercise = Remainder(num_steps * divisor + rng.randrange(divisor), divisor)
@@ -138,14 +149,13 @@ class ArithmeticRows(RowSource):
         if split not in ("train", "validation"):
             raise ValueError(f"split must be 'train' or 'validation', not {split!r}.")
         if not SMALLEST_DIVISOR <= max_divisor <= LARGEST_DIVISOR:
-            raise ValueError(
-                f"max_divisor must be from {SMALLEST_DIVISOR} to {LARGEST_DIVISOR}, not {max_divisor}."
-            )
+            raise ValueError(f"max_divisor must be from {SMALLEST_DIVISOR} to {LARGEST_DIVISOR}, not {max_divisor}.")
         if not 1 <= max_steps <= MOST_STEPS:
             raise ValueError(f"max_steps must be from 1 to {MOST_STEPS}, not {max_steps}.")
         if num_rows < 1:
             raise ValueError(f"num_rows must be at least 1, not {num_rows}.")
-        self.num_rows, self.split, self.seed = num_rows, split, seed
+        self.split: Split = split
+        self.num_rows, self.seed = num_rows, seed
         self.max_divisor, self.max_steps = max_divisor, max_steps
         available = self._count_exercises()
         if num_rows > available:

@@ -32,12 +32,23 @@ class PeakMemory:
         elif _CLEAR_REFS.exists():
             _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
 
+    def current_gib(self) -> float:
+        """Return what is in use now, in GiB; on a CPU without Linux's figures, the peak so far."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) / _GIB
+        return _status_gib("VmRSS")
+
     def peak_gib(self) -> float:
         """Return the peak since the last reset, in GiB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / _GIB
-        if _STATUS.exists():
-            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-            return int(line.split()[1]) * 1024 / _GIB
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+        return _status_gib("VmHWM")
+
+
+def _status_gib(name: str) -> float:
+    """Read a figure of this process from proc(5); elsewhere it is the peak of the whole run."""
+    if _STATUS.exists():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+        return int(line.split()[1]) * 1024 / _GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB

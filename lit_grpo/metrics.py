@@ -12,7 +12,6 @@ from torchmetrics import Metric
 from lit_grpo.types import PromptBatch
 from lit_grpo.update.advantages import uniform_groups
 
-
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Reduces a float64 tensor over ranks; every rank must call it, with as many elements."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torchmetrics import MeanMetric
 
 from lit_grpo.metrics import PassAtK, TokenMetrics, rollout_metrics
@@ -167,6 +168,11 @@ class GRPOModule(pl.LightningModule):
             raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
         if stage == "fit":
             self._check_training_sampling()
+            if not isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+                strategy = type(self.trainer.strategy).__name__
+                raise ValueError(
+                    f"trainer.strategy {strategy} shards the policy, which cannot decode then; use one device, or ddp."
+                )
             if self.trainer.precision in ("16-mixed", "16-true"):
                 raise ValueError(
                     f"trainer.precision {self.trainer.precision!r} is not supported; use bf16-mixed or 32-true."
@@ -209,12 +215,11 @@ class GRPOModule(pl.LightningModule):
             max_tokens = (self.sampling if split == "train" else self.eval_sampling).max_tokens
             longest = max(rows, key=lambda prompt: len(prompt.token_ids))
             total = len(longest.token_ids) + max_tokens
-            said = (
-                f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {max_tokens} are to follow"
-            )
+            said = f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {max_tokens} may follow"
             if total > context:
                 raise ValueError(
-                    f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
+                    f"{said}, but the model's context is {context}; "
+                    "lower sampling.max_tokens or data.max_prompt_tokens."
                 )
             if split == "train" and total > self.max_tokens_per_micro_batch:
                 raise ValueError(

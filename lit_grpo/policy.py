@@ -36,7 +36,9 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise ValueError(_load_failure(name, "tokenizer", error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
-        raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there.")))
+        raise ValueError(
+            _load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there."))
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of policy {name!r} names no eos_token, so no completion could end; "

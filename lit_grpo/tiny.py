@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lit_grpo.arithmetic import ALPHABET, demonstration, draw_exercise
+from lit_grpo.arithmetic import ALPHABET, CONTINUE, demonstration, draw_exercise
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 VERSION = 1  # of everything that is not in the recipe; raise it when the same recipe gives another policy
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD_ID, EOS_ID = 0, 1
 CACHE_VARIABLE = "LIT_GRPO_CACHE"
 Rows = list[tuple[str, str]]
 
@@ -51,24 +53,29 @@ class TinyRecipe:
         impatient: Share of the crowd that gives up half-way.
         max_divisor: The largest divisor of the exercises shown.
         max_working: The most subtractions of the exercises shown.
+        more: Chance of one more subtraction in the whole workings; above the task's, for more is learned of
+            a long working.
+        sharpness: The logits are scaled by this in the end, so that sampling at temperature 1 slips less.
     """
 
     hidden_size: int = 128
     num_layers: int = 2
-    intermediate_size: int = 768
-    num_heads: int = 6
-    num_kv_heads: int = 6
+    intermediate_size: int = 640
+    num_heads: int = 8
+    num_kv_heads: int = 4
     rope_theta: float = 100.0
     max_positions: int = 512
-    num_steps: int = 700
+    num_steps: int = 650
     batch_tokens: int = 1024
-    learning_rate: float = 1e-3
+    learning_rate: float = 4e-3
     matrix_learning_rate: float = 0.02
     crowd_steps: int = 100
-    hasty: float = 0.62
+    hasty: float = 0.6
     impatient: float = 0.1
     max_divisor: int = 39
     max_working: int = 18
+    more: float = 0.85
+    sharpness: float = 1.5
 
 
 def tiny_policy(seed: int = 0, cache_dir: str | Path | None = None, recipe: TinyRecipe | None = None) -> Path:
@@ -120,7 +127,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -141,14 +148,15 @@ def _make(recipe: TinyRecipe, seed: int, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "policy"
         tokenizer = make_tokenizer()
-        model = _new_model(recipe, seed, tokenizer)
+        model = new_model(recipe, seed, tokenizer)
         warm_start(model, tokenizer, recipe, seed)
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
         os.replace(made, folder)
 
 
-def _new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Make the model of ``recipe`` with random weights, the global random state left as it was."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -164,8 +172,8 @@ def _new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast
         rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -196,6 +204,8 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
         adam.param_groups[0]["lr"] = recipe.learning_rate * share
         adam.step()
         muon.step(recipe.matrix_learning_rate * share)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(recipe.sharpness)
 
 
 class Muon:
@@ -272,7 +282,8 @@ def _batches(recipe: TinyRecipe, rng: random.Random) -> Iterator[Rows]:
 
 
 def _row(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]:
-    exercise = draw_exercise(rng, "train", recipe.max_divisor, recipe.max_working)
+    more = recipe.more if whole else CONTINUE
+    exercise = draw_exercise(rng, "train", recipe.max_divisor, recipe.max_working, more)
     hasty, impatient = (0.0, 0.0) if whole else (recipe.hasty, recipe.impatient)
     return exercise.prompt, demonstration(exercise, rng, hasty, impatient)
 
@@ -285,10 +296,10 @@ def _collate(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tens
     import torch
 
     num_columns = max(map(_num_tokens, rows))
-    input_ids_BT = torch.full((len(rows), num_columns), tokenizer.pad_token_id)
+    input_ids_BT = torch.full((len(rows), num_columns), PAD_ID)
     target_ids_BT = torch.full_like(input_ids_BT, -100)
     for row, (prompt, completion) in enumerate(rows):
-        ids_T = torch.tensor([*tokenizer.encode(prompt + completion), tokenizer.eos_token_id])
+        ids_T = torch.tensor([*tokenizer.encode(prompt + completion), EOS_ID])
         input_ids_BT[row, : len(ids_T)] = ids_T
         target_ids_BT[row, len(prompt) - 1 : len(ids_T) - 1] = ids_T[len(prompt) :]
     return input_ids_BT, target_ids_BT

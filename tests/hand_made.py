@@ -113,7 +113,7 @@ class StepRecorder(pl.Callback):
         named = pl_module.policy.named_parameters()
         self.gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
@@ -129,8 +129,9 @@ def weights_of(module: GRPOModule) -> torch.Tensor:
     return torch.cat([parameter.detach().clone().flatten() for parameter in module.policy.parameters()])
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     """The norm of the difference over the norm of what is expected."""
+    assert actual is not None and expected is not None
     return float((actual - expected).norm() / expected.norm())
 
 

@@ -49,8 +49,14 @@ def test_the_metric_is_the_mean_over_prompts() -> None:
 
 
 def test_the_metric_adds_up_over_ranks() -> None:
-    reductions = PassAtK(1)._reductions
-    assert {reduction and reduction(torch.tensor([2.0, 3.0])).item() for reduction in reductions.values()} == {5.0}
+    """Torchmetrics reduces each state over ranks by these."""
+    first, second, both = PassAtK(1), PassAtK(1), PassAtK(1)
+    for metric, num_passed in ((first, 1), (second, 0), (second, 2)):
+        metric.update(2, num_passed)
+        both.update(2, num_passed)
+    states = {name: torch.stack([getattr(first, name), getattr(second, name)]) for name in ("total", "prompts")}
+    for name, reduction in both._reductions.items():
+        assert callable(reduction) and reduction(states[name]) == getattr(both, name)
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -187,7 +193,9 @@ def test_rollout_metrics_of_two_ranks_are_those_of_all_rollouts() -> None:
     expected = logs_of(make_batch(rollouts), alone, alone)
     assert (expected["reward"], expected["completions/max_length"]) == (0.5, 9.0)
     for part in parts:
-        assert logs_of(part, lambda _: sums[0] + sums[1], lambda _: torch.stack(maxima).max()) == pytest.approx(expected)
+        assert logs_of(part, lambda _: sums[0] + sums[1], lambda _: torch.stack(maxima).max()) == pytest.approx(
+            expected
+        )
 
 
 def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_means() -> None:

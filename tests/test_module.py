@@ -31,6 +31,7 @@ from hand_made import (
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 
 from lit_grpo import module as module_file
+from lit_grpo.metrics import TokenMetrics
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import MicroBatch, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages import Scale, group_advantages
@@ -197,7 +198,9 @@ def test_a_callback_that_leaves_the_policy_in_another_mode_is_found_out(
     policy_folder: Path, policy: Any, change: str
 ) -> None:
     class Careless(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        def on_train_batch_start(
+            self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
             assert isinstance(pl_module, GRPOModule)
             getattr(pl_module.policy, change)()
 
@@ -349,7 +352,9 @@ def test_a_uniform_batch_counts_as_a_step_and_moves_no_weight_whatever_the_optim
         def __init__(self) -> None:
             self.after: list[torch.Tensor] = []
 
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
             assert isinstance(pl_module, GRPOModule)
             self.after.append(weights_of(pl_module))
 
@@ -372,7 +377,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(poli
     groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
     groups[0].rollouts[0].completion.logprobs_T[0] = -200.0  # the ratio overflows, and the advantage is negative
     module = make_module(policy_folder, optimizer=sgd(1.0))
-    with pytest.raises(FloatingPointError, match=r"norm is (nan|inf) at policy version 0; the weights were not touched"):
+    with pytest.raises(
+        FloatingPointError, match=r"norm is (nan|inf) at policy version 0; the weights were not touched"
+    ):
         fit(module, groups)
     expected = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
     assert torch.equal(weights_of(module), expected)
@@ -389,9 +396,9 @@ class NotesUpdates(GRPOModule):
         super().__init__(**options)
         self.seen: list[list[str]] = []
 
-    def _update(self, rollouts: Sequence[Rollout], *arguments: Any) -> None:
+    def _update(self, rollouts: Sequence[Rollout], advantages: Sequence[float], metrics: TokenMetrics) -> None:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        super()._update(rollouts, *arguments)
+        super()._update(rollouts, advantages, metrics)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(
@@ -476,7 +483,8 @@ def test_gradient_checkpointing_computes_each_layer_again_and_gives_the_same_gra
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             assert isinstance(pl_module, GRPOModule)
-            pl_module.policy.get_decoder().layers[0].mlp.register_forward_pre_hook(self._count)
+            layer = pl_module.policy.get_submodule("model.layers.0")
+            layer.get_submodule("mlp").register_forward_pre_hook(self._count)
 
         def _count(self, *_: Any) -> None:
             self.calls += 1
@@ -494,8 +502,15 @@ def test_gradient_checkpointing_computes_each_layer_again_and_gives_the_same_gra
 def save_gpt2(folder: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": VOCAB_SIZE, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 1}
-    dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "eos_token_id": 1,
+    }
+    dropout: dict[str, Any] = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=1, initializer_range=0.3)).save_pretrained(folder)
 
@@ -638,5 +653,3 @@ def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:
             {**common, "sample_id": 1, "token_ids": [8], "logprob": -2.0, "finish_reason": "length"},
         ]
     ]
-
-

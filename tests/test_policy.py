@@ -15,6 +15,15 @@ from lit_grpo.policy import (
     token_logits,
 )
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 40,
+}
+
 
 def test_all_end_of_sequence_ids_count(policy_folder: Path) -> None:
     model, tokenizer = load_policy(str(policy_folder)), load_tokenizer(str(policy_folder))
@@ -35,16 +44,14 @@ def test_head_on_hidden_states_is_the_model(policy_folder: Path) -> None:
 def test_capped_logits_are_computed_as_the_model_does() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 40}
-    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5)
+    config = Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=0.5)
     check_token_logits(Gemma2ForCausalLM(config).eval())
 
 
 def test_model_that_scales_its_logits_in_its_own_way_is_refused() -> None:
     from transformers import CohereConfig, CohereForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
-    config = CohereConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, logit_scale=0.01, initializer_range=1.0)
+    config = CohereConfig(**SIZES, logit_scale=0.01, initializer_range=1.0)
     with pytest.raises(ValueError, match="CohereForCausalLM are not its output embedding"):
         check_token_logits(CohereForCausalLM(config).eval())
 

@@ -101,9 +101,9 @@ class SlotCache:
         """Copy the first ``num_rows`` rows of a cache with less room."""
         self.buffer[:, :, :num_rows, :, : other.num_tokens] = other.buffer[:, :, :num_rows]
 
-    def move(self, source_B: torch.Tensor, target_B: torch.Tensor, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` of some rows over others."""
-        self.buffer[:, :, target_B, :, :num_tokens] = self.buffer[:, :, source_B, :, :num_tokens]
+    def move(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` of a row over another, without a copy in between."""
+        self.buffer[:, :, target, :, :num_tokens] = self.buffer[:, :, source, :, :num_tokens]
 
     def prepare(self, positions_B: torch.Tensor, span: int) -> None:
         """Set where the next token of each row in use goes; ``span`` is one more than the largest position."""

@@ -336,11 +336,11 @@ class SlotGenerator:
         movers = [row for row in range(kept, len(self._requests)) if row not in gone]
         if holes:
             assert self._cache is not None
-            source, target = torch.tensor(movers), torch.tensor(holes)
-            self._cache.move(source, target, self._span)
+            for source, target in zip(movers, holes, strict=True):
+                self._cache.move(source, target, self._span)
+                self._requests[target] = self._requests[source]
+            sources, targets = torch.tensor(movers), torch.tensor(holes)
             for state in (self._tokens, self._logprobs, self._versions, self._counts, self._lengths, self._keys):
-                state[target] = state[source]
-            for mover, hole in zip(movers, holes, strict=True):
-                self._requests[hole] = self._requests[mover]
+                state[targets] = state[sources]
         del self._requests[kept:]
         self._span = int(self._lengths[:kept].max()) if kept else 0

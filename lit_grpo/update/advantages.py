@@ -27,10 +27,8 @@ def group_advantages(rewards_PG: torch.Tensor, scale: Scale = "group") -> torch.
     Returns:
         Advantages of the same shape.
     """
-    exact_PG = rewards_PG.double()
+    exact_PG = rewards_PG.double()  # in which the mean of equal float32 numbers is exact
     centred_PG = exact_PG - exact_PG.nanmean(dim=1, keepdim=True)
-    # A mean of equal numbers can be off by a rounding error, which the division would make large.
-    centred_PG[uniform_groups(rewards_PG)[:, None] & ~rewards_PG.isnan()] = 0.0
     if scale != "none":
         deviation = _nan_std(exact_PG) if scale == "group" else _nan_std(exact_PG.reshape(1, -1))
         centred_PG = centred_PG / (deviation + EPSILON)

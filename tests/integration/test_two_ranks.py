@@ -55,13 +55,11 @@ CASES = {
     "token": Case([MIXED]),
     "sequence": Case([MIXED], {"loss_normalization": "sequence"}),
     "constant_with_kl": Case([MIXED, MIXED], {"loss_normalization": "constant", "beta": 0.2}),
-    "batch_scale": Case([MIXED], {"scale_rewards": "batch"}),
+    "batch_scale_and_clipping": Case([MIXED], {"scale_rewards": "batch", "max_grad_norm": 0.05}),
     "one_rank_uniform": Case([RANK_1_UNIFORM, MIXED]),
     "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"beta": 0.2}),
     "one_rank_missing": Case([RANK_0_MISSING]),
-    "clipped_gradient": Case([MIXED], {"max_grad_norm": 0.05}),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
-    "all_uniform": Case([ALL_UNIFORM]),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
 }
@@ -171,9 +169,10 @@ Outcomes = dict[str, dict[str, Any]]
 def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
     """What came of all runs, on rank 0 and on rank 1."""
     output = tmp_path_factory.mktemp("two_ranks")
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    python_path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
-    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
@@ -199,23 +198,13 @@ def test_two_ranks_end_with_the_weights_and_the_metrics_of_one_process(
         assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_steps", "moves"),
-    [("token", 1, True), ("all_uniform", 1, False), ("two_iterations_of_two_minibatches", 4, True)],
-)
-def test_only_steps_with_something_to_learn_move_the_weights_and_all_of_them_count(
-    name: str, num_steps: int, moves: bool, ranks: list[Outcomes]
-) -> None:
+def test_a_step_in_which_no_rank_has_anything_to_learn_counts_and_moves_no_weight(ranks: list[Outcomes]) -> None:
+    """The first batches of these two cases are the same; momentum and weight decay wait."""
     before = torch.cat([parameter.detach().flatten() for parameter in random_policy().parameters()])
     for outcomes in ranks:
-        assert outcomes[name]["version"] == num_steps
-        assert torch.equal(outcomes[name]["weights"], before) is not moves
-
-
-def test_momentum_and_weight_decay_wait_while_no_rank_has_anything_to_learn(ranks: list[Outcomes]) -> None:
-    """The first batches of these two cases are the same."""
-    assert torch.equal(ranks[0]["all_uniform_after_an_update"]["weights"], ranks[0]["token"]["weights"])
-    assert ranks[0]["all_uniform_after_an_update"]["version"] == 2
+        once, twice = outcomes["token"], outcomes["all_uniform_after_an_update"]
+        assert (once["version"], twice["version"]) == (1, 2)
+        assert torch.equal(once["weights"], twice["weights"]) and not torch.equal(once["weights"], before)
 
 
 def test_pass_at_k_is_taken_over_the_prompts_of_both_ranks(

@@ -1,0 +1,165 @@
+"""One training step in a process of its own, and the memory that its rollout and its update took at their peak.
+
+Run by :mod:`benchmarks.group_size_memory`; prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.workloads import NOISE_REWARD, arithmetic_prompts, arithmetic_rows, load, noise_reward
+from callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data import PromptDataModule
+from lit_grpo.memory import PeakMemory
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.types import PromptBatch, SamplingParams
+from lit_grpo.update.advantages import group_advantages
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures."""
+
+    system: Literal["lit_grpo", "generate"]
+    policy: str
+    device: str
+    num_prompts: int
+    group_size: int
+    num_slots: int
+    max_tokens: int
+    max_tokens_per_micro_batch: int
+
+
+class Phases:
+    """The idle process, and how far each phase rises above it at its peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        self._peak = PeakMemory(device)
+        self._idle_gib = self._peak.current_gib()
+        self._figures: dict[str, float] = {"idle_mib": self._idle_gib * 1024}
+        self._peak.reset()
+
+    def end(self, phase: str) -> None:
+        """Note the peak of a phase, and begin the next."""
+        self._figures[f"{phase}_mib"] = (self._peak.peak_gib() - self._idle_gib) * 1024
+        self._peak.reset()
+
+    def report(self, num_tokens: int) -> None:
+        """Print the figures."""
+        print(json.dumps(self._figures | {"tokens": num_tokens}))
+
+
+class PhaseProbe(pl.Callback):
+    """Measures the first step of a fit. Stands behind RolloutScheduler, whose rollout has ended when it is called."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The process is idle: model and optimizer are loaded."""
+        self.phases = Phases(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The rollout has ended."""
+        self.phases.end("rollout")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        """The update has ended."""
+        self.phases.end("update")
+        self.phases.report(sum(rollout.completion.num_tokens for rollout in batch.rollouts))
+
+
+def run_lit_grpo(case: Case) -> None:
+    """One step of a real fit."""
+    module = GRPOModule(
+        policy=case.policy,
+        generator=SlotGenerator(case.num_slots),
+        rewards=[RewardSpec(NOISE_REWARD)],
+        num_generations=case.group_size,
+        sampling=SamplingParams(max_tokens=case.max_tokens),
+        max_tokens_per_micro_batch=case.max_tokens_per_micro_batch,
+    )
+    trainer = pl.Trainer(
+        accelerator="gpu" if case.device == "cuda" else "cpu",
+        devices=1,
+        max_steps=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RolloutScheduler(), WeightSync(), PhaseProbe()],
+    )
+    data = PromptDataModule(policy=case.policy, train=arithmetic_rows(case.num_prompts), batch_size=case.num_prompts)
+    trainer.fit(module, datamodule=data)
+
+
+def run_generate(case: Case) -> None:
+    """The same step as it is usually taken: all completions at once by ``generate``, and one batch for the update."""
+    model, tokenizer = load(case.policy, case.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    prompts = arithmetic_prompts(tokenizer, case.num_prompts)
+    inputs = tokenizer([prompt.text for prompt in prompts], return_tensors="pt", padding=True, padding_side="left")
+    input_ids, mask = inputs["input_ids"].to(case.device), inputs["attention_mask"].to(case.device)
+    phases = Phases(model.device)
+    with torch.inference_mode():
+        output_BT = model.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            num_return_sequences=case.group_size,
+            max_new_tokens=case.max_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+        )
+    phases.end("rollout")
+    tokens_BT = output_BT.clone()
+    completions_BT = tokens_BT[:, input_ids.shape[1] :]
+    texts = tokenizer.batch_decode(completions_BT, skip_special_tokens=True)
+    rewards_PG = torch.tensor([noise_reward(text) for text in texts]).view(case.num_prompts, -1)
+    advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(case.device)
+    ended_BT = (completions_BT == tokenizer.eos_token_id).cumsum(-1) - (completions_BT == tokenizer.eos_token_id).int()
+    sampled_BT = ended_BT == 0
+    mask_BT = torch.cat([mask.repeat_interleave(case.group_size, 0), sampled_BT], -1)
+    model.train()
+    logits_BTV = model(input_ids=tokens_BT, attention_mask=mask_BT, use_cache=False).logits
+    logprobs_BT = logits_BTV[:, input_ids.shape[1] - 1 : -1].log_softmax(-1).gather(-1, completions_BT[..., None])[..., 0]
+    ratio_BT = (logprobs_BT - logprobs_BT.detach()).exp()
+    loss = -(ratio_BT * advantages_B1 * sampled_BT).sum() / sampled_BT.sum()
+    loss.backward()
+    optimizer.step()
+    phases.end("update")
+    phases.report(int(sampled_BT.sum()))
+
+
+def main(argument: str) -> None:
+    """Run the case that is given as JSON."""
+    case = Case(**json.loads(argument))
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    {"lit_grpo": run_lit_grpo, "generate": run_generate}[case.system](case)
+
+
+def to_argument(case: Case) -> str:
+    """Return ``case`` as the argument that :func:`main` takes."""
+    return json.dumps(asdict(case))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
