@@ -109,6 +109,7 @@ def run_lit_grpo(case: Case) -> None:
 
 def run_generate(case: Case) -> None:
     """The same step as it is usually taken: all completions at once by ``generate``, and one batch for the update."""
+    model: Any
     model, tokenizer = load(case.policy, case.device)
     optimizer = torch.optim.AdamW(model.parameters())
     prompts = arithmetic_prompts(tokenizer, case.num_prompts)
@@ -137,7 +138,9 @@ def run_generate(case: Case) -> None:
     mask_BT = torch.cat([mask.repeat_interleave(case.group_size, 0), sampled_BT], -1)
     model.train()
     logits_BTV = model(input_ids=tokens_BT, attention_mask=mask_BT, use_cache=False).logits
-    logprobs_BT = logits_BTV[:, input_ids.shape[1] - 1 : -1].log_softmax(-1).gather(-1, completions_BT[..., None])[..., 0]
+    logprobs_BT = (
+        logits_BTV[:, input_ids.shape[1] - 1 : -1].log_softmax(-1).gather(-1, completions_BT[..., None])[..., 0]
+    )
     ratio_BT = (logprobs_BT - logprobs_BT.detach()).exp()
     loss = -(ratio_BT * advantages_B1 * sampled_BT).sum() / sampled_BT.sum()
     loss.backward()

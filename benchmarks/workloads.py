@@ -35,12 +35,12 @@ def save_random_policy(folder: Path) -> None:
     """Save a Qwen3 of 7 million random parameters with the demo's tokenizer.
 
     Its keys and values take 32 KiB a token, ten times the demo's and a third of those of Qwen3-0.6B in bfloat16.
-    Every token is about equally likely, so completions have about 16 tokens on average, and their lengths are geometric.
+    Every token is about equally likely, so the lengths of completions are geometric, with a mean of about 15.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from lit_grpo.tiny import make_tokenizer
+    from lit_grpo.tiny import EOS, PAD, make_tokenizer
 
     tokenizer = make_tokenizer()
     config = Qwen3Config(
@@ -54,8 +54,8 @@ def save_random_policy(folder: Path) -> None:
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.get_vocab()[EOS],
+        pad_token_id=tokenizer.get_vocab()[PAD],
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -29,7 +29,7 @@ ALPHABET = "0123456789%="
 Split = Literal["train", "validation"]
 SMALLEST_DIVISOR, LARGEST_DIVISOR = 11, 49
 MOST_STEPS = 18
-CONTINUE = 0.75  # the chance that a working has one more subtraction
+CONTINUE = 0.72  # the chance that a working has one more subtraction
 VALIDATION_ONE_IN = 5
 
 

@@ -168,6 +168,7 @@ class GRPOModule(pl.LightningModule):
             raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
         if stage == "fit":
             self._check_training_sampling()
+            self._check_minibatches(getattr(self._data(), "batch_size", self.num_minibatches))
             if not isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
                 strategy = type(self.trainer.strategy).__name__
                 raise ValueError(
@@ -177,6 +178,16 @@ class GRPOModule(pl.LightningModule):
                 raise ValueError(
                     f"trainer.precision {self.trainer.precision!r} is not supported; use bf16-mixed or 32-true."
                 )
+
+    def _data(self) -> pl.LightningDataModule | None:
+        return self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _check_minibatches(self, num_prompts: int) -> None:
+        if num_prompts < self.num_minibatches:
+            raise ValueError(
+                f"num_minibatches is {self.num_minibatches}, but a batch has {num_prompts} prompts; "
+                "lower it, or raise data.batch_size."
+            )
 
     def _check_training_sampling(self) -> None:
         if self.sampling.temperature == 0:
@@ -277,11 +288,7 @@ class GRPOModule(pl.LightningModule):
 
     def _minibatches(self, num_groups: int) -> Iterator[list[int]]:
         """Yield the groups of each optimizer step: whole groups, every one once in each iteration."""
-        if num_groups < self.num_minibatches:
-            raise ValueError(
-                f"num_minibatches is {self.num_minibatches}, but a batch has {num_groups} prompts; "
-                "lower it, or raise data.batch_size."
-            )
+        self._check_minibatches(num_groups)
         for _ in range(self.num_iterations):
             for part in torch.arange(num_groups).tensor_split(self.num_minibatches):
                 yield part.tolist()

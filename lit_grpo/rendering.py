@@ -72,6 +72,13 @@ class PromptRenderer:
             text = prompt
         if not token_ids:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
+        unknown = tokenizer.unk_token_id
+        if (
+            unknown is not None
+            and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+            and unknown in token_ids
+        ):
+            raise UnusableRow(f"has a prompt with characters that the tokenizer does not know ({text[:40]!r})")
         if len(token_ids) > self.max_prompt_tokens:
             limit = f"max_prompt_tokens={self.max_prompt_tokens}"
             raise UnusableRow(f"has a prompt of {len(token_ids)} tokens, more than {limit}")

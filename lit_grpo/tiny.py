@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,8 @@ class TinyRecipe:
     batch_tokens: int = 1024
     learning_rate: float = 4e-3
     matrix_learning_rate: float = 0.02
-    crowd_steps: int = 100
-    hasty: float = 0.6
+    crowd_steps: int = 120
+    hasty: float = 0.72
     impatient: float = 0.1
     max_divisor: int = 39
     max_working: int = 18
@@ -145,11 +146,14 @@ def _fingerprint(recipe: TinyRecipe, seed: int) -> str:
 
 
 def _make(recipe: TinyRecipe, seed: int, folder: Path) -> None:
+    import torch
+
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "policy"
         tokenizer = make_tokenizer()
-        model = new_model(recipe, seed, tokenizer)
-        warm_start(model, tokenizer, recipe, seed)
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+            model = new_model(recipe, seed, tokenizer)
+            warm_start(model, tokenizer, recipe, seed)
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
         os.replace(made, folder)
@@ -183,7 +187,7 @@ def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast)
 def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, seed: int) -> None:
     """Train ``model`` in place on demonstrations, the loss on their completions only."""
     import torch
-    from tqdm import trange
+    from tqdm import tqdm
 
     print(
         "lit_grpo: warm-starting the embedded policy (once, about a minute; then it is cached) ...",
@@ -192,9 +196,9 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
     muon = Muon([weight for name, weight in model.named_parameters() if _is_matrix(name)])
     others = [weight for name, weight in model.named_parameters() if not _is_matrix(name)]
     adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
-    batches = _batches(recipe, random.Random(seed))
-    for step in trange(recipe.num_steps, desc="warm start", unit="step", file=sys.stderr, leave=False):
-        input_ids_BT, target_ids_BT = _collate(next(batches), tokenizer)
+    lessons = tqdm(_lessons(recipe, random.Random(seed)), "warm start", recipe.num_steps, leave=False, unit="step")
+    for step, rows in enumerate(lessons):
+        input_ids_BT, target_ids_BT = _collate(rows, tokenizer)
         logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), target_ids_BT.flatten())
         model.zero_grad()
@@ -262,11 +266,15 @@ def _schedule(step: int, num_steps: int) -> float:
     return rise * (0.02 + 0.49 * (1 + math.cos(math.pi * step / num_steps)))
 
 
-def _batches(recipe: TinyRecipe, rng: random.Random) -> Iterator[Rows]:
-    """Yield batches of rows of similar length, each padded to at most ``batch_tokens``."""
-    step = 0
+def _lessons(recipe: TinyRecipe, rng: random.Random) -> Iterator[Rows]:
+    """Yield the batch of each step: whole workings, then the crowd."""
+    yield from islice(_batches(recipe, rng, whole=True), recipe.num_steps - recipe.crowd_steps)
+    yield from islice(_batches(recipe, rng, whole=False), recipe.crowd_steps)
+
+
+def _batches(recipe: TinyRecipe, rng: random.Random, whole: bool) -> Iterator[Rows]:
+    """Yield batches of rows of similar length, each padded to at most ``batch_tokens``, without end."""
     while True:
-        whole = step < recipe.num_steps - recipe.crowd_steps
         rows = sorted((_row(recipe, rng, whole) for _ in range(1000)), key=_num_tokens)
         batches: list[Rows] = [[]]
         for row in rows:
@@ -274,11 +282,7 @@ def _batches(recipe: TinyRecipe, rng: random.Random) -> Iterator[Rows]:
                 batches.append([])
             batches[-1].append(row)
         rng.shuffle(batches)
-        for batch in batches:
-            yield batch
-            step += 1
-            if whole and step >= recipe.num_steps - recipe.crowd_steps:
-                break
+        yield from batches
 
 
 def _row(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]:

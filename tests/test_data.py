@@ -28,6 +28,11 @@ WORDS = [
     "?",
     "answer",
     ":",
+    "{{b}",
+    "{{}",
+    "3",
+    "{b}",
+    "{}",
 ]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -217,6 +222,11 @@ def test_report_shows_five_rows_and_counts_the_rest(plain: str) -> None:
     rows = [{"prompt": "one"}] + [{"prompt": ""}] * 12
     with pytest.raises(ValueError, match=r"12 of the 13 rows .*; row 5 has an empty prompt; and 7 more; mend"):
         prompts_of(plain, *rows)
+
+
+def test_prompt_with_characters_that_the_tokenizer_does_not_know_is_refused(plain: str) -> None:
+    with pytest.raises(ValueError, match=r"row 1 has a prompt with characters that the tokenizer does not know"):
+        prompts_of(plain, {"prompt": "one plus two"}, {"prompt": "one plus twelve"})
 
 
 @pytest.mark.parametrize("unusable_rows", ["refuse", "drop"])

@@ -95,6 +95,12 @@ def test_making_it_leaves_the_global_random_state_and_the_threads_alone(tmp_path
     assert torch.get_num_threads() == threads
 
 
+def test_it_can_be_made_where_no_gradients_are_taken(folder: Path, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        made = tiny_policy(seed=7, cache_dir=tmp_path, recipe=SHORT)
+    assert all(torch.equal(weights(made)[name], weight) for name, weight in weights(folder).items())
+
+
 def test_it_is_made_once_and_then_read_from_the_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert tiny_policy(seed=7, cache_dir=folder.parent, recipe=SHORT) == folder

@@ -214,6 +214,7 @@ BAD_INPUT = {
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots", "0"],
         "num_slots must be at least 1",
     ),
+    "too many mini-batches": (["--model.num_minibatches", "4"], "a batch has 3 prompts; lower it"),
     "greedy training": (["--model.sampling.temperature", "0"], "greedy completions of a prompt are all the same"),
     "truncated training": (["--model.sampling.top_p", "0.9"], "set them in eval_sampling"),
     "no policy": (["--model.policy", "./absent"], "There is no policy folder './absent'"),
