@@ -66,12 +66,12 @@ class TinyRecipe:
     num_kv_heads: int = 4
     rope_theta: float = 100.0
     max_positions: int = 512
-    num_steps: int = 650
+    num_steps: int = 660
     batch_tokens: int = 1024
     learning_rate: float = 4e-3
     matrix_learning_rate: float = 0.02
-    crowd_steps: int = 120
-    hasty: float = 0.72
+    crowd_steps: int = 100
+    hasty: float = 0.7
     impatient: float = 0.1
     max_divisor: int = 39
     max_working: int = 18

@@ -53,7 +53,8 @@ def sample_tokens(
         tokens_B = logits_BV.argmax(-1)
         logprobs_BV = logits_BV.log_softmax(-1)
     else:
-        logprobs_BV = (logits_BV / sampling.temperature).log_softmax(-1)
+        scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
+        logprobs_BV = scaled_BV.log_softmax(-1)
         if sampling.truncates:
             logprobs_BV = truncate(logprobs_BV, sampling)
         cumulative_BV = logprobs_BV.double().exp().cumsum(-1)

@@ -243,9 +243,9 @@ class SlotGenerator:
         """Take the rows that have ended out of their slots."""
         assert self._sampling is not None
         rows = len(self._requests)
-        stopped_B = torch.isin(self._last_B, self._eos_ids)
+        stopped_B = (self._last_B[:, None] == self._eos_ids).any(-1)
         stopped_B[self._stop_strings()] = True
-        broken_B = ~torch.isfinite(self._last_logprobs_B)
+        broken_B = self._last_logprobs_B.isnan()
         ended = (stopped_B | broken_B | (self._counts[:rows] >= self._sampling.max_tokens)).nonzero().flatten()
         if not len(ended):
             return []

@@ -1,0 +1,119 @@
+"""Each benchmark in its quick form, and what it writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.report import Claim, Options, finish, parse_options
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_quick(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark in a process of its own; return its result and what it printed."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(output), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(output.read_text()), run.stdout
+
+
+def check_result(result: dict[str, Any], name: str) -> None:
+    """What every result file holds, and what none may."""
+    assert result["name"] == name
+    assert result["command"].startswith(f"python -m benchmarks.{name} --quick")
+    assert result["date"] == datetime.date.today().isoformat()
+    assert result["commit"] == "unknown" or len(result["commit"]) == 40
+    assert isinstance(result["dirty"], bool)
+    assert result["versions"].keys() == {"python", "torch", "transformers", "lightning", "lit_grpo"}
+    assert result["machine"].keys() == {"cpu", "cores", "ram_gib", "system"}
+    assert result["machine"]["cores"] >= 1 and result["machine"]["ram_gib"] > 0
+    for claim in result["claims"]:
+        assert claim.keys() == {"text", "value", "bound", "holds"}
+        assert math.isfinite(claim["value"])
+    text = json.dumps(result)
+    for place in (str(ROOT), str(Path.home()), os.environ.get("TMPDIR", "/tmp") + "/", socket.gethostname()):
+        assert place not in text
+
+
+def test_group_size_memory_measures_every_case_in_both_phases(tmp_path: Path) -> None:
+    result, printed = run_quick("group_size_memory", tmp_path / "result.json")
+    check_result(result, "group_size_memory")
+    assert [(row["system"], row["G"]) for row in result["rows"]] == [("lit_grpo", 2), ("lit_grpo", 4), ("generate", 4)]
+    for row in result["rows"]:
+        assert row["rollout_mib"] > 10 and row["update_mib"] > 60  # keys and values; gradients and AdamW's moments
+        assert row["tokens"] >= row["G"]
+    assert [claim["bound"] for claim in result["claims"]] == ["<= 1.05", "<= 1.05"]
+    assert "peak memory of the update" in printed
+
+
+def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder: Path) -> None:
+    result, _ = run_quick("slots_vs_generate", tmp_path / "result.json", "--policy", str(policy_folder))
+    check_result(result, "slots_vs_generate")
+    assert [row["workload"] for row in result["rows"]] == ["long-tailed"] * 3 + ["equal lengths"] * 3
+    slots = [row for row in result["rows"] if row["system"] == "slots"]
+    assert len(slots) == 2
+    assert all(0 < row["forward_share"] < 1 for row in slots)
+    assert all(row["tokens_per_s"] > 0 and row["slots_over_it"] > 0 for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("value", "relation", "limit", "holds"),
+    [(1.0, "<=", 1.05, True), (1.06, "<=", 1.05, False), (2.0, ">=", 2.0, True), (1.9, ">=", 2.0, False),
+     (math.nan, "<=", 1.05, False), (math.nan, ">=", 2.0, False)],
+)  # fmt: skip
+def test_a_claim_holds_on_the_right_side_of_its_bound(value: float, relation: Any, limit: float, holds: bool) -> None:
+    assert Claim("faster", value, relation, limit).holds == holds
+
+
+def options(**changes: Any) -> Options:
+    return Options(**({"quick": False, "device": "cpu", "policy": None, "output": None} | changes))
+
+
+def test_a_claim_that_fails_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    good, bad = Claim("good", 3.0, ">=", 2.0), Claim("bad", 1.0, ">=", 2.0)
+    assert finish("example", options(), {"repeats": 3}, [{"rate": 3.0}], [good]) == 0
+    assert finish("example", options(), {"repeats": 3}, [{"rate": 3.0}], [good, bad]) == 1
+    path = tmp_path / f"example-{datetime.date.today().isoformat()}.json"
+    assert list(tmp_path.iterdir()) == [path]
+    result = json.loads(path.read_text())
+    assert result["command"] == "python -m benchmarks.example --device cpu"
+    assert result["rows"] == [{"rate": 3.0}] and result["settings"] == {"repeats": 3}
+    assert result["claims"][1] == {"text": "bad", "value": 1.0, "bound": ">= 2", "holds": False}
+
+
+def test_a_quick_run_judges_no_claim_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert finish("example", options(quick=True), {}, [], [Claim("bad", 1.0, ">=", 2.0)]) == 0
+    assert finish("example", options(quick=True), {}, [], [Claim("broken", math.nan, ">=", 2.0)]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_names_a_hub_id_but_no_folder(tmp_path: Path) -> None:
+    for policy, named in [(str(tmp_path), "FOLDER"), ("some/model", "some/model")]:
+        output = tmp_path / "result.json"
+        finish("example", options(policy=policy, output=output), {}, [], [])
+        assert (
+            json.loads(output.read_text())["command"] == f"python -m benchmarks.example --policy {named} --device cpu"
+        )
+
+
+def test_the_command_line_is_shared() -> None:
+    assert parse_options("What it measures.", []) == options()
+    assert parse_options("", ["--quick", "--device", "cuda", "--output", "x.json", "--policy", "tiny"]) == options(
+        quick=True, device="cuda", output=Path("x.json"), policy="tiny"
+    )
