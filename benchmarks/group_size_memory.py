@@ -25,12 +25,12 @@ from benchmarks.workloads import save_random_policy
 System = Literal["lit_grpo", "generate"]
 Figures = dict[str, float]
 PHASES = ("rollout", "update")
-# One thread and one arena, and freed blocks go back to the system at once, so that the resident set is what is in use.
+# One thread and one arena, and freed blocks go back to the system soon, so that the resident set is what is in use.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
 }
 
 
