@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_grpo.policy import context_length, eos_token_ids, hidden_states, token_logits
+from lit_grpo.policy import eos_token_ids, hidden_states, token_logits
 from lit_grpo.rollout.generator import Capacity, StepEvents, WeightSyncError
 from lit_grpo.rollout.kv_cache import PrefillCache, PromptKV, SlotCache, use_slot_attention
 from lit_grpo.rollout.sampling import request_key, sample_tokens
-from lit_grpo.rollout.support import check_slot_support
+from lit_grpo.rollout.support import check_slot_support, slot_context
 from lit_grpo.types import Completion, FinishReason, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SlotGenerator:
         check_slot_support(policy)
         self._policy, self._tokenizer = policy, tokenizer
         self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer))
-        self._context = context_length(policy)
+        self._context = slot_context(policy)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Check that every weight is the policy's own tensor, then take ``version``."""

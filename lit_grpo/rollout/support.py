@@ -54,6 +54,20 @@ def check_slot_support(model: PreTrainedModel) -> None:
         )
 
 
+def slot_context(model: PreTrainedModel) -> int:
+    """The most tokens, prompt and completion together, that the slots can decode.
+
+    Long RoPE (arXiv 2402.13753) turns all positions of a forward differently once one of them is beyond the original
+    context, so keys that are kept from before would be wrong: decoding ends there.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return context_length(model)
+    original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    return min(context_length(model), int(original))
+
+
 def _decode(model: PreTrainedModel, input_ids_BT: torch.Tensor, prefill: PrefillCache) -> torch.Tensor:
     """Return the last token's hidden state: some tokens prefilled, the others decoded one by one."""
     try:

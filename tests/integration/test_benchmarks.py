@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import report
 from benchmarks.report import Claim, Options, finish, parse_options
+from lit_grpo.memory import PeakMemory
 
 pytestmark = pytest.mark.integration
 
@@ -110,6 +112,16 @@ def test_the_command_names_a_hub_id_but_no_folder(tmp_path: Path) -> None:
         assert (
             json.loads(output.read_text())["command"] == f"python -m benchmarks.example --policy {named} --device cpu"
         )
+
+
+def test_current_memory_is_what_is_held_now() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    before = memory.current_gib()
+    block = torch.ones(64 * 2**20)  # 256 MiB
+    held = memory.current_gib()
+    del block
+    assert 0.2 < held - before < 0.3
+    assert memory.current_gib() - before < 0.05
 
 
 def test_the_command_line_is_shared() -> None:

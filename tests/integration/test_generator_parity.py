@@ -40,6 +40,13 @@ PROMPTS = [
     Prompt("middling", tuple(2 + i * 7 % 30 for i in range(12)), ""),
     Prompt("long", tuple(2 + i * 11 % 30 for i in range(30)), ""),
 ]
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 80,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3, some layers slide": (
@@ -63,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {}),
     "granite": ("Granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.2}),
     "phi3": ("Phi3", {"sliding_window": 8}),
+    "phi3, long rope": ("Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 80}),
     "olmo2": ("Olmo2", {}),
     "gpt2": ("GPT2", {"n_inner": 64}),
 }  # fmt: skip
@@ -138,6 +146,13 @@ def test_greedy_tokens_are_those_of_generate_and_sampled_logprobs_those_of_a_for
     for completion in sampled:
         expected_T = exact_logprobs(exact, completion)
         assert torch.allclose(completion.logprobs_T.double(), expected_T, rtol=0, atol=1e-5)
+
+
+def test_long_rope_is_decoded_up_to_the_original_context_only(tokenizer: Any) -> None:
+    model = build(*MODELS["phi3, long rope"])
+    with pytest.raises(ValueError, match="the model's context is 80"):
+        collect(model, tokenizer, SamplingParams(max_tokens=51))
+    assert len(collect(model, tokenizer, SamplingParams(max_tokens=50))) == len(PROMPTS)
 
 
 def test_a_bfloat16_policy_decodes_close_to_its_own_forward(tokenizer: Any) -> None:
