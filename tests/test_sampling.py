@@ -196,6 +196,17 @@ def test_impossible_tokens_at_either_end_are_never_picked() -> None:
     assert torch.allclose(logprobs_B, torch.tensor(0.5).log())
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_the_extreme_random_numbers_pick_possible_tokens_too(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    monkeypatch.setattr(
+        "lit_grpo.rollout.sampling.uniform", lambda keys_B, _: torch.full(keys_B.shape, number, dtype=torch.float64)
+    )
+    logits_V = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
+    assert draw(logits_V, 1, SamplingParams())[0].item() == token
+
+
 def test_nan_logits_give_a_token_of_the_vocabulary_with_a_nan_logprob() -> None:
     tokens_B, logprobs_B = draw(torch.full((5,), torch.nan), 3, SamplingParams())
     assert all(0 <= token < 5 for token in tokens_B.tolist())
