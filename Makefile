@@ -31,6 +31,9 @@ lint: .venv/dev
 types: .venv/dev
 	.venv/bin/basedpyright --level error
 
+# Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
+unit integration: export OMP_NUM_THREADS = 1
+
 unit: .venv/dev
 	.venv/bin/python -m coverage run -m pytest -m "not integration" --durations 5
 
