@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -42,6 +43,13 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 
 class GRPOCLI(LightningCLI):
     """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommand that was asked for alone, or all of them: the parser of each takes a third of a second."""
+        known = LightningCLI.subcommands()
+        asked = sys.argv[1] if len(sys.argv) > 1 else ""
+        return {asked: known[asked]} if asked in known else known
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run's folder and the callbacks, each configurable under its own name."""
