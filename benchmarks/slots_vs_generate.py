@@ -22,7 +22,6 @@ from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.scheduling.plans import FirstCome
 from lit_grpo.types import Prompt, SamplingParams
 
 Run = Callable[[], int]
@@ -91,7 +90,7 @@ def _slots(policy: Any, tokenizer: Any, workload: Workload) -> Run:
     generator = SlotGenerator(workload.batch)
     generator.start(policy, tokenizer)
     generator.load_weights(policy.named_parameters(), 0)
-    controller = RolloutController(generator, None, FirstCome)
+    controller = RolloutController(generator)
     sampling = SamplingParams(max_tokens=workload.max_tokens)
 
     def run() -> int:

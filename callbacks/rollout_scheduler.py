@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.scheduling.plans import FirstCome
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 
@@ -78,7 +77,7 @@ class RolloutScheduler(pl.Callback):
         rewards = None
         if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
             rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
-        self._controller = RolloutController(module.generator, rewards, FirstCome)
+        self._controller = RolloutController(module.generator, rewards)
 
     def _collect(
         self,

@@ -7,6 +7,11 @@ from types import ModuleType
 
 def main() -> None:
     """Run the command line; a mistake in the input ends it with one sentence."""
+    if sys.argv[1:2] == ["simulate"]:  # needs no torch, whose import would take most of the time
+        from lit_grpo.simulate import main as simulate
+
+        simulate(sys.argv[2:])
+        return
     # Threads that wait must not spin: beside another busy process a spinning pair of them is many times slower
     # than one alone. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

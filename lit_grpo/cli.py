@@ -46,7 +46,7 @@ class GRPOCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand that was asked for alone, or all of them: the parser of each takes a third of a second."""
+        """Return the subcommand that was asked for, or all of them: the parser of each takes a third of a second."""
         known = LightningCLI.subcommands()
         asked = sys.argv[1] if len(sys.argv) > 1 else ""
         return {asked: known[asked]} if asked in known else known

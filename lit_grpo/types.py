@@ -103,7 +103,8 @@ class Completion:
     ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from) and
     ``versions_T`` (int64, the policy version that sampled each token) lie on the CPU and have equal
     length. ``finish_reason`` is ``stop`` (an end-of-sequence token or a stop string; the token is
-    kept), ``length`` (the limit) or ``abort``.
+    kept), ``length`` (the limit) or ``abort``. ``entropy`` is the mean entropy, in nats, of the distributions that its
+    tokens were sampled from; NaN where the generator does not tell.
     """
 
     request: Request
@@ -112,6 +113,7 @@ class Completion:
     versions_T: torch.Tensor
     finish_reason: FinishReason
     text: str = ""
+    entropy: float = math.nan
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,8 @@ import torch
 
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
-from lit_grpo.scheduling.plans import FirstCome
+from lit_grpo.scheduling.jobs import Job
+from lit_grpo.scheduling.plans import PLANS, FirstCome
 from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 Lengths = dict[str, list[int]]
@@ -101,7 +102,7 @@ def prompts(*names: str) -> list[Prompt]:
 
 
 def controller(generator: FakeGenerator, rewards: FakeRewards | None = None, **options: Any) -> RolloutController:
-    return RolloutController(generator, rewards, FirstCome, **options)  # pyright: ignore[reportArgumentType]
+    return RolloutController(generator, rewards, **options)  # pyright: ignore[reportArgumentType]
 
 
 LENGTHS = {"a": [9, 1, 4], "b": [1, 1, 1], "c": [2, 7, 3]}
@@ -198,13 +199,14 @@ def test_the_same_visit_of_a_prompt_twice_is_refused_and_another_visit_is_not() 
     assert [group.prompt.visit for group in groups] == [0, 1]
 
 
-def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang() -> None:
+def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stingy(FirstCome):
-        def admit(self, free_slots: int) -> list[Request]:
+        def admit(self, free_slots: int, fits: Any = None) -> list[Job]:
             return []
 
+    monkeypatch.setitem(PLANS, "stingy", lambda lengths, num_slots: Stingy())
     with pytest.raises(RuntimeError, match="Stingy hands out nothing, and 3 requests wait"):
-        RolloutController(FakeGenerator(2, LENGTHS), None, Stingy).collect(prompts("a"), 3, SAMPLING, seed=0)
+        RolloutController(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 
 
 def test_bubble_ratio_is_the_share_of_slot_time_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:

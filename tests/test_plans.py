@@ -1,31 +1,34 @@
-"""The order in which waiting requests are handed out."""
+"""The order in which waiting jobs are handed out."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-import torch
+import numpy as np
+import pytest
 
-from lit_grpo.scheduling.plans import FirstCome
-from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+from lit_grpo.scheduling.jobs import Job, NoLengths
+from lit_grpo.scheduling.known_lengths import KnownLengths
+from lit_grpo.scheduling.plans import PLANS, FirstCome, Plan, make_plan
 
 
-def requests(prompt_id: str, count: int) -> list[Request]:
-    return [Request(Prompt(prompt_id, (1, 2), ""), sample, SamplingParams()) for sample in range(count)]
+def jobs(prompt_id: str, count: int) -> list[Job]:
+    return [Job((prompt_id, 0, sample), 2, 99) for sample in range(count)]
 
 
 def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> None:
     plan = FirstCome()
-    plan.add(requests("a", 3))
-    plan.add(requests("b", 2))
-    assert [r.key[::2] for r in plan.admit(4)] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
-    plan.add(requests("c", 1))
-    assert [r.key[::2] for r in plan.admit(4)] == [("b", 1), ("c", 0)]
+    plan.add(jobs("a", 3))
+    plan.add(jobs("b", 2))
+    assert [job.key[::2] for job in plan.admit(4)] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    plan.add(jobs("c", 1))
+    assert [job.key[::2] for job in plan.admit(4)] == [("b", 1), ("c", 0)]
 
 
 def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -> None:
     plan = FirstCome()
-    plan.add(requests("a", 5))
+    plan.add(jobs("a", 5))
     assert plan.admit(0) == []
     assert len(plan.admit(2)) == 2
     assert len(plan) == 3
@@ -36,11 +39,10 @@ def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -
 
 def test_first_come_does_not_reorder_by_what_has_finished() -> None:
     plan = FirstCome()
-    first, second, third = requests("a", 3)
+    first, second, third = jobs("a", 3)
     plan.add([first, second, third])
     assert plan.admit(1) == [first]
-    nothing = torch.empty(0, dtype=torch.int64)
-    plan.finish(Completion(first, nothing, nothing.float(), nothing, "length"))
+    plan.finish(first, 99)
     assert len(plan) == 2
     assert plan.admit(2) == [second, third]
 
@@ -50,10 +52,192 @@ def test_first_come_loses_and_repeats_nothing() -> None:
     for _ in range(20):
         plan, added, handed = FirstCome(), [], []
         for number in range(rng.randint(1, 30)):
-            new = requests(f"p{number}", rng.randint(0, 5))
+            new = jobs(f"p{number}", rng.randint(0, 5))
             plan.add(iter(new))
             added += new
             handed += plan.admit(rng.randint(0, 6))
             assert len(plan) == len(added) - len(handed)
         handed += plan.admit(10_000)
         assert handed == added
+
+
+def known(lengths: Sequence[float], informative: bool = True) -> tuple[list[Job], KnownLengths]:
+    waiting = jobs("a", len(lengths))
+    return waiting, KnownLengths(waiting, np.array(lengths), informative)
+
+
+def samples(admitted: list[Job]) -> list[int]:
+    return [job.key[2] for job in admitted]
+
+
+def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool = True) -> tuple[Plan, list[Job]]:
+    waiting, estimates = known(lengths, informative)
+    plan = make_plan(name, estimates, num_slots)
+    plan.add(waiting)
+    return plan, waiting
+
+
+def test_longest_and_shortest_first_go_by_length_and_among_equals_by_arrival() -> None:
+    lengths = [5, 9, 2, 9, 7]
+    assert samples(made("lpt", lengths, 2)[0].admit(5)) == [1, 3, 4, 0, 2]
+    assert samples(made("sjf", lengths, 2)[0].admit(5)) == [2, 0, 4, 1, 3]
+
+
+@pytest.mark.parametrize("name", ["sjf", "lpt", "short_last", "fptas", "infinite_sampling"])
+def test_plans_fall_back_to_first_come_where_lengths_say_nothing(name: str) -> None:
+    plan, _ = made(name, [5, 9, 2, 9, 7], 2, informative=False)
+    assert samples(plan.admit(3)) == [0, 1, 2]
+    assert samples(plan.admit(3)) == [3, 4]
+
+
+def test_short_jobs_are_kept_for_the_end_longest_first() -> None:
+    # Two slots decode 18 tokens in the time of the longest; three quarters of that, 13.5, are 1 + 2 + 2 + 3 + 4.
+    plan, _ = made("short_last", [5, 2, 8, 4, 1, 9, 3, 7, 2], 2)
+    assert samples(plan.admit(9)) == [0, 2, 5, 7, 3, 6, 1, 8, 4]
+
+
+def test_where_all_are_kept_for_the_end_the_longest_is_first() -> None:
+    assert samples(made("short_last", [5, 9, 2, 9, 7], 8)[0].admit(5)) == [1, 3, 4, 0, 2]
+
+
+def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None:
+    waiting, estimates = known([9, 8, 7, 6])
+    plan = make_plan("lpt", estimates, 1)
+    plan.add(waiting)
+    assert samples(plan.admit(1)) == [0]
+    estimates._estimates = {job.key: float(job.key[2]) for job in waiting}
+    assert samples(plan.admit(1)) == [1]  # nobody was told
+    estimates.revision = 1
+    assert samples(plan.admit(2)) == [3, 2]
+
+
+def test_later_jobs_are_sorted_in() -> None:
+    waiting, estimates = known([5, 9, 7])
+    plan = make_plan("lpt", estimates, 1)
+    plan.add(waiting[:2])
+    assert samples(plan.admit(1)) == [1]
+    plan.add(waiting[2:])
+    assert samples(plan.admit(2)) == [2, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("full_group", "micro_rounds")])
+def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
+    plan, _ = made(name, [5, 9, 2, 9, 7], 5)
+    admitted = plan.admit(2)
+    plan.set_aside(admitted[1])
+    plan.set_aside(admitted[0])
+    assert plan.admit(2) == admitted
+    assert len(plan) == 3
+
+
+def test_micro_rounds_wait_until_the_last_of_a_round_has_finished() -> None:
+    plan, waiting = made("micro_rounds", [1] * 5, 2)
+    assert samples(plan.admit(2)) == [0, 1]
+    plan.finish(waiting[0], 3)
+    assert plan.admit(1) == []
+    plan.finish(waiting[1], 9)
+    assert samples(plan.admit(2)) == [2, 3]
+    plan.set_aside(waiting[2])
+    plan.finish(waiting[3], 1)
+    assert samples(plan.admit(2)) == [2, 4]
+
+
+def test_a_full_group_needs_as_many_slots_as_jobs() -> None:
+    plan, _ = made("full_group", [1] * 4, 4)
+    assert samples(plan.admit(4)) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"5 jobs wait for 4 slots: give it 5 slots, or take another plan\.$"):
+        made("full_group", [1] * 5, 4)
+
+
+def test_a_full_group_needs_memory_for_all_of_it() -> None:
+    plan, waiting = made("full_group", [1] * 4, 4)
+    with pytest.raises(ValueError, match="there is memory for 3 of 4 jobs"):
+        plan.admit(4, lambda job: job is not waiting[3])
+
+
+def test_a_lane_keeps_to_its_own_list_until_that_is_empty() -> None:
+    plan, waiting = made("fptas", [6, 5, 4, 3], 2)  # lanes 6 + 3 and 5 + 4
+    assert samples(plan.admit(2)) == [0, 1]
+    plan.finish(waiting[0], 1)
+    assert samples(plan.admit(1)) == [3]  # longest first alone would take 2
+    plan.finish(waiting[3], 1)
+    assert samples(plan.admit(1)) == [2]  # from the other lane, which has work left
+    assert plan.admit(1) == []
+
+
+def test_the_two_stage_plan_balances_groups_and_decodes_each_shortest_first() -> None:
+    plan, waiting = made("infinite_sampling", [6, 5, 4, 3], 2)
+    assert samples(plan.admit(2)) == [3, 2]
+    plan.finish(waiting[3], 3)
+    assert samples(plan.admit(1)) == [0]  # of lane 6 + 3; shortest first alone would take 1
+
+
+def test_a_set_aside_job_frees_its_lane() -> None:
+    plan, waiting = made("fptas", [6, 5, 4, 3], 2)
+    plan.admit(2)
+    plan.set_aside(waiting[1])
+    plan.finish(waiting[0], 6)
+    assert samples(plan.admit(2)) == [1, 2]
+
+
+def test_more_slots_than_lanes_are_filled_too() -> None:
+    plan, _ = made("fptas", [6, 5, 4, 3], 2)
+    assert sorted(samples(plan.admit(4))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str) -> None:
+    plan, waiting = made(name, [9, 7, 5, 3], 4)
+    asked: list[Job] = []
+
+    def only_one(job: Job) -> bool:
+        asked.append(job)
+        return len(asked) < 2
+
+    if name == "full_group":
+        with pytest.raises(ValueError, match="memory for 1 of 4"):
+            plan.admit(4, only_one)
+        return
+    admitted = plan.admit(4, only_one)
+    assert admitted == asked[:1] and len(asked) == 2 and len(plan) == 3
+    plan.finish(admitted[0], 3)
+    rest = plan.admit(4)
+    assert {job.key for job in rest} == {job.key for job in waiting} - {admitted[0].key}
+    assert name == "fptas" or name == "infinite_sampling" or rest[0] == asked[1]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
+    rng = random.Random(1)
+    for _ in range(10):
+        num_slots = 200 if name == "full_group" else rng.randint(1, 6)
+        everything = [job for number in range(8) for job in jobs(f"p{number}", rng.randint(0, 6))]
+        lengths = KnownLengths(everything, np.array([rng.randint(1, 90) for _ in everything]))
+        plan = make_plan(name, lengths, num_slots)
+        unseen, active, finished = list(everything), [], []
+        while len(finished) < len(everything):
+            arriving = rng.randint(0, len(unseen))
+            plan.add(unseen[:arriving])
+            del unseen[:arriving]
+            free = num_slots - len(active)
+            before = len(plan)
+            admitted = plan.admit(free, (lambda job: rng.random() < 0.8) if name != "full_group" else lambda job: True)
+            assert len(admitted) <= free and len(plan) == before - len(admitted)
+            active += admitted
+            assert len({job.key for job in active + finished}) == len(active) + len(finished)
+            for job in rng.sample(active, rng.randint(0, len(active))):
+                active.remove(job)
+                lengths.revision += rng.randint(0, 1)
+                if rng.random() < 0.2:
+                    plan.set_aside(job)
+                else:
+                    plan.finish(job, rng.randint(1, 99))
+                    finished.append(job)
+        assert len(plan) == 0 and plan.admit(num_slots) == []
+
+
+def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^There is no plan 'ltp': take one of full_group, micro_rounds, fcfs, sjf,"):
+        make_plan("ltp", NoLengths(), 4)
+    with pytest.raises(ValueError, match=r"^The number of slots is 0: a plan needs 1 or more\.$"):
+        make_plan("fptas", NoLengths(), 0)

@@ -31,7 +31,7 @@ def keys(count: int, seed: int = 0) -> torch.Tensor:
 
 def draw(logits_V: torch.Tensor, count: int, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample ``count`` tokens of one distribution."""
-    return sample_tokens(logits_V.expand(count, -1), sampling, keys(count), torch.zeros(count, dtype=torch.int64))
+    return sample_tokens(logits_V.expand(count, -1), sampling, keys(count), torch.zeros(count, dtype=torch.int64))[:2]
 
 
 def test_uniform_is_splitmix64() -> None:
@@ -104,20 +104,20 @@ def test_temperature_divides_the_logits() -> None:
 
 def test_logprobs_are_those_of_log_softmax() -> None:
     logits_BV = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) * 3
-    tokens_B, logprobs_B = sample_tokens(logits_BV, SamplingParams(), keys(64), torch.arange(64))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), keys(64), torch.arange(64))
     assert logprobs_B.dtype == torch.float32
     assert torch.equal(logprobs_B, logits_BV.log_softmax(-1)[torch.arange(64), tokens_B])
 
 
 def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits_BV = (torch.randn(8, 50, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
-    tokens_B, logprobs_B = sample_tokens(logits_BV, SamplingParams(), keys(8), torch.arange(8))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), keys(8), torch.arange(8))
     assert torch.equal(logprobs_B, logits_BV.float().log_softmax(-1)[torch.arange(8), tokens_B])
 
 
 def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one() -> None:
     logits_BV = torch.randn(16, 30, generator=torch.Generator().manual_seed(1))
-    tokens_B, logprobs_B = sample_tokens(logits_BV, SamplingParams(temperature=0), keys(16), torch.arange(16))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(temperature=0), keys(16), torch.arange(16))
     assert torch.equal(tokens_B, logits_BV.argmax(-1))
     assert torch.equal(logprobs_B, logits_BV.log_softmax(-1).max(-1).values)
 
@@ -125,7 +125,7 @@ def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one() -> No
 def test_a_token_does_not_depend_on_the_other_rows() -> None:
     logits_BV = torch.randn(20, 40, generator=torch.Generator().manual_seed(2))
     keys_B, positions_B = keys(20), torch.arange(20)
-    together, _ = sample_tokens(logits_BV, SamplingParams(), keys_B, positions_B)
+    together, *_ = sample_tokens(logits_BV, SamplingParams(), keys_B, positions_B)
     alone = [
         sample_tokens(logits_BV[i, None], SamplingParams(), keys_B[i, None], positions_B[i, None])[0].item()
         for i in range(20)
@@ -171,7 +171,7 @@ def test_truncation_is_that_of_hugging_face(top_k: int, top_p: float, min_p: flo
     assert torch.equal(actual_BV.isneginf(), expected_BV.isneginf())
     assert torch.allclose(actual_BV.exp(), expected_BV.exp(), atol=1e-6)
 
-    tokens_B, logprobs_B = sample_tokens(logits_BV * temperature, sampling, keys(200), torch.arange(200))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV * temperature, sampling, keys(200), torch.arange(200))
     chosen_B = expected_BV[torch.arange(200), tokens_B]
     assert not chosen_B.isneginf().any()
     assert torch.allclose(logprobs_B, chosen_B, atol=1e-5)

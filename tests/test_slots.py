@@ -14,11 +14,12 @@ from conftest import random_policy
 
 from lit_grpo.policy import load_tokenizer
 from lit_grpo.rollout import slots as slots_module
+from lit_grpo.rollout.attention import ATTENTION_NAME
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import Generator, WeightSyncError
-from lit_grpo.rollout.kv_cache import ATTENTION_NAME, SlotCache
+from lit_grpo.rollout.slot_cache import SlotCache
 from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.scheduling.plans import FirstCome
+from lit_grpo.rollout.token_rows import TokenRows
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
 Key = tuple[str, int, int]
@@ -83,7 +84,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
     tokens_T = torch.tensor(script)
 
     def sample(logits_BV: torch.Tensor, sampling: Any, keys_B: Any, positions_B: torch.Tensor) -> Any:
-        return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float()
+        return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
     monkeypatch.setattr(slots_module, "sample_tokens", sample)
 
@@ -155,9 +156,7 @@ def test_a_longer_prompt_that_arrives_in_between_makes_room_and_changes_nothing(
     generator = make(6)
     generator.submit(requests(PROMPTS[:2], 2, sampling))
     early = [completion for _ in range(3) for completion in generator.step().finished]
-    before = generator._cache.num_tokens
     done = decode(generator, requests([long, *PROMPTS[2:]], 2, sampling))
-    assert generator._cache.num_tokens > before
     assert tokens(done | {completion.request.key: completion for completion in early}) == tokens(alone)
 
 
@@ -459,11 +458,14 @@ PLACES: list[tuple[Any, str]] = [
     (slots_module, "hidden_states"),
     (slots_module, "token_logits"),
     (slots_module, "sample_tokens"),
-    (slots_module, "request_key"),
+    (slots_module, "prefill"),
+    (SlotCache, "add_prompt"),
     (SlotCache, "admit"),
     (SlotCache, "prepare"),
-    (SlotCache, "move"),
-    (SlotGenerator, "_completion"),
+    (SlotCache, "remove"),
+    (TokenRows, "admit"),
+    (TokenRows, "append"),
+    (TokenRows, "completion"),
 ]
 
 
@@ -473,7 +475,7 @@ def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
     make: Any, training_policy: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
 ) -> None:
     generator, sampling = make(3, training_policy), SamplingParams(max_tokens=10)
-    rollouts = RolloutController(generator, None, FirstCome)
+    rollouts = RolloutController(generator)
     undisturbed, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
     original, count = getattr(owner, name), 0
 
@@ -491,7 +493,7 @@ def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
             rollouts.collect(PROMPTS, 3, sampling, seed=0)
     assert is_as_it_was(training_policy)
     assert generator.capacity().free_slots == 3
-    assert not generator._prompts
+    assert not generator._prompt_states and not generator._aside
     again, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
     for before, after in zip(undisturbed, again, strict=True):
         for one, other in zip(before.rollouts, after.rollouts, strict=True):
@@ -530,7 +532,7 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
     long = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     hook = policy.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     try:
-        RolloutController(generator, None, FirstCome).collect(long, 10, SAMPLING, seed=0)
+        RolloutController(generator).collect(long, 10, SAMPLING, seed=0)
     finally:
         hook.remove()
     assert num_tokens == [3, 28, 5]
@@ -539,36 +541,28 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
 def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
     generator, held = make(3), []
     many = [Prompt(f"train/{i}", (2, 3 + i), "") for i in range(12)]
-    rollouts = RolloutController(generator, None, FirstCome, on_step=lambda _: held.append(len(generator._prompts)))
+    rollouts = RolloutController(
+        generator, on_step=lambda _: held.append(len(generator._prompt_states))
+    )
     rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
     assert max(held) <= 2  # the group that is being admitted, and at most one beside it
-    assert not generator._prompts and not generator._released
-
-
-def held_bytes(generator: SlotGenerator) -> int:
-    """Bytes of the tensors that a generator holds."""
-    tensors = [value for value in vars(generator).values() if isinstance(value, torch.Tensor)]
-    if generator._cache is not None:
-        tensors.append(generator._cache.buffer)
-    tensors += [prompt.keys_values for prompt in generator._prompts.values()]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert not generator._prompt_states and not generator._released
 
 
 def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
-    def peak_bytes(group_size: int) -> int:
+    def peak_tokens(group_size: int) -> int:
         generator, held = make(4), []
-        rollouts = RolloutController(generator, None, FirstCome, on_step=lambda _: held.append(held_bytes(generator)))
-        rollouts.collect(PROMPTS[2:3], group_size, SAMPLING, seed=0)
+        note = lambda _: held.append(generator.capacity().kv_tokens_in_use)  # noqa: E731
+        RolloutController(generator, on_step=note).collect(PROMPTS[2:3], group_size, SAMPLING, seed=0)
         return max(held)
 
-    assert peak_bytes(64) == peak_bytes(8)
+    assert peak_tokens(64) == peak_tokens(8) == 4 * 24 + 32
 
 
-def test_slots_are_allocated_once_for_rollouts_of_the_same_size(make: Any) -> None:
+def test_after_a_rollout_only_the_slots_own_little_is_held(make: Any) -> None:
     generator = make(4)
-    decode(generator, requests(PROMPTS, 4, SAMPLING))
-    address = generator._cache.buffer.data_ptr()
     decode(generator, requests(PROMPTS, 16, SAMPLING))
-    assert generator._cache.buffer.data_ptr() == address
+    generator.release(PROMPTS)
+    assert generator.capacity().kv_tokens_in_use <= 4 * 24
     generator.close()
     assert generator._cache is None

@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.rollout.assembly import GroupAssembly, job_of
+from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.scheduling.in_flight import InFlight
+from lit_grpo.scheduling.jobs import Lengths, NoLengths
+from lit_grpo.scheduling.plans import Plan, make_plan
+from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
-    from lit_grpo.rollout.generator import Generator
-    from lit_grpo.scheduling.plans import Plan
-
-
-@dataclass
-class RolloutStats:
-    """What one rollout cost.
-
-    ``bubble_ratio`` is one minus the share of slot time in which a slot was decoding.
-    """
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    rollout_s: float = 0.0
-    reward_wait_s: float = 0.0
-    active_slot_s: float = 0.0
-    slot_s: float = 0.0
-
-    @property
-    def bubble_ratio(self) -> float:
-        """1 - sum(active slots x step time) / (slots x rollout time)."""
-        return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures by the names they are logged under."""
-        return {
-            "rollout/steps": float(self.num_steps),
-            "rollout/tokens": float(self.num_tokens),
-            "rollout/bubble_ratio": self.bubble_ratio,
-            "time/rollout_s": self.rollout_s,
-            "time/reward_wait_s": self.reward_wait_s,
-        }
+    from lit_grpo.rollout.generator import Generator, StepEvents
 
 
 class RolloutController:
@@ -52,20 +25,23 @@ class RolloutController:
         generator: Decodes; started, and with weights loaded.
         rewards: Scores each group as soon as it is whole, while others still decode; ``None``
             leaves the rewards open.
-        make_plan: Makes the plan of one rollout.
+        plan: The name of a plan (:data:`lit_grpo.scheduling.plans.PLANS`).
+        lengths: What the plan and the memory are told of lengths; it learns from what happens.
         on_step: Called with the number of tokens after each step, for progress displays.
     """
 
     def __init__(
         self,
         generator: Generator,
-        rewards: RewardRunner | None,
-        make_plan: Callable[[], Plan],
+        rewards: RewardRunner | None = None,
+        plan: str = "fcfs",
+        lengths: Lengths | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         self.generator = generator
         self.rewards = rewards
-        self.make_plan = make_plan
+        self.plan = plan
+        self.lengths = NoLengths() if lengths is None else lengths
         self.on_step = on_step
 
     def collect(
@@ -79,14 +55,10 @@ class RolloutController:
         Returns:
             One group a prompt, in the order of ``prompts``, its rollouts in the order of ``sample_id``.
         """
-        plan, stats = self.make_plan(), RolloutStats()
-        assembly = _Assembly(prompts, num_generations)
-        plan.add(Request(p, sample_id, sampling, seed) for p in prompts for sample_id in range(num_generations))
-        start = time.perf_counter()
+        assembly = GroupAssembly(prompts, num_generations, sampling, seed)
+        rollout = _Rollout(self, assembly)
         try:
-            while not assembly.done:
-                self._admit(plan, assembly)
-                self._step(plan, assembly, stats)
+            rollout.run()
         except BaseException:
             self.generator.abort(assembly.in_flight)
             self.generator.release(prompts)
@@ -94,79 +66,74 @@ class RolloutController:
         decoded = time.perf_counter()
         if self.rewards is not None:
             self.rewards.gather()
-        stats.rollout_s = time.perf_counter() - start
-        stats.reward_wait_s = time.perf_counter() - decoded
-        return assembly.groups(), stats
+        rollout.stats.rollout_s = time.perf_counter() - rollout.start
+        rollout.stats.reward_wait_s = time.perf_counter() - decoded
+        return assembly.groups(), rollout.stats
 
-    def _admit(self, plan: Plan, assembly: _Assembly) -> None:
+
+class _Rollout:
+    """One rollout on its way."""
+
+    def __init__(self, controller: RolloutController, assembly: GroupAssembly) -> None:
+        self.start = time.perf_counter()
+        self.stats = RolloutStats()
+        self._generator, self._rewards = controller.generator, controller.rewards
+        self._lengths, self._on_step = controller.lengths, controller.on_step
+        self._assembly = assembly
+        capacity = self._generator.capacity()
+        self._in_flight = InFlight(capacity.slots, self._lengths, capacity.kv_tokens)
+        self._plan: Plan = make_plan(controller.plan, self._lengths, capacity.slots)
+
+    def run(self) -> None:
+        """Decode until every group is whole."""
+        jobs = self._assembly.jobs
+        self._lengths.begin(jobs)
+        self._plan.add(jobs)
+        while not self._assembly.done:
+            began = time.perf_counter()
+            self._admit()
+            admitted = time.perf_counter()
+            events = self._generator.step()
+            if not events.num_active and not events.set_aside:
+                raise RuntimeError(f"The generator lost {len(self._assembly.in_flight)} requests that were in flight.")
+            stepped = time.perf_counter()
+            self._take(events)
+            self.stats.add_step(events, self._generator.capacity(), stepped - admitted)
+            self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
+            if self._on_step is not None:
+                self._on_step(events.num_tokens)
+        self._lengths.end()
+        self.stats.spans = self._in_flight.spans
+
+    def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
-        requests = plan.admit(self.generator.capacity().free_slots)
-        if requests:
-            complete = assembly.admit(requests)  # before they are submitted, so that an interrupt aborts them
-            self.generator.submit(requests)
-            self.generator.release(complete)
-        elif not assembly.in_flight:
-            raise RuntimeError(f"The plan {type(plan).__name__} hands out nothing, and {len(plan)} requests wait.")
+        free_slots = self._generator.capacity().free_slots
+        if not free_slots or not len(self._plan):
+            return
+        jobs = self._plan.admit(free_slots, self._in_flight.take)
+        if jobs:
+            requests, complete = self._assembly.admit(jobs)  # first, so that an interrupt aborts them
+            self._generator.submit(requests)
+            self._generator.release(complete)
+        elif not self._assembly.in_flight:
+            plan = type(self._plan).__name__
+            raise RuntimeError(f"The plan {plan} hands out nothing, and {len(self._plan)} requests wait.")
 
-    def _step(self, plan: Plan, assembly: _Assembly, stats: RolloutStats) -> None:
-        """Decode one token of everything in flight, and reward the groups that became whole."""
-        begin = time.perf_counter()
-        events = self.generator.step()
-        elapsed = time.perf_counter() - begin
+    def _take(self, events: StepEvents) -> None:
+        """Learn what a step brought, and reward the groups that became whole."""
+        for observation in events.observations:
+            self._lengths.observe(observation.keys, observation.num_tokens, observation.features)
+        for request in events.set_aside:
+            self._in_flight.set_aside(request.key)
+            self._assembly.set_aside(request)
+            self._plan.set_aside(job_of(request))
+        self._in_flight.step += 1
+        self._in_flight.kv_tokens = self._generator.capacity().kv_tokens
         for completion in events.finished:
-            plan.finish(completion)
-            group = assembly.finish(completion)
-            if group is not None and self.rewards is not None:
-                self.rewards.submit(group)
-        stats.num_steps += 1
-        stats.num_tokens += events.num_tokens
-        stats.active_slot_s += events.num_active * elapsed
-        stats.slot_s += self.generator.capacity().slots * elapsed
-        if self.on_step is not None:
-            self.on_step(events.num_tokens)
-
-
-class _Assembly:
-    """Groups in the making: a group comes out once, when its last completion arrives."""
-
-    def __init__(self, prompts: Sequence[Prompt], num_generations: int) -> None:
-        self.num_generations = num_generations
-        self.in_flight: set[tuple[str, int, int]] = set()
-        self._prompts = {(p.prompt_id, p.visit): p for p in prompts}
-        if len(self._prompts) != len(prompts):
-            raise ValueError("A batch holds the same visit of a prompt twice; give its rows distinct prompt ids.")
-        self._unadmitted = dict.fromkeys(self._prompts, num_generations)
-        self._completions: dict[tuple[str, int], dict[int, Completion]] = {key: {} for key in self._prompts}
-        self._groups: dict[tuple[str, int], RolloutGroup] = {}
-
-    @property
-    def done(self) -> bool:
-        return len(self._groups) == len(self._prompts)
-
-    def admit(self, requests: Sequence[Request]) -> list[Prompt]:
-        """Note what is in flight; return the prompts of which no request is left to admit."""
-        complete = []
-        for request in requests:
-            self.in_flight.add(request.key)
-            key = request.key[:2]
-            self._unadmitted[key] -= 1
-            if not self._unadmitted[key]:
-                complete.append(request.prompt)
-        return complete
-
-    def finish(self, completion: Completion) -> RolloutGroup | None:
-        """Take a completion; return its group if it is whole now."""
-        *_, sample_id = request_key = completion.request.key
-        self.in_flight.remove(request_key)
-        members = self._completions[request_key[:2]]
-        members[sample_id] = completion
-        if len(members) < self.num_generations:
-            return None
-        prompt = completion.request.prompt
-        group = RolloutGroup(prompt, [Rollout(prompt, members[sample]) for sample in sorted(members)])
-        self._groups[request_key[:2]] = group
-        return group
-
-    def groups(self) -> list[RolloutGroup]:
-        """Return the whole groups in the order of the prompts."""
-        return [self._groups[key] for key in self._prompts]
+            job = job_of(completion.request)
+            self._in_flight.finish(job.key)
+            self._lengths.finish(job, completion.num_tokens)
+            self._plan.finish(job, completion.num_tokens)
+            group = self._assembly.finish(completion)
+            if group is not None and self._rewards is not None:
+                self._rewards.submit(group)

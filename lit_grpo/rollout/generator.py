@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,20 +18,43 @@ if TYPE_CHECKING:
 class Capacity:
     """What a generator can take at this moment.
 
-    ``slots`` completions are decoded at a time at most; ``free_slots`` more can be submitted now.
+    ``slots`` completions are decoded at a time at most; ``free_slots`` more can be submitted now. ``kv_tokens`` is the
+    memory for keys and values in tokens, ``None`` where it is no limit, and ``kv_tokens_in_use`` what is taken of it.
     """
 
     slots: int
     free_slots: int
+    kv_tokens: int | None = None
+    kv_tokens_in_use: int = 0
+
+
+@dataclass
+class Observation:
+    """What the policy shows of some completions when they have come to ``num_tokens`` tokens (0: the prompt alone).
+
+    ``features`` (float32, a row for each of ``keys``) are the last hidden state, the mean log-prob so far and the
+    entropy of the next token.
+    """
+
+    keys: list[tuple[str, int, int]]
+    num_tokens: int
+    features: np.ndarray
 
 
 @dataclass
 class StepEvents:
-    """What one decode step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the finished."""
+    """What one decode step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the finished.
+
+    ``set_aside`` are requests that had to leave for want of memory; submitted again, they go on where they were.
+    ``message`` is for the user, where something went otherwise than planned.
+    """
 
     num_active: int = 0
     num_tokens: int = 0
     finished: list[Completion] = field(default_factory=list)
+    set_aside: list[Request] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    message: str = ""
 
 
 @runtime_checkable

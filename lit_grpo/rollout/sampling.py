@@ -34,7 +34,7 @@ def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
 
 def sample_tokens(
     logits_BV: torch.Tensor, sampling: SamplingParams, keys_B: torch.Tensor, positions_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample a token a row by inverting the cumulative distribution at the row's random number.
 
     Args:
@@ -45,23 +45,26 @@ def sample_tokens(
         positions_B: The index of the token within its completion, int64.
 
     Returns:
-        Token ids (int64) and their log-probs (float32) under the distribution that was sampled from,
-        that is after temperature and truncation. Both have shape B.
+        Token ids (int64), their log-probs (float32) under the distribution that was sampled from, that is after
+        temperature and truncation, and that distribution's entropy in nats (float32). All have shape B.
     """
     logits_BV = logits_BV.float()
     if sampling.temperature == 0:
         tokens_B = logits_BV.argmax(-1)
         logprobs_BV = logits_BV.log_softmax(-1)
+        probs_BV = logprobs_BV.exp()
     else:
         scaled_BV = logits_BV if sampling.temperature == 1 else logits_BV / sampling.temperature
         logprobs_BV = scaled_BV.log_softmax(-1)
         if sampling.truncates:
             logprobs_BV = truncate(logprobs_BV, sampling)
-        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+        probs_BV = logprobs_BV.double().exp()
+        cumulative_BV = probs_BV.cumsum(-1)
         threshold_B1 = (uniform(keys_B, positions_B) * cumulative_BV[:, -1]).unsqueeze(-1)
         tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
         tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # of NaN logits: any token, with log-prob NaN
-    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+    entropies_B = torch.special.entr(probs_BV).sum(-1).float()
+    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1), entropies_B
 
 
 def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

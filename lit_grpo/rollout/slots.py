@@ -5,40 +5,58 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from lit_grpo.policy import eos_token_ids, hidden_states, token_logits
-from lit_grpo.rollout.generator import Capacity, StepEvents, WeightSyncError
-from lit_grpo.rollout.kv_cache import PrefillCache, PromptKV, SlotCache, use_slot_attention
-from lit_grpo.rollout.sampling import request_key, sample_tokens
+from lit_grpo.rollout.attention import use_slot_attention
+from lit_grpo.rollout.fused_norms import FusedNorms
+from lit_grpo.rollout.generator import Capacity, Observation, StepEvents, WeightSyncError
+from lit_grpo.rollout.memory_budget import kv_budget_tokens
+from lit_grpo.rollout.out_of_memory import is_out_of_memory
+from lit_grpo.rollout.prefill import prefill
+from lit_grpo.rollout.sampling import sample_tokens
+from lit_grpo.rollout.slot_cache import SlotCache
+from lit_grpo.rollout.stop_strings import rows_with_stop_string
 from lit_grpo.rollout.support import check_slot_support, slot_context
-from lit_grpo.types import Completion, FinishReason, Prompt, Request, SamplingParams
+from lit_grpo.rollout.token_rows import TokenRows
+from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.scheduling.in_flight import smallest_budget
+from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_CAPACITY_STEP = 64
+_SHRINKAGE = 0.8
+PromptKey = tuple[str, int, int]
+"""``(prompt_id, visit, policy version)``: keys and values of an older version are another prompt's."""
 
 
 class SlotGenerator:
-    """Decode on the policy module, in ``num_slots`` rows of KV cache that are refilled at every step.
+    """Decode on the policy module, in at most ``num_slots`` rows that are refilled at every step.
 
     There is nothing to install and nothing to sync: the weights are the policy's own. A prompt is
-    prefilled once for all its completions. The KV memory is slots x (prompt + completion) tokens,
-    whatever the group size.
+    prefilled once for all its completions, and its keys and values are kept once. The KV memory is that of
+    the prompts in work and of what the slots hold, whatever the group size.
 
     Args:
         num_slots: How many completions are decoded at a time.
-        prefill_tokens: The most prompt tokens, padding included, that go through the model at once.
+        prefill_tokens: The most tokens, padding included, of prompts that go through the model at once.
+        kv_memory: How much memory keys and values may take: an amount such as ``2.5GiB``, a share of what is free such
+            as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need. Where lengths make it
+            scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
     """
 
-    def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192) -> None:
+    def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
         self.num_slots = num_slots
         self.prefill_tokens = prefill_tokens
+        self.kv_memory = MemoryBudget(kv_memory)
+        self.feature_points: tuple[int, ...] = ()
+        self.kv_tokens: int | None = None
         self._version = -1
         self._policy: PreTrainedModel | None = None
         self._attention: str | None = None
@@ -47,15 +65,17 @@ class SlotGenerator:
     # ---- life -------------------------------------------------------------------------------------
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Bind the policy, after a trial on a few tokens; slots are allocated with the first request.
+        """Bind the policy, after a trial on a few tokens; memory is taken with the first request.
 
         Raises:
             ValueError: The policy is a model that the slots cannot decode.
         """
-        check_slot_support(policy)
+        self._shape = check_slot_support(policy)
         self._policy, self._tokenizer = policy, tokenizer
-        self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer))
+        self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer), device=policy.device)
         self._context = slot_context(policy)
+        self._norms = FusedNorms(policy)
+        self.kv_tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Check that every weight is the policy's own tensor, then take ``version``."""
@@ -70,8 +90,10 @@ class SlotGenerator:
             names.add(name)
         if missing := own.keys() - names:
             raise WeightSyncError(f"{len(missing)} of {len(own)} weights did not arrive, {min(missing)!r} among them.")
-        self._prompts.clear()
         self._version = version
+        if self._rows is not None:
+            self._rows.new_version(version)
+        self._forget()
         return len(names)
 
     @property
@@ -97,37 +119,51 @@ class SlotGenerator:
             self._training = self.policy.training
             self.policy.eval()
             self._attention = use_slot_attention(self.policy)
+            self._norms.install()
 
     def _end(self) -> None:
         """Give the policy back as it was, once nothing is in flight."""
-        if self._attention is not None and not self._requests and not self._incoming:
+        if self._attention is not None and not self._in_flight:
+            self._norms.remove()
             self.policy.set_attn_implementation(self._attention)
             self.policy.train(self._training)
             self._attention = None
 
     def _clear(self) -> None:
-        self._requests: list[Request] = []  # one a row in use, in the order of the rows
-        self._incoming: list[Request] = []
-        self._prompts: dict[tuple[str, int], PromptKV] = {}
-        self._released: set[tuple[str, int]] = set()
+        self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
+        self._incoming: list[Request] = []
+        self._aside: dict[tuple[str, int, int], Completion] = {}
+        self._prompt_states: dict[PromptKey, torch.Tensor] = {}  # the last hidden state of each prompt in the cache
+        self._released: set[tuple[str, int]] = set()
         self._sampling: SamplingParams | None = None
 
     # ---- requests ---------------------------------------------------------------------------------
 
+    @property
+    def _in_flight(self) -> list[Request]:
+        return [*(self._rows.requests if self._rows is not None else []), *self._incoming]
+
     def capacity(self) -> Capacity:
-        """Slots, and how many of them are free."""
-        return Capacity(self.num_slots, self.num_slots - len(self._requests) - len(self._incoming))
+        """Slots and KV memory, and how much of them is free."""
+        in_flight = (0 if self._rows is None else len(self._rows)) + len(self._incoming)
+        in_use = 0 if self._cache is None else self._cache.allocated_tokens
+        return Capacity(self.num_slots, self.num_slots - in_flight, self.kv_tokens, in_use)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
+        """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
+
+        A request that was set aside goes on with the token after those it has.
+        """
         self._check_weights()
         if not requests:
             return
-        free_slots = self.capacity().free_slots
-        if len(requests) > free_slots:
-            raise ValueError(f"{len(requests)} requests for {free_slots} free slots; submit at most that many.")
-        in_flight = self._requests or self._incoming
+        capacity = self.capacity()
+        if len(requests) > capacity.free_slots:
+            raise ValueError(
+                f"{len(requests)} requests for {capacity.free_slots} free slots; submit at most that many."
+            )
+        in_flight = capacity.free_slots < capacity.slots
         sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
         for request in requests:
             self._check(request, sampling)
@@ -151,196 +187,242 @@ class SlotGenerator:
                 f"{request.sampling.max_tokens} are to follow, but the model's context is {self._context}; "
                 "lower sampling.max_tokens or data.max_prompt_tokens."
             )
+        smallest = smallest_budget(len(request.prompt.token_ids), request.sampling.max_tokens)
+        if self.kv_tokens is not None and smallest > self.kv_tokens:
+            raise ValueError(
+                f"Prompt {request.prompt.prompt_id!r} and {request.sampling.max_tokens} tokens of completion take "
+                f"{_mib(smallest * self._shape.bytes_per_token)} of keys and values, but kv_memory allows "
+                f"{_mib(self.kv_tokens * self._shape.bytes_per_token)}; give at least the former."
+            )
 
     def release(self, prompts: Iterable[Prompt]) -> None:
-        """Drop the keys and values of prompts that no further request will need."""
+        """Keep these prompts no longer than the requests that are in flight need them."""
         self._released |= {(prompt.prompt_id, prompt.visit) for prompt in prompts}
         self._forget()
 
     def _forget(self) -> None:
-        """Drop released prompts, once the requests that were submitted for them have been admitted."""
-        needed = {request.key[:2] for request in self._incoming}
-        for key in self._released - needed:
-            self._prompts.pop(key, None)
-        self._released &= needed
+        """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
+        needed = {self._prompt_key(request) for request in self._incoming}
+        used = set() if self._cache is None else self._cache.prompts_in_use
+        with torch.inference_mode():
+            for key in [key for key in self._prompt_states if key not in needed | used]:
+                if key[:2] in self._released or key[2] != self._version:
+                    assert self._cache is not None
+                    self._cache.drop_prompt(key)
+                    del self._prompt_states[key]
+        self._released &= {key[:2] for key in needed | set(self._prompt_states)}
 
     def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
         """Stop requests and return their partial completions; those not yet begun come back empty."""
         wanted = set(keys)
-        rows = [row for row, request in enumerate(self._requests) if request.key in wanted]
+        partial = [self._aside.pop(key) for key in wanted & self._aside.keys()]
+        begun = {completion.request.key for completion in partial}
         with torch.inference_mode():
-            partial = [self._completion(row, "abort") for row in rows]
-            self._remove(rows)
+            rows = [] if self._rows is None else self._rows.requests
+            for row in reversed([row for row, request in enumerate(rows) if request.key in wanted]):
+                partial.append(self._take_out(row))
         for request in [request for request in self._incoming if request.key in wanted]:
             self._incoming.remove(request)
-            empty = torch.empty(0, dtype=torch.int64)
-            partial.append(Completion(request, empty, torch.empty(0), empty.clone(), "abort"))
+            if request.key not in begun:
+                partial.append(_empty(request))
+        self._forget()
         self._end()
         return partial
 
     # ---- one step ---------------------------------------------------------------------------------
 
     def step(self) -> StepEvents:
-        """Give every slot its next token: decode those in flight, admit the incoming, sample, finish."""
-        if not self._requests and not self._incoming:
+        """Give every slot its next token: decode those in flight, admit the incoming, sample, finish.
+
+        Where memory runs out, the youngest completions are set aside before the step, and all of them where it runs
+        out within it.
+        """
+        if not self._in_flight:
             return StepEvents()
         self._check_weights()
-        with torch.inference_mode():
-            logits = [self._decode()] if self._requests else []
-            logits += self._admit()
-            rows = self._sample(torch.cat(logits))
-            finished = self._finish()
+        events = StepEvents()
+        try:
+            with torch.inference_mode():
+                self._step(events)
+        except BaseException as error:
+            allocated_tokens = self.capacity().kv_tokens_in_use
+            self._evacuate(events)
+            if not is_out_of_memory(error) or events.num_active or len(events.set_aside) < 2:
+                raise
+            self._shrink(allocated_tokens, events)
         self._end()
-        return StepEvents(num_active=rows, num_tokens=rows, finished=finished)
+        return events
 
-    def _decode(self) -> torch.Tensor:
-        """Run the policy over the last token of each row; return logits, shape (rows, V)."""
-        assert self._cache is not None
-        rows = len(self._requests)
-        positions_B = self._lengths[:rows] - 1
-        self._cache.prepare(positions_B, self._span)
-        last_B1 = self._tokens[self._row_index[:rows], self._counts[:rows] - 1].unsqueeze(-1)
-        hidden = hidden_states(self.policy, last_B1, position_ids=positions_B.unsqueeze(-1), slot_cache=self._cache)
-        return token_logits(self.policy, hidden[:, 0])
+    def _step(self, events: StepEvents) -> None:
+        self._open()
+        self._make_room(events)
+        rows, cache = self._rows, self._cache
+        assert rows is not None and cache is not None and self._sampling is not None
+        hidden = [self._decode(rows, cache)] if len(rows) else []
+        if fresh := self._incoming:
+            prompts = [self._prompt_key(request) for request in fresh]
+            hidden.append(torch.stack([self._prompt_states[prompt] for prompt in prompts]))
+            cache.admit(prompts)
+            rows.admit(fresh, [None] * len(fresh), self._version)
+            self._incoming = []
+        hidden_BD = torch.cat(hidden)
+        counts_B = rows.counts_B
+        logits_BV = token_logits(self.policy, hidden_BD)
+        positions_B = torch.from_numpy(counts_B).to(hidden_BD.device)
+        tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, self._sampling, rows.keys_B, positions_B)
+        events.observations = self._observe(rows, counts_B, hidden_BD, entropies_B)
+        rows.append(tokens_B, logprobs_B, entropies_B)
+        events.num_active = events.num_tokens = len(rows)
+        events.finished = self._finish(rows, tokens_B, logprobs_B)
+        if events.finished or events.set_aside:
+            self._forget()
 
-    def _admit(self) -> list[torch.Tensor]:
-        """Prefill new prompts and open a row for each incoming request; return first-token logits."""
-        if not self._incoming:
-            return []
-        incoming, self._incoming = self._incoming, []
-        self._prefill({(r.prompt.prompt_id, r.prompt.visit): r.prompt for r in incoming})
-        prompts = [self._prompts[r.prompt.prompt_id, r.prompt.visit] for r in incoming]
-        self._reserve(max(p.num_tokens for p in prompts), prompts[0])
-        assert self._cache is not None
-        first, last = len(self._requests), len(self._requests) + len(incoming)
-        self._cache.admit(first, prompts)
-        device = self._lengths.device
-        self._lengths[first:last] = torch.tensor([p.num_tokens for p in prompts], device=device)
-        self._keys[first:last] = torch.tensor([request_key(r) for r in incoming], device=device)
-        self._counts[first:last] = 0
-        self._requests += incoming
-        self._span = max(self._span, *(p.num_tokens for p in prompts))
-        self._forget()
-        return [torch.stack([p.logits_V for p in prompts])]
+    def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
+        """Run the policy over the last token of each row; return its hidden states, shape (rows, hidden size)."""
+        cache.prepare(rows.counts_B - 1)
+        input_ids_B1, positions_B1 = rows.last_tokens_B.unsqueeze(-1), rows.positions_B.unsqueeze(-1)
+        return hidden_states(self.policy, input_ids_B1, position_ids=positions_B1, slot_cache=cache)[:, 0]
 
-    def _sample(self, logits_BV: torch.Tensor) -> int:
-        """Append one token to each row, with its log-prob and the policy version."""
+    def _open(self) -> None:
+        """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
         assert self._sampling is not None
-        rows = logits_BV.shape[0]
-        counts_B = self._counts[:rows]
-        tokens_B, logprobs_B = sample_tokens(logits_BV, self._sampling, self._keys[:rows], counts_B)
-        index = (self._row_index[:rows], counts_B)
-        self._tokens[index] = tokens_B
-        self._logprobs[index] = logprobs_B
-        self._versions[index] = self._version
-        self._counts[:rows] += 1
-        self._lengths[:rows] += 1
-        self._span += 1
-        self._last_B, self._last_logprobs_B = tokens_B, logprobs_B
-        return rows
+        max_tokens = self._sampling.max_tokens
+        if self._rows is None or (not len(self._rows) and self._rows.max_tokens != max_tokens):
+            self._rows = TokenRows(self.num_slots, max_tokens, self.policy.device)
+            self._cache = SlotCache(self._shape, max_tokens)
+            self._prompt_states.clear()
+        self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming})
+        for request in [request for request in self._incoming if request.key in self._aside]:
+            self._resume(request)
+            self._incoming.remove(request)
 
-    def _finish(self) -> list[Completion]:
+    def _prefill_prompts(self, prompts: dict[PromptKey, Prompt]) -> None:
+        """Compute the keys and values of the prompts that are not there yet, some rows of like length at a time."""
+        assert self._cache is not None
+        missing = [(key, prompt) for key, prompt in prompts.items() if key not in self._cache]
+        missing.sort(key=lambda item: len(item[1].token_ids))
+        while missing:
+            rows = max(1, self.prefill_tokens // len(missing[-1][1].token_ids))
+            batch, missing = missing[-rows:], missing[:-rows]
+            sequences = [prompt.token_ids for _, prompt in batch]
+            prefilled, hidden_BD = prefill(self.policy, sequences, self.prefill_tokens)
+            for row, (key, prompt) in enumerate(batch):
+                self._cache.add_prompt(key, prefilled, row, len(prompt.token_ids))
+                self._prompt_states[key] = hidden_BD[row].clone()
+
+    def _resume(self, request: Request) -> None:
+        """Compute the keys and values of all but the last token of a completion anew, and give it a row."""
+        assert self._rows is not None and self._cache is not None
+        completion = self._aside[request.key]
+        kept, prompt_ids = completion.num_tokens - 1, request.prompt.token_ids
+        sequence = [*prompt_ids, *completion.token_ids_T[:kept].tolist()]
+        source, _ = prefill(self.policy, [sequence], self.prefill_tokens)
+        self._cache.admit([self._prompt_key(request)])
+        self._cache.fill(self._cache.num_rows - 1, source, 0, len(prompt_ids), kept)
+        self._rows.admit([request], [completion], self._version)
+        del self._aside[request.key]
+
+    def _observe(
+        self, rows: TokenRows, counts_B: np.ndarray, hidden_BD: torch.Tensor, entropies_B: torch.Tensor
+    ) -> list[Observation]:
+        """Tell what the policy shows of the rows that have come to one of the ``feature_points``."""
+        observations = []
+        for point in self.feature_points:
+            if not len(chosen := np.flatnonzero(counts_B == point)):
+                continue
+            index = torch.from_numpy(chosen).to(hidden_BD.device)
+            parts = [
+                hidden_BD[index].float().cpu(),
+                rows.mean_logprobs(chosen.tolist()),
+                entropies_B[index, None].cpu(),
+            ]
+            keys = [rows.requests[row].key for row in chosen]
+            observations.append(Observation(keys, point, torch.cat(parts, -1).numpy()))
+        return observations
+
+    def _finish(self, rows: TokenRows, tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> list[Completion]:
         """Take the rows that have ended out of their slots."""
         assert self._sampling is not None
-        rows = len(self._requests)
-        stopped_B = (self._last_B[:, None] == self._eos_ids).any(-1)
-        stopped_B[self._stop_strings()] = True
-        broken_B = self._last_logprobs_B.isnan()
-        ended = (stopped_B | broken_B | (self._counts[:rows] >= self._sampling.max_tokens)).nonzero().flatten()
-        if not len(ended):
-            return []
-        if broken_B.any():
+        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1).cpu().numpy()
+        stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
+        if bool(logprobs_B.isnan().any()):
             raise FloatingPointError(
                 f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
                 "look for NaN weights or a learning rate that is too high."
             )
-        by_row = list(zip(ended.tolist(), stopped_B[ended].tolist(), strict=True))
-        finished = [self._completion(row, "stop" if stopped else "length") for row, stopped in by_row]
-        self._remove([row for row, _ in by_row])
+        ended = np.flatnonzero(stopped_B | (rows.counts_B >= self._sampling.max_tokens)).tolist()
+        finished = [rows.completion(row, "stop" if stopped_B[row] else "length") for row in ended]
+        for completion in finished:
+            ids = completion.token_ids_T.tolist()
+            completion.text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        for row in reversed(ended):
+            self._remove(row)
         return finished
 
-    def _stop_strings(self) -> list[int]:
-        """Rows whose text has come to hold a stop string; only its last tokens are decoded each step."""
-        assert self._sampling is not None
-        if not self._sampling.stop:
-            return []
-        # A token may hold as little as one byte of a character.
-        longest = max(len(text.encode()) for text in self._sampling.stop)
-        columns_L = torch.arange(-longest - 1, 0, device=self._counts.device)
-        columns_BL = self._counts[: len(self._requests), None] + columns_L
-        tails = self._tokens[: len(self._requests)].gather(1, columns_BL.clamp(min=0))
-        lengths = self._counts[: len(self._requests)].tolist()
-        texts = self._tokenizer.batch_decode(
-            [tail[-min(length, len(tail)) :] for tail, length in zip(tails.tolist(), lengths, strict=True)]
-        )
-        return [row for row, text in enumerate(texts) if any(stop in text for stop in self._sampling.stop)]
+    def _remove(self, row: int) -> None:
+        assert self._rows is not None and self._cache is not None
+        self._rows.remove(row)
+        self._cache.remove(row)
 
     # ---- memory -----------------------------------------------------------------------------------
 
-    def _prefill(self, prompts: dict[tuple[str, int], Prompt]) -> None:
-        """Compute the keys and values of the prompts that are not there yet, a few rows at a time."""
-        missing = sorted(
-            ((key, prompt) for key, prompt in prompts.items() if key not in self._prompts),
-            key=lambda item: len(item[1].token_ids),
+    def _make_room(self, events: StepEvents) -> None:
+        """Set the youngest completions aside, those not begun first, until the next step fits the memory."""
+        rows, cache, fresh = self._rows, self._cache, self._incoming
+        assert rows is not None and cache is not None
+        if self.kv_tokens is None:
+            return
+        tight = False
+        while cache.allocated_tokens + cache.growth(rows.counts_B - 1, len(fresh)) > self.kv_tokens:
+            if not tight:
+                cache.tighten()
+                tight = True
+                continue
+            if len(rows) + len(fresh) == 1:
+                return
+            if fresh:
+                events.set_aside.append(fresh.pop())
+                continue
+            completion = self._take_out(rows.youngest())
+            self._aside[completion.request.key] = completion
+            events.set_aside.append(completion.request)
+            tight = False
+
+    def _take_out(self, row: int) -> Completion:
+        """Free a row and return what it has."""
+        assert self._rows is not None
+        completion = self._rows.completion(row, "abort")
+        self._remove(row)
+        return completion
+
+    def _evacuate(self, events: StepEvents) -> None:
+        """After an error within a step: set everything aside, and start from an empty cache."""
+        if self._rows is not None:
+            for row, request in enumerate(self._rows.requests):
+                if self._rows.counts_B[row]:
+                    self._aside[request.key] = self._rows.completion(row, "abort")
+        events.set_aside += self._in_flight
+        events.finished.clear()
+        self._rows = self._cache = None
+        self._incoming = []
+        self._prompt_states.clear()
+
+    def _shrink(self, allocated_tokens: int, events: StepEvents) -> None:
+        """After memory ran out: go on with less than what did not fit."""
+        self.kv_tokens = int(_SHRINKAGE * min(allocated_tokens, self.kv_tokens or allocated_tokens))
+        events.message = (
+            f"Memory ran out with {allocated_tokens} KV tokens allocated; {len(events.set_aside)} completions were set "
+            f"aside and go on with at most {self.kv_tokens}; lower num_slots or kv_memory to keep this from happening."
         )
-        while missing:
-            longest = len(missing[-1][1].token_ids)
-            rows = max(1, self.prefill_tokens // longest)
-            chunk, missing = missing[-rows:], missing[:-rows]
-            input_ids_BT = torch.zeros((len(chunk), longest), dtype=torch.int64)
-            for row, (_, prompt) in enumerate(chunk):
-                input_ids_BT[row, : len(prompt.token_ids)] = torch.tensor(prompt.token_ids)
-            cache = PrefillCache()
-            hidden = hidden_states(self.policy, input_ids_BT.to(self.policy.device), slot_cache=cache)
-            last = torch.tensor([len(prompt.token_ids) - 1 for _, prompt in chunk], device=hidden.device)
-            logits_BV = token_logits(self.policy, hidden[torch.arange(len(chunk), device=hidden.device), last])
-            for row, (key, prompt) in enumerate(chunk):
-                self._prompts[key] = cache.prompt(row, len(prompt.token_ids), logits_BV[row])
 
-    def _reserve(self, prompt_tokens: int, like: PromptKV) -> None:
-        """Make room for prompts of this length; longer ones than ever before reallocate the slots."""
-        assert self._sampling is not None
-        max_tokens = self._sampling.max_tokens
-        tokens = -(-(prompt_tokens + max_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
-        old = self._cache
-        if old is not None and old.num_tokens >= tokens and self._tokens.shape[1] >= max_tokens:
-            return
-        device = like.keys_values.device
-        if old is not None and self._requests:
-            self._cache = SlotCache(self.num_slots, tokens, like)
-            self._cache.take_over(old, len(self._requests))
-            return
-        self._cache = old = None  # freed before the larger one is there
-        self._row_index = torch.arange(self.num_slots, device=device)
-        self._tokens = torch.zeros((self.num_slots, max_tokens), dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros((self.num_slots, max_tokens), device=device)
-        self._versions = torch.zeros((self.num_slots, max_tokens), dtype=torch.int64, device=device)
-        self._counts, self._lengths, self._keys = torch.zeros((3, self.num_slots), dtype=torch.int64, device=device)
-        self._eos_ids = self._eos_ids.to(device)
-        self._span = 0
-        self._cache = SlotCache(self.num_slots, tokens, like)
+    def _prompt_key(self, request: Request) -> PromptKey:
+        return (*request.key[:2], self._version)
 
-    def _completion(self, row: int, reason: FinishReason) -> Completion:
-        count = int(self._counts[row])
-        buffers = (self._tokens, self._logprobs, self._versions)
-        with torch.inference_mode(False):  # what leaves the generator may take part in autograd
-            token_ids_T, logprobs_T, versions_T = (buffer[row, :count].clone().cpu() for buffer in buffers)
-        text = str(self._tokenizer.decode(token_ids_T.tolist(), skip_special_tokens=True))
-        return Completion(self._requests[row], token_ids_T, logprobs_T, versions_T, reason, text)
 
-    def _remove(self, rows: list[int]) -> None:
-        """Free rows: the last rows in use move into the holes, so that no step computes a hole."""
-        kept = len(self._requests) - len(rows)
-        gone = set(rows)
-        holes = [row for row in rows if row < kept]
-        movers = [row for row in range(kept, len(self._requests)) if row not in gone]
-        if holes:
-            assert self._cache is not None
-            for source, target in zip(movers, holes, strict=True):
-                self._cache.move(source, target, self._span)
-                self._requests[target] = self._requests[source]
-            sources, targets = torch.tensor(movers), torch.tensor(holes)
-            for state in (self._tokens, self._logprobs, self._versions, self._counts, self._lengths, self._keys):
-                state[targets] = state[sources]
-        del self._requests[kept:]
-        self._span = int(self._lengths[:kept].max()) if kept else 0
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f}GiB"
+
+
+def _empty(request: Request) -> Completion:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Completion(request, nothing, torch.empty(0), nothing.clone(), "abort")

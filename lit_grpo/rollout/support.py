@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from lit_grpo.policy import context_length, hidden_states
-from lit_grpo.rollout.kv_cache import PrefillCache, SlotCache, use_slot_attention
+from lit_grpo.rollout.attention import use_slot_attention
+from lit_grpo.rollout.prefill import PrefillCache, prefill
+from lit_grpo.rollout.shelf import KVShape
+from lit_grpo.rollout.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,8 +20,11 @@ _NUM_PREFILLED, _NUM_TOKENS = 3, 6
 _TOLERANCE = 0.05  # of the norm of the hidden states; bfloat16 stays below 0.02
 
 
-def check_slot_support(model: PreTrainedModel) -> None:
+def check_slot_support(model: PreTrainedModel) -> KVShape:
     """Compare decoding through the slots with the model's own forward on a few tokens.
+
+    Returns:
+        What the keys of one of its tokens look like.
 
     Raises:
         ValueError: The model cannot be decoded, or comes out otherwise than by its own forward.
@@ -30,12 +37,13 @@ def check_slot_support(model: PreTrainedModel) -> None:
         )
     training, before = model.training, str(model.config._attn_implementation)
     input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
-    prefill = PrefillCache()
     try:
         with torch.inference_mode():
             expected = hidden_states(model.eval(), input_ids_BT)[0, -1].float()
             use_slot_attention(model)
-            actual = _decode(model, input_ids_BT, prefill).float()
+            prompt = _prefill(model, input_ids_BT[0, :_NUM_PREFILLED].tolist())
+            shape = _kv_shape(prompt)
+            actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS)).float()
     finally:
         model.set_attn_implementation(before)
         model.train(training)
@@ -47,11 +55,12 @@ def check_slot_support(model: PreTrainedModel) -> None:
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
-    if window and slides and window < context_length(model) and not any(prefill.windows):
+    if window and slides and window < context_length(model) and not any(prompt.windows):
         raise ValueError(
             f"SlotGenerator cannot decode {type(model).__name__}: it does not tell its attention of the sliding "
             f"window of {window} tokens in its config; use another generator."
         )
+    return shape
 
 
 def slot_context(model: PreTrainedModel) -> int:
@@ -68,20 +77,28 @@ def slot_context(model: PreTrainedModel) -> int:
     return min(context_length(model), int(original))
 
 
-def _decode(model: PreTrainedModel, input_ids_BT: torch.Tensor, prefill: PrefillCache) -> torch.Tensor:
-    """Return the last token's hidden state: some tokens prefilled, the others decoded one by one."""
+def _prefill(model: PreTrainedModel, prompt_ids: list[int]) -> PrefillCache:
     try:
-        hidden_BTD = hidden_states(model, input_ids_BT[:, :_NUM_PREFILLED], slot_cache=prefill)
-        prompt = prefill.prompt(0, _NUM_PREFILLED, hidden_BTD[0, -1])
-    except (RuntimeError, TypeError) as error:  # shapes or arguments of some other kind of attention
+        return prefill(model, [prompt_ids], max_tokens=2)[0]  # in two pieces
+    except (RuntimeError, TypeError, IndexError) as error:  # shapes or arguments of some other kind of attention
         raise ValueError(f"SlotGenerator cannot decode {type(model).__name__}: {error}") from error
-    cache = SlotCache(1, _NUM_TOKENS, prompt)
-    cache.admit(0, [prompt])
+
+
+def _kv_shape(prompt: PrefillCache) -> KVShape:
+    keys = prompt.keys[0]
+    return KVShape(len(prompt.keys), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+
+
+def _decode(model: PreTrainedModel, input_ids_BT: torch.Tensor, prompt: PrefillCache, cache: SlotCache) -> torch.Tensor:
+    """Return the last token's hidden state: the prompt is there, the other tokens are decoded one by one."""
+    cache.add_prompt("prompt", prompt, 0, _NUM_PREFILLED)
+    cache.admit(["prompt"])
+    hidden_BTD = torch.empty(0)
     for position in range(_NUM_PREFILLED, _NUM_TOKENS):
-        positions_B = torch.tensor([position], device=model.device)
-        cache.prepare(positions_B, position + 1)
+        cache.prepare(np.array([position - _NUM_PREFILLED]))
+        positions_B1 = torch.tensor([[position]], device=model.device)
         token_B1 = input_ids_BT[:, position, None]
-        hidden_BTD = hidden_states(model, token_B1, position_ids=positions_B[:, None], slot_cache=cache)
+        hidden_BTD = hidden_states(model, token_B1, position_ids=positions_B1, slot_cache=cache)
     return hidden_BTD[0, -1]
 
 

@@ -13,9 +13,8 @@ from conftest import random_policy
 
 from lit_grpo.policy import hidden_states, load_tokenizer, token_logits
 from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.kv_cache import ATTENTION_NAME
+from lit_grpo.rollout.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.scheduling.plans import FirstCome
 from lit_grpo.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -96,7 +95,7 @@ def collect(
     generator = SlotGenerator(num_slots)
     generator.start(model, tokenizer)
     generator.load_weights(model.named_parameters(), 0)
-    groups, _ = RolloutController(generator, None, FirstCome).collect(PROMPTS, group, sampling, seed=0)
+    groups, _ = RolloutController(generator).collect(PROMPTS, group, sampling, seed=0)
     return [rollout.completion for one in groups for rollout in one.rollouts]
 
 

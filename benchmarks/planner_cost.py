@@ -1,0 +1,80 @@
+"""What planning costs: 100,000 waiting completions, arranged and then handed out one for each that finishes.
+
+The plans are those that a rollout uses. Lengths are known, with an error of 0.35 in their logarithm; looking them up is
+part of the cost. Those admitted first finish first. Seconds are those that the process had a core for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from lit_grpo.scheduling.jobs import Job, Lengths
+from lit_grpo.scheduling.known_lengths import lengths_of
+from lit_grpo.scheduling.plans import PLANS, make_plan
+from lit_grpo.scheduling.traces import Trace, load_trace
+
+MOST_SECONDS = 1.0
+
+
+def main(options: Options) -> int:
+    """Measure all plans in turn, several times, and report medians."""
+    num_jobs, repeats = (2_000, 1) if options.quick else (100_000, 5)
+    trace = load_trace(f"lognormal_heavy:prompts={num_jobs // 50},group=50")
+    jobs, lengths = trace.jobs, lengths_of(trace, 0.35)
+    cases = [(name, slots) for name in PLANS for slots in ((num_jobs,) if name == "full_group" else (4, 256))]
+    figures: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
+    for repeat in range(repeats):
+        note(f"repeat {repeat + 1} of {repeats}")
+        for name, num_slots in cases:
+            figures[name, num_slots].append(_measure(name, num_slots, trace, jobs, lengths))
+    rows = [_row(name, num_slots, num_jobs, repeated) for (name, num_slots), repeated in figures.items()]
+    claims = [
+        Claim(
+            f"{num_jobs:,} completions planned and handed out by {name}, in s",
+            max(float(row["total_s"]) for row in rows if row["plan"] == name),
+            "<=",
+            MOST_SECONDS,
+        )
+        for name in PLANS
+    ]
+    settings: Row = {"completions": num_jobs, "repeats": repeats, "lengths": "lognormal_heavy, noise 0.35"}
+    return finish("planner_cost", options, settings, rows, claims)
+
+
+def _measure(name: str, num_slots: int, trace: Trace, jobs: list[Job], lengths: Lengths) -> tuple[float, float]:
+    """Return seconds until the slots are filled, and from then on until nothing waits."""
+    tokens = trace.lengths.tolist()
+    number = {job.key: index for index, job in enumerate(jobs)}
+    start = time.process_time()
+    plan = make_plan(name, lengths, num_slots)
+    plan.add(jobs)
+    active = deque(plan.admit(num_slots))
+    filled = time.process_time()
+    while active:
+        done = active.popleft()
+        plan.finish(done, tokens[number[done.key]])
+        active += plan.admit(num_slots - len(active))
+    return filled - start, time.process_time() - filled
+
+
+def _row(name: str, num_slots: int, num_jobs: int, repeated: list[tuple[float, float]]) -> Row:
+    fill, refill = (statistics.median(seconds) for seconds in zip(*repeated, strict=True))
+    refill_us = 1e6 * refill / num_jobs
+    totals = [sum(seconds) for seconds in repeated]
+    return {
+        "plan": name,
+        "slots": num_slots,
+        "fill_s": round(fill, 4),
+        "refill_us_per_completion": round(refill_us, 2),
+        "total_s": round(statistics.median(totals), 4),
+        "spread_s": round(max(totals) - min(totals), 4),
+    }
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))

@@ -1,0 +1,186 @@
+"""How far each plan is from the fewest decode steps that are possible, on made-up and recorded lengths.
+
+Five families of lengths, five workloads (prompts x group on slots), and predictions of several qualities: the true
+lengths, errors of 0.35 and 0.7 in the logarithm, nothing known, and lengths of other completions that claim to be
+those of these (``misleading``). Figures are steps over the lower bound, means over families, workloads and seeds; those with a star
+have seeds of their own, and more of them. The paper is Infinite Sampling, arXiv 2506.22950; its baseline is naive micro groups (``micro_rounds``). ``full_group`` would need a
+slot for each completion, and is no plan for these workloads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.plan_figures import Figures
+from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from lit_grpo.scheduling.bounds import slot_bound
+from lit_grpo.scheduling.families import FAMILIES
+from lit_grpo.scheduling.jobs import Lengths, NoLengths
+from lit_grpo.scheduling.known_lengths import KnownLengths, lengths_of
+from lit_grpo.scheduling.plans import make_plan
+from lit_grpo.scheduling.simulator import Fleet, simulate
+from lit_grpo.scheduling.traces import Trace, load_trace
+
+RECORDED = ROOT / "benchmarks" / "traces" / "demo.jsonl"
+RECORDED_SLOTS = (8, 32)
+RECORDED_BATCHES = 32  # spread evenly over the run
+NOISES: dict[str, float | None] = {"true": 0.0, "0.35": 0.35, "0.7": 0.7, "nothing": None}
+PREDICTIONS = (*NOISES, "misleading")
+BLIND = ("micro_rounds", "fcfs")
+FOLLOWING = ("sjf", "lpt", "short_last", "fptas", "infinite_sampling")
+PLANS = (*BLIND, *FOLLOWING)
+WORTHLESS = ("fcfs", "lpt", "short_last")  # compared on misleading predictions with more seeds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts x group on slots, and how often: with all plans, and with some on worthless predictions."""
+
+    num_prompts: int
+    group_size: int
+    num_slots: int
+    seeds: int
+    worthless_seeds: int
+
+    def __str__(self) -> str:
+        """Return what it is called in tables."""
+        return f"{self.num_prompts} x {self.group_size} on {self.num_slots}"
+
+
+WORKLOADS = (
+    Workload(1, 32, 8, 32, 80),
+    Workload(8, 16, 32, 8, 40),
+    Workload(32, 16, 64, 4, 20),
+    Workload(64, 32, 256, 2, 10),
+    Workload(128, 32, 512, 1, 6),
+)
+QUICK = (Workload(1, 32, 8, 1, 1), Workload(8, 16, 32, 1, 1))
+
+
+def main(options: Options) -> int:
+    """Simulate everything and report means."""
+    workloads = QUICK if options.quick else WORKLOADS
+    figures, worthless = Figures(), Figures()
+    for workload in workloads:
+        note(str(workload))
+        for family in FAMILIES:
+            _measure(figures, workload, family)
+            _measure_worthless(worthless, workload, family)
+    rows = [
+        _row(figures, str(workload), case, workload=str(workload)) for workload in workloads for case in PREDICTIONS
+    ]
+    rows += [_row(figures, family, "0.35", family=family) for family in FAMILIES]
+    rows += [_row(figures, "all", case) for case in PREDICTIONS]
+    rows += [_worthless_row(worthless, family) for family in FAMILIES]
+    rows += _recorded_rows()
+    settings: Row = {
+        "figures": "steps over the lower bound",
+        "max_tokens": 1024,
+        "seeds": ", ".join(str(workload.seeds) for workload in workloads),
+        "seeds_of_worthless": ", ".join(str(workload.worthless_seeds) for workload in workloads),
+    }
+    return finish("plans", options, settings, rows, _claims(figures, worthless, str(workloads[0])))
+
+
+def _claims(figures: Figures, worthless: Figures, paper: str) -> list[Claim]:
+    """Figures of the plans that keep the slots full, then the paper's, on all workloads and the one like its own."""
+    naive, naive_paper = figures.mean("micro_rounds", "true"), figures.mean("micro_rounds", "true", paper)
+    claims: list[Claim] = []
+    for plan in ("lpt", "short_last"):
+        for case, limit in (("true", 1.03), ("0.35", 1.06)):
+            text = f"{plan}, predictions {case}: steps over the lower bound"
+            claims.append(Claim(text, figures.mean(plan, case), "<=", limit))
+        for case, measured in (("nothing", figures), ("misleading", worthless)):
+            text = f"{plan}, predictions {case}: steps over those of first come"
+            ratio = measured.mean(plan, case) / measured.mean("fcfs", case)
+            claims.append(Claim(text, ratio, "<=", 1.01))
+    for case in ("true", "0.35"):
+        steps, steps_paper = figures.mean("infinite_sampling", case), figures.mean("infinite_sampling", case, paper)
+        name = f"infinite_sampling, predictions {case}"
+        claims += [
+            Claim(f"{name}: naive rounds' steps over its own", naive / steps, ">=", 1.25),
+            Claim(f"{name}: steps saved of naive rounds'", 1 - steps / naive, ">=", 0.45),
+            Claim(f"{name}, {paper} alone: steps saved of naive rounds'", 1 - steps_paper / naive_paper, ">=", 0.45),
+        ]
+    return claims
+
+
+def _row(figures: Figures, what: str, predictions: str, **where: str) -> Row:
+    means = {plan: round(figures.mean(plan, predictions, **where), 3) for plan in PLANS}
+    return {"lengths": what, "predictions": predictions, **means}
+
+
+def _worthless_row(figures: Figures, family: str) -> Row:
+    """A row for the plans that are compared on worthless predictions, from many more seeds."""
+    means = {plan: round(figures.mean(plan, "misleading", family=family), 3) for plan in WORTHLESS}
+    return {"lengths": f"{family} *", "predictions": "misleading"} | means
+
+
+def _measure(figures: Figures, workload: Workload, family: str) -> None:
+    """Run all plans, with predictions of all qualities."""
+    for seed in range(workload.seeds):
+        trace = _trace(workload, family, seed)
+        blind = {plan: _over_bound(plan, trace, workload.num_slots, NoLengths()) for plan in BLIND}
+        for case in PREDICTIONS:
+            lengths = _lengths(trace, case, seed)
+            for plan in PLANS:
+                value = blind[plan] if plan in blind else _over_bound(plan, trace, workload.num_slots, lengths)
+                figures.add((str(workload), family, plan, case), value)
+
+
+def _measure_worthless(figures: Figures, workload: Workload, family: str) -> None:
+    """Run some plans on worthless predictions, often: they differ by little."""
+    for seed in range(1000, 1000 + workload.worthless_seeds):
+        trace = _trace(workload, family, seed)
+        lengths = _lengths(trace, "misleading", seed)
+        for plan in WORTHLESS:
+            value = _over_bound(plan, trace, workload.num_slots, lengths)
+            figures.add((str(workload), family, plan, "misleading"), value)
+
+
+def _trace(workload: Workload, family: str, seed: int) -> Trace:
+    return load_trace(f"{family}:prompts={workload.num_prompts},group={workload.group_size},seed={seed}")
+
+
+def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: Lengths) -> float:
+    schedule = simulate(trace, [make_plan(plan, lengths, num_slots)], Fleet(num_slots), lengths)
+    return schedule.steps / slot_bound(trace.lengths, num_slots)
+
+
+def _lengths(trace: Trace, predictions: str, seed: int) -> Lengths:
+    if predictions == "misleading":
+        return KnownLengths(trace.jobs, np.random.default_rng((2, seed)).permutation(trace.lengths))
+    if predictions == "recorded":
+        assert trace.predicted is not None
+        return KnownLengths(trace.jobs, trace.predicted)
+    return lengths_of(trace, NOISES[predictions], seed)
+
+
+def _recorded_rows() -> Iterable[Row]:
+    """Rows for the lengths of a real run, batch for batch, where there are any."""
+    if not RECORDED.exists():
+        return
+    whole = load_trace(str(RECORDED))
+    batches = whole.batches()
+    batches = batches[:: -(-len(batches) // RECORDED_BATCHES)]
+    cases = PREDICTIONS if whole.predicted is None else (*PREDICTIONS, "recorded")
+    for num_slots in RECORDED_SLOTS:
+        for case in cases:
+            means = {
+                plan: statistics.fmean(
+                    _over_bound(plan, batch, num_slots, _lengths(batch, case, seed))
+                    for seed, batch in enumerate(batches)
+                )
+                for plan in PLANS
+            }
+            yield {"lengths": f"{RECORDED.name} on {num_slots}", "predictions": case} | means
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))

@@ -1,0 +1,224 @@
+"""The keys and values of the slots: a prompt's once for its whole group, a completion's in pieces.
+
+The pieces of a completion double in length (:func:`lit_grpo.scheduling.rooms.piece_sizes`), and the n-th pieces of all
+completions lie on one shelf, side by side. So a short completion does not reserve the maximum, what is not used is not
+read, and a decode step is a few batched matrix products over contiguous memory: one pair a shelf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from lit_grpo.rollout.attention import AttentionInputs
+from lit_grpo.rollout.prefill import PrefillCache
+from lit_grpo.rollout.shelf import KVShape, Shelf
+from lit_grpo.rollout.shelf_reader import ShelfReader
+from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
+
+
+class SlotCache:
+    """Rows of completions that are being decoded, numbered from 0 without holes, and the prompts that they share.
+
+    Args:
+        shape: What the keys of a token look like.
+        max_tokens: The most tokens of one completion.
+    """
+
+    def __init__(self, shape: KVShape, max_tokens: int) -> None:
+        self.shape = shape
+        self.max_tokens = max_tokens
+        self._pieces = [Shelf(size, shape) for size in piece_sizes(max_tokens)]
+        self._starts = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])[:-1]
+        self._rows_of: list[list[int]] = [[] for _ in self._pieces]  # by shelf: the row of each entry
+        self._entries_of: list[list[int]] = []  # by row: its entry on each shelf
+        self._prompt_of: list[Hashable] = []  # by row
+        self._prompt_shelves: dict[int, Shelf] = {}
+        self._prompts: dict[Hashable, tuple[int, int, int]] = {}  # its shelf, entry and length
+        self._readers: list[ShelfReader] | None = None
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    # ---- prompts ----------------------------------------------------------------------------------
+
+    def __contains__(self, prompt: Hashable) -> bool:
+        return prompt in self._prompts
+
+    def add_prompt(self, prompt: Hashable, source: PrefillCache, row: int, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` of a prefilled row as ``prompt``."""
+        room = prompt_room(num_tokens)
+        shelf = self._prompt_shelves.setdefault(room, Shelf(room, self.shape))
+        (entry,) = shelf.add(1)
+        self._prompts[prompt] = (room, entry, num_tokens)
+        for layer in range(self.shape.num_layers):
+            shelf.keys[layer][entry, :, :num_tokens] = source.keys[layer][row, :, :num_tokens]
+            shelf.values[layer][entry, :, :num_tokens] = source.values[layer][row, :, :num_tokens]
+        self._readers = None
+
+    def drop_prompt(self, prompt: Hashable) -> None:
+        """Free a prompt that no row uses."""
+        room, entry, _ = self._prompts.pop(prompt)
+        shelf = self._prompt_shelves[room]
+        moved = shelf.remove(entry)
+        for other, (its_room, its_entry, length) in self._prompts.items():
+            if (its_room, its_entry) == (room, moved):
+                self._prompts[other] = (room, entry, length)
+        if shelf.num_entries:
+            shelf.trim()
+        else:
+            del self._prompt_shelves[room]
+        self._readers = None
+
+    # ---- rows -------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self._prompt_of)
+
+    @property
+    def prompts_in_use(self) -> set[Hashable]:
+        """Prompts that rows read."""
+        return set(self._prompt_of)
+
+    def admit(self, prompts: Sequence[Hashable]) -> None:
+        """Open a row for a new completion of each of ``prompts``, behind the others."""
+        first = self.num_rows
+        self._rows_of[0] += range(first, first + len(prompts))
+        self._entries_of += [[entry] for entry in self._pieces[0].add(len(prompts))]
+        self._prompt_of += prompts
+        self._readers = None
+
+    def fill(self, row: int, source: PrefillCache, source_row: int, begin: int, num_tokens: int) -> None:
+        """Give a row its first ``num_tokens``, which stand in ``source_row`` from column ``begin`` on."""
+        for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
+            count = min(num_tokens - start, shelf.num_tokens)
+            if count <= 0:
+                break
+            if piece:
+                self._extend(piece, [row])
+            entry = self._entries_of[row][piece]
+            columns = slice(begin + start, begin + start + count)
+            for layer in range(self.shape.num_layers):
+                shelf.keys[layer][entry, :, :count] = source.keys[layer][source_row, :, columns]
+                shelf.values[layer][entry, :, :count] = source.values[layer][source_row, :, columns]
+
+    def remove(self, row: int) -> int:
+        """Free a row: the last one takes its place. Returns the number that the moved row had."""
+        last = self.num_rows - 1
+        for piece, entry in enumerate(self._entries_of[row]):
+            moved_entry = self._pieces[piece].remove(entry)
+            moved_row = self._rows_of[piece].pop()
+            if moved_entry != entry:
+                self._rows_of[piece][entry] = moved_row
+                self._entries_of[moved_row][piece] = entry
+            self._pieces[piece].trim()
+        if row != last:
+            self._entries_of[row], self._prompt_of[row] = self._entries_of[last], self._prompt_of[last]
+            for piece, entry in enumerate(self._entries_of[row]):
+                self._rows_of[piece][entry] = row
+        del self._entries_of[last], self._prompt_of[last]
+        self._readers = None
+        return last
+
+    def _extend(self, piece: int, rows: Sequence[int]) -> None:
+        """Give rows their next piece."""
+        for row, entry in zip(rows, self._pieces[piece].add(len(rows)), strict=True):
+            assert len(self._entries_of[row]) == piece
+            self._entries_of[row].append(entry)
+            self._rows_of[piece].append(row)
+        self._readers = None
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    @property
+    def allocated_tokens(self) -> int:
+        """KV tokens there is memory for."""
+        shelves = [*self._pieces, *self._prompt_shelves.values()]
+        return sum(shelf.allocated_tokens for shelf in shelves)
+
+    def growth(self, counts_B: np.ndarray, num_new: int) -> int:
+        """KV tokens that a step will allocate: for rows that enter their next piece, and for ``num_new`` rows."""
+        growth = 0
+        for start, shelf in zip(self._starts, self._pieces, strict=True):
+            entering = num_new if start == 0 else int((counts_B == start).sum())
+            growth += (shelf.room_for(shelf.num_entries + entering) - shelf.room) * shelf.num_tokens
+        return growth
+
+    def tighten(self) -> None:
+        """Give back all memory that is not in use."""
+        for shelf in (*self._pieces, *self._prompt_shelves.values()):
+            shelf.trim(slack=False)
+        self._readers = None
+
+    # ---- a step -----------------------------------------------------------------------------------
+
+    def prepare(self, counts_B: np.ndarray) -> None:
+        """Make room for the next token of each row. ``counts_B``: the tokens that each row holds so far."""
+        for piece, start in enumerate(self._starts):
+            if piece and len(entering := np.flatnonzero(counts_B == start)):
+                self._extend(piece, entering.tolist())
+        if self._readers is None:
+            self._read_anew()
+        assert self._readers is not None
+        for reader in self._readers:
+            reader.aim(counts_B)
+        self._positions_B = torch.from_numpy(counts_B).to(self.shape.device)
+        self._masks.clear()
+
+    def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        """Write each row's new key and value, then attend over its prompt and its completion."""
+        rows, heads, _, size = inputs.query.shape
+        kv_heads = self.shape.num_heads
+        # The query heads that share a KV head stand together, so keys are not repeated.
+        query = inputs.query.reshape(rows * kv_heads, heads // kv_heads, size)
+        key, value = inputs.key.reshape(-1, size), inputs.value.reshape(-1, size)
+        assert self._readers is not None
+        for reader in self._readers:
+            reader.write(layer, key, value)
+        scores = torch.cat([reader.scores(layer, query) for reader in self._readers], -1)
+        scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
+        scores = torch.add(self._mask(inputs.window), scores, alpha=inputs.scaling)  # in float32
+        weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
+        output = torch.zeros_like(query)
+        widths = [reader.width for reader in self._readers]
+        for reader, its_weights in zip(self._readers, weights.split(widths, -1), strict=True):
+            reader.add_mix(layer, its_weights, output)
+        return output.view(rows, heads, 1, size)
+
+    def _read_anew(self) -> None:
+        """Lay out who reads what, after rows or prompts have come, gone or moved."""
+        device = self.shape.device
+        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
+        self._readers, valid, columns = [], [], []
+        for room, shelf in self._prompt_shelves.items():
+            if (member_B := rooms == room).any():
+                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1)))
+                columns.append(np.arange(room))
+                valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
+        self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)
+        for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
+            if rows_of:
+                entries = np.full(self.num_rows, -1)
+                entries[rows_of] = np.arange(len(rows_of))
+                self._readers.append(ShelfReader(shelf, entries, start))
+                columns.append(np.arange(start, start + shelf.num_tokens))
+        self._prompt_lengths_B = torch.from_numpy(lengths).to(device)
+        self._columns_L = torch.from_numpy(np.concatenate(columns)).to(device)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """What each row adds to its attention scores, computed once a step: shape (rows, 1, 1, columns)."""
+        if window not in self._masks:
+            positions_B1 = self._positions_B[:, None]
+            width = self._prompt_valid_BL.shape[1]
+            completion_L = self._columns_L[width:]
+            valid_BL = torch.cat([self._prompt_valid_BL, completion_L <= positions_B1], -1)
+            if window is not None:
+                lengths_B1 = self._prompt_lengths_B[:, None]
+                absolute_BL = self._columns_L.expand(len(valid_BL), -1).clone()
+                absolute_BL[:, width:] += lengths_B1
+                valid_BL &= lengths_B1 + positions_B1 - absolute_BL < window
+            mask_BL = torch.zeros(valid_BL.shape, device=valid_BL.device).masked_fill_(~valid_BL, -torch.inf)
+            self._masks[window] = mask_BL[:, None, None]
+        return self._masks[window]

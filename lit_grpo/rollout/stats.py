@@ -1,0 +1,65 @@
+"""What a rollout cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lit_grpo.scheduling.jobs import Key
+from lit_grpo.scheduling.spans import Span
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.generator import Capacity, StepEvents
+
+
+@dataclass
+class RolloutStats:
+    """What one rollout cost.
+
+    ``bubble_ratio`` is one minus the share of slot time in which a slot was decoding. ``scheduling_s`` is the time
+    spent neither in the generator nor in waiting for rewards. ``spans`` says which slot decoded which completion when.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_set_aside: int = 0
+    rollout_s: float = 0.0
+    reward_wait_s: float = 0.0
+    scheduling_s: float = 0.0
+    active_slot_s: float = 0.0
+    slot_s: float = 0.0
+    kv_tokens_peak: int = 0
+    lengths: list[int] = field(default_factory=list)
+    spans: list[tuple[Key, Span]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - sum(active slots x step time) / (slots x rollout time)."""
+        return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
+
+    def add_step(self, events: StepEvents, capacity: Capacity, elapsed_s: float) -> None:
+        """Add a step that took ``elapsed_s``."""
+        self.num_steps += 1
+        self.num_tokens += events.num_tokens
+        self.num_set_aside += len(events.set_aside)
+        self.active_slot_s += events.num_active * elapsed_s
+        self.slot_s += capacity.slots * elapsed_s
+        self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
+        self.lengths += [completion.num_tokens for completion in events.finished]
+        if events.message:
+            self.messages.append(events.message)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures by the names they are logged under."""
+        return {
+            "rollout/steps": float(self.num_steps),
+            "rollout/tokens": float(self.num_tokens),
+            "rollout/bubble_ratio": self.bubble_ratio,
+            "rollout/set_asides": float(self.num_set_aside),
+            "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),
+            "rollout/kv_tokens_peak": float(self.kv_tokens_peak),
+            "time/rollout_s": self.rollout_s,
+            "time/reward_wait_s": self.reward_wait_s,
+            "time/scheduling_s": self.scheduling_s,
+        }

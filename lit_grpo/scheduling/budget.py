@@ -1,0 +1,62 @@
+"""How much memory keys and values may take: from what the user says to KV tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]ib|%)", re.IGNORECASE)
+
+
+class MemoryBudget:
+    """An amount of memory: ``"2.5GiB"``, a share of what is free such as ``"60%"``, or ``"auto"``.
+
+    Args:
+        text: What the user says.
+
+    Raises:
+        ValueError: It is none of these, or nothing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.kind: Literal["auto", "share", "bytes"] = "auto"
+        self.amount = 0.0
+        if text.strip().lower() == "auto":
+            return
+        match = _AMOUNT.fullmatch(text.strip())
+        if match is None or not float(match[1]):
+            raise ValueError(
+                f"kv_memory must be an amount such as '2.5GiB' or '512MiB', a share of the free memory such as "
+                f"'60%', or 'auto', not {text!r}."
+            )
+        number, unit = float(match[1]), match[2].lower()
+        if unit == "%" and number > 100:
+            raise ValueError(f"kv_memory can be at most 100% of the free memory, not {text!r}.")
+        self.kind = "share" if unit == "%" else "bytes"
+        self.amount = number / 100 if unit == "%" else number * _UNITS[unit]
+
+    def bytes(self, free_bytes: int, update_bytes: int) -> int:
+        """Return the bytes that keys and values may take.
+
+        Args:
+            free_bytes: What is free now, with the model in place.
+            update_bytes: What the update will take beside them; ``auto`` leaves that, and a tenth of the rest.
+        """
+        if self.kind == "bytes":
+            return int(self.amount)
+        if self.kind == "share":
+            return int(self.amount * free_bytes)
+        return int(0.9 * max(free_bytes - update_bytes, 0))
+
+
+def kv_bytes_per_token(config: Any, bytes_per_number: int) -> int:
+    """Return the bytes that one token's keys and values take in all layers of a Hugging Face decoder config.
+
+    Grouped-query attention keeps the KV heads alone. Layers with a sliding window count like the others: their keys are
+    masked beyond the window and not forgotten, so this is what :class:`lit_grpo.rollout.slots.SlotGenerator` takes.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * bytes_per_number

@@ -1,0 +1,102 @@
+"""What is being decoded at this moment, and what it is expected to hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+
+from lit_grpo.scheduling.jobs import Job, Key, Lengths
+from lit_grpo.scheduling.rooms import completion_room, piece_sizes, prompt_room
+from lit_grpo.scheduling.spans import Span
+
+_MOMENTS = 16  # of the future at which memory is added up
+
+
+class InFlight:
+    """The jobs that are active: since when, in which slot, and whether another would fit beside them.
+
+    A job fits where the KV tokens that all of them are expected to hold stay within ``kv_tokens`` at every moment to
+    come: each job grows by a token a step until it reaches its expected length, prompts are held once a group.
+
+    Args:
+        num_slots: Jobs that are active at a time.
+        lengths: What is thought of their lengths.
+        kv_tokens: The KV tokens there is memory for; ``None`` for no limit.
+    """
+
+    def __init__(self, num_slots: int, lengths: Lengths, kv_tokens: int | None) -> None:
+        self.kv_tokens = kv_tokens
+        self.step = 0
+        self.spans: list[tuple[Key, Span]] = []
+        self._lengths = lengths
+        self._free = list(range(num_slots))[::-1]
+        self._active: dict[
+            Key, tuple[Job, int, int, int]
+        ] = {}  # the job, its slot, the step it began at, its tokens then
+        self._most_tokens = 0  # that the active jobs can come to hold
+        self._aside: dict[Key, int] = {}
+        self._groups: dict[tuple[str, int], int] = {}  # in the order in which they came
+        self._members: Counter[tuple[str, int]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def progress(self) -> dict[Key, int]:
+        """Return the tokens that each active job has."""
+        return {key: self.step - begin + had for key, (_, _, begin, had) in self._active.items()}
+
+    def take(self, job: Job) -> bool:
+        """Start a job where it fits, else say ``False``. Where nothing is active, any job fits."""
+        most = self._most_tokens + smallest_budget(job.prompt_tokens, job.max_tokens)
+        scarce = self.kv_tokens is not None and most > self.kv_tokens
+        if scarce and self._active and self._forecast(job) > self.kv_tokens:
+            return False
+        self._most_tokens = most
+        self._active[job.key] = (job, self._free.pop(), self.step, self._aside.pop(job.key, 0))
+        self._groups.setdefault(job.group, len(self._groups))
+        self._members[job.group] += 1
+        return True
+
+    def finish(self, key: Key) -> None:
+        """A job is done."""
+        job, slot, begin, _ = self._active.pop(key)
+        self._free.append(slot)
+        self._most_tokens -= smallest_budget(job.prompt_tokens, job.max_tokens)
+        self._members[job.group] -= 1
+        self.spans.append((key, Span(slot, begin, self.step, self._groups[job.group])))
+
+    def set_aside(self, key: Key) -> None:
+        """A job is stopped, and goes on later with the tokens that it has."""
+        _, _, begin, had = self._active[key]
+        self._aside[key] = self.step - begin + had
+        self.finish(key)
+
+    def _forecast(self, job: Job) -> int:
+        """Return the most KV tokens that the active jobs and ``job`` are expected to hold at a time."""
+        jobs = [*(active[0] for active in self._active.values()), job]
+        has = np.array([*self.progress().values(), self._aside.get(job.key, 0)])
+        limits = np.array([job.max_tokens for job in jobs])
+        remaining = np.clip(np.ceil(self._lengths.estimate(jobs)), has + 1, limits) - has
+        moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))
+        tokens = np.minimum(has + moments[:, None], limits)  # moments x jobs
+        held = np.where(remaining >= moments[:, None], _rooms(tokens, limits), 0).sum(1).max()
+        prompts = {job.group: prompt_room(job.prompt_tokens) for job in jobs}
+        return int(held) + sum(prompts.values())
+
+
+def _rooms(tokens: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """:func:`completion_room` of many completions, whose limits go along the last axis."""
+    rooms = np.empty_like(tokens)
+    for limit in np.unique(limits):
+        ends = np.cumsum(piece_sizes(int(limit)))
+        column = limits == limit
+        rooms[:, column] = ends[np.searchsorted(ends, tokens[:, column])]
+    return rooms
+
+
+@cache
+def smallest_budget(prompt_tokens: int, max_tokens: int) -> int:
+    """Return the fewest KV tokens that one completion can be decoded in."""
+    return prompt_room(prompt_tokens) + completion_room(max_tokens, max_tokens)

@@ -1,0 +1,87 @@
+"""What plans know of a completion before it is there, and what they are told about lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+Key = tuple[str, int, int]
+"""``(prompt_id, visit, sample_id)``: one completion of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A completion to be decoded.
+
+    ``prompt_tokens`` is the length of its prompt, ``max_tokens`` the most tokens it can come to.
+    """
+
+    key: Key
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def group(self) -> tuple[str, int]:
+        """``(prompt_id, visit)``: which jobs share a prompt."""
+        return self.key[:2]
+
+
+class Lengths(Protocol):
+    """What is thought of the lengths of completions.
+
+    ``revision`` changes when estimates have changed, so that a plan knows when to sort anew.
+    ``informative`` says whether they have been worth following; where not, plans fall back to first come.
+    """
+
+    revision: int
+    informative: bool
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        """Return the completion tokens expected of each job in all, float64, shape (jobs,)."""
+        ...
+
+
+class LearntLengths(Lengths, Protocol):
+    """Lengths that learn from the rollouts they are asked about."""
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """A rollout of these jobs begins."""
+        ...
+
+    def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
+        """The policy shows ``features`` (float32, a row a key) of jobs that have come to ``num_tokens``."""
+        ...
+
+    def finish(self, job: Job, num_tokens: int) -> None:
+        """A job has come to its end."""
+        ...
+
+    def end(self) -> None:
+        """The rollout is over."""
+        ...
+
+
+class NoLengths:
+    """Nothing is known of the lengths."""
+
+    revision = 0
+    informative = False
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        """Return each job's limit."""
+        return np.array([job.max_tokens for job in jobs], dtype=np.float64)
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Nothing is learnt."""
+
+    def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
+        """Nothing is learnt."""
+
+    def finish(self, job: Job, num_tokens: int) -> None:
+        """Nothing is learnt."""
+
+    def end(self) -> None:
+        """Nothing is learnt."""

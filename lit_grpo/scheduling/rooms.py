@@ -1,0 +1,44 @@
+"""How many tokens of KV memory a prompt and a completion take, in the pieces that they are stored in."""
+
+from __future__ import annotations
+
+_FIRST_PIECE = 64
+_PROMPT_STEP = 16
+
+
+def piece_sizes(max_tokens: int) -> list[int]:
+    """Return the sizes of the pieces that hold a completion of ``max_tokens``: each as long as those before it together.
+
+    A completion has as many pieces as its tokens need, so it takes less than twice its tokens, and never more than
+    ``max_tokens``; the few pieces keep the number of operations of a decode step small.
+
+    Example:
+        >>> piece_sizes(160)
+        [64, 64, 32]
+    """
+    sizes, total = [], 0
+    while total < max_tokens:
+        sizes.append(min(max(_FIRST_PIECE, total), max_tokens - total))
+        total += sizes[-1]
+    return sizes
+
+
+def completion_room(num_tokens: int, max_tokens: int) -> int:
+    """Return the KV tokens that a completion takes which has come to ``num_tokens``."""
+    room = 0
+    for size in piece_sizes(max_tokens):
+        room += size
+        if room >= num_tokens:
+            break
+    return room
+
+
+def prompt_room(num_tokens: int) -> int:
+    """Return the KV tokens that a prompt takes: its length, rounded up by less than a quarter (or to 16).
+
+    Prompts of equal room are stored and read together.
+    """
+    step = _PROMPT_STEP
+    while num_tokens > 8 * step:
+        step *= 2
+    return -(-num_tokens // step) * step

@@ -1,0 +1,333 @@
+"""Lengths learned online."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from lit_grpo.scheduling.jobs import Job, Lengths
+from lit_grpo.scheduling.length_quality import spearman
+from lit_grpo.scheduling.lengths import LengthPredictor
+
+LIMIT = 2000
+Shown = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+"""Makes features, shape (jobs, D), of the log lengths that are expected of each job."""
+
+
+def jobs_of(prompts: int, group_size: int, visit: int, limit: int = LIMIT) -> list[Job]:
+    return [Job((f"p{prompt}", visit, sample), 5, limit) for prompt in range(prompts) for sample in range(group_size)]
+
+
+def lengths_of(logs: np.ndarray) -> np.ndarray:
+    return np.clip(np.exp(logs), 1, LIMIT).astype(int)
+
+
+def truthful(expected: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.column_stack([2 * expected, rng.normal(size=(len(expected), 3))])
+
+
+def worthless(expected: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return rng.normal(size=(len(expected), 20))
+
+
+def train(
+    predictor: LengthPredictor, rollouts: int, shown: Shown | None, new_prompts: bool = False
+) -> dict[str, float]:
+    """Show rollouts of 16 prompts with 8 completions each; return figures on the second half of them.
+
+    Logs of lengths have a spread of 0.7 between prompts, and of 0.3 within.
+    """
+    rng = np.random.default_rng(0)
+    effects = rng.normal(0, 0.7, 16)
+    correlations, below = [], []
+    for number in range(rollouts):
+        effects = rng.normal(0, 0.7, 16) if new_prompts else effects
+        jobs = [
+            Job((f"p{number * new_prompts}/{job.key[0]}", *job.key[1:]), 5, LIMIT) for job in jobs_of(16, 8, number)
+        ]
+        expected = np.repeat(4 + effects, 8)
+        actual = lengths_of(expected + rng.normal(0, 0.3, len(jobs)))
+        predictor.begin(jobs)
+        if shown is not None:
+            predictor.observe([job.key for job in jobs], 0, shown(expected, rng))
+        correlations.append(spearman(predictor.estimate(jobs), actual))
+        below.append(np.mean(actual <= predictor.quantile(jobs, 0.9)))
+        for row in np.argsort(actual).tolist():
+            predictor.finish(jobs[row], int(actual[row]))
+        predictor.end()
+    half = rollouts // 2
+    return {"spearman": float(np.mean(correlations[half:])), "below": float(np.mean(below[half:]))}
+
+
+def test_nothing_is_known_before_the_first_rollout_has_ended() -> None:
+    predictor = LengthPredictor()
+    jobs = jobs_of(2, 2, 0, limit=77)
+    predictor.begin(jobs)
+    lengths: Lengths = predictor
+    assert lengths.estimate(jobs).tolist() == [77.0] * 4
+    assert predictor.quantile(jobs, 0.5).tolist() == [77.0] * 4
+    assert not predictor.informative
+    assert predictor.metrics() == {"lengths/informative": 0.0, "lengths/ignored": 0.0}
+
+
+def test_lengths_follow_features_that_tell_of_them() -> None:
+    predictor = LengthPredictor(history=0)
+    assert train(predictor, 12, truthful, new_prompts=True)["spearman"] > 0.85
+    assert predictor.informative
+    assert predictor.metrics()["lengths/spearman"] > 0.7
+    assert predictor.metrics()["lengths/log_error"] < 0.4
+
+
+def test_the_history_of_a_prompt_foretells_its_next_visit() -> None:
+    with_history, without = LengthPredictor(), LengthPredictor(history=0)
+    assert train(with_history, 12, None)["spearman"] > 0.85
+    assert train(without, 12, None)["spearman"] == 0.0
+    assert with_history.informative
+    assert not without.informative
+
+
+def test_worthless_features_are_not_informative() -> None:
+    predictor = LengthPredictor()
+    train(predictor, 12, worthless, new_prompts=True)
+    assert not predictor.informative
+    assert abs(predictor.metrics()["lengths/spearman"]) < 0.3
+
+
+def test_worthless_features_do_not_spoil_the_history() -> None:
+    with_them, without = train(LengthPredictor(), 16, worthless), train(LengthPredictor(), 16, None)
+    assert with_them["spearman"] > without["spearman"] - 0.02
+
+
+def test_a_few_completions_are_not_enough_to_be_informative() -> None:
+    predictor = LengthPredictor()
+    for visit in range(3):
+        jobs = jobs_of(4, 4, visit)
+        predictor.begin(jobs)
+        for job in jobs:
+            predictor.finish(job, 10 ** (1 + int(job.key[0][1:]) % 3))
+        predictor.end()
+    assert predictor.metrics()["lengths/spearman"] > 0.5
+    assert not predictor.informative
+
+
+def test_nine_tenths_of_lengths_are_below_their_nine_tenths_quantile() -> None:
+    assert train(LengthPredictor(), 24, None)["below"] == pytest.approx(0.9, abs=0.04)
+    assert train(LengthPredictor(), 24, truthful, new_prompts=True)["below"] == pytest.approx(0.9, abs=0.04)
+
+
+def test_a_completion_that_goes_on_is_expected_to_be_longer_than_it_is() -> None:
+    predictor = LengthPredictor()
+    train(predictor, 4, None)
+    jobs = jobs_of(1, 5, 9)
+    predictor.begin(jobs)
+    decoded = [0, 30, 100, 900, LIMIT - 1]
+    predictor.progress({job.key: tokens for job, tokens in zip(jobs, decoded, strict=True)})
+    estimates = predictor.estimate(jobs)
+    assert (estimates > decoded).all()
+    assert (np.diff(estimates) > 0).all()
+    assert estimates[-1] == LIMIT
+    quantiles = [predictor.quantile(jobs, q) for q in (0.0, 0.1, 0.5, 0.9, 1.0)]
+    assert (np.diff(quantiles, axis=0) >= 0).all()
+    assert (quantiles[0] > decoded).all()
+    assert (quantiles[-1] <= LIMIT).all()
+
+
+def test_what_is_left_of_exponential_lengths_stays_the_same() -> None:
+    predictor = LengthPredictor(history=0)
+    lengths = np.ceil(-200 * np.log(1 - (np.arange(4096) + 0.5) / 4096)).astype(int)
+    lengths = np.random.default_rng(0).permutation(lengths)
+    for visit in range(2):
+        jobs = jobs_of(512, 8, visit, limit=100_000)
+        predictor.begin(jobs)
+        for job, length in zip(jobs, lengths.tolist(), strict=True):
+            predictor.finish(job, length)
+        predictor.end()
+    jobs = jobs_of(4, 1, 9, limit=100_000)
+    predictor.begin(jobs)
+    decoded = np.array([0, 100, 200, 400])
+    predictor.progress({job.key: tokens for job, tokens in zip(jobs, decoded.tolist(), strict=True)})
+    assert predictor.estimate(jobs) - decoded == pytest.approx(np.full(4, 200.0), rel=0.12)
+
+
+def test_short_siblings_that_finished_first_do_not_mislead() -> None:
+    predictor = LengthPredictor()
+    train(predictor, 4, None, new_prompts=True)
+    jobs = [*jobs_of(3, 8, 9), *jobs_of(4, 8, 9)[24:]]
+    predictor.begin(jobs)
+    (before,) = set(predictor.estimate(jobs).tolist())
+    ordinary, short, long = jobs[:8], jobs[8:16], jobs[16:24]
+    for job in short[:4]:
+        predictor.finish(job, int(before / 6))
+    predictor.finish(ordinary[0], int(before / 2))
+    predictor.progress({job.key: int(before) for job in ordinary[1:4]})
+    predictor.progress({job.key: int(before * 3) for job in long[:4]})
+    predictor.finish(long[4], int(before * 4))
+    expected = [float(predictor.estimate([group[-1]])[0]) for group in (short, ordinary, long, jobs[24:])]
+    assert expected[0] < before * 0.6
+    assert expected[1] > before * 0.8  # one short sibling has finished, but three have gone on for longer
+    assert expected[2] > before * 1.5
+    assert expected[3] == pytest.approx(before)
+
+
+def test_revision_changes_when_waiting_jobs_are_estimated_anew() -> None:
+    predictor = LengthPredictor()
+    train(predictor, 2, None)
+    revisions = [predictor.revision]
+    jobs = jobs_of(8, 8, 9)
+    predictor.begin(jobs)
+    revisions.append(predictor.revision)
+    predictor.observe([jobs[0].key], 0, np.ones((1, 4)))
+    revisions.append(predictor.revision)
+    for job in jobs[:4]:
+        predictor.finish(job, 5)
+    revisions.append(predictor.revision)
+    predictor.end()
+    revisions.append(predictor.revision)
+    assert len(set(revisions)) == 5
+
+
+def test_the_state_of_a_predictor_is_plain_and_brings_back_its_estimates() -> None:
+    first, second = LengthPredictor(num_scalars=1), LengthPredictor(num_scalars=1)
+    wide = np.random.default_rng(1).normal(size=(1, 200))
+
+    def shown(expected: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return expected[:, None] * wide + rng.normal(size=(len(expected), 200))
+
+    train(first, 6, shown)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.informative == first.informative
+    assert second.metrics() == first.metrics()
+    rng = np.random.default_rng(2)
+    for visit in (8, 9):  # learning goes on in the same way too
+        jobs, features = jobs_of(20, 4, visit), rng.normal(size=(80, 200))
+        for predictor in (first, second):
+            predictor.begin(jobs, features)
+        assert first.estimate(jobs).tolist() == second.estimate(jobs).tolist()
+        for number, job in enumerate(jobs):
+            first.finish(job, 5 + number)
+            second.finish(job, 5 + number)
+        first.end()
+        second.end()
+
+
+def test_the_state_of_other_points_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"has .*'points': \[0, 8, 32, 64\]"):
+        LengthPredictor(points=(0, 16)).load_state_dict(LengthPredictor().state_dict())
+
+
+def test_the_order_of_rows_changes_nothing() -> None:
+    estimates = []
+    for seed in (None, 1):
+        predictor, rng = LengthPredictor(), np.random.default_rng(0)
+        for visit in range(4):
+            jobs, features = jobs_of(8, 4, visit), rng.normal(size=(32, 100))
+            order = np.arange(32) if seed is None else np.random.default_rng(seed).permutation(32)
+            predictor.begin(jobs)
+            for start in (0, 8):
+                predictor.observe([jobs[row].key for row in order], start, features[order] + start)
+            for row in order.tolist():
+                predictor.finish(jobs[row], 10 + 3 * row)
+            predictor.end()
+        predictor.begin(jobs_of(8, 4, 9), np.ones((32, 100)))
+        estimates.append(predictor.estimate(jobs_of(8, 4, 9)))
+    assert estimates[0] == pytest.approx(estimates[1], rel=1e-4)
+
+
+def test_rows_that_are_not_finite_are_ignored_and_counted() -> None:
+    predictor = LengthPredictor()
+    train(predictor, 6, truthful, new_prompts=True)
+    jobs = jobs_of(2, 1, 9)
+    predictor.begin(jobs)
+    before = predictor.estimate(jobs)
+    predictor.observe([job.key for job in jobs], 0, np.array([[np.nan, 0, 0, 0], [20.0, 0, 0, 0]]))
+    after = predictor.estimate(jobs)
+    assert after[0] == before[0]
+    assert after[1] > before[1]
+    assert predictor.metrics()["lengths/ignored"] == 1
+
+
+def test_completions_that_a_rollout_leaves_unfinished_are_not_taken_for_short_ones() -> None:
+    cut, whole = LengthPredictor(history=0), LengthPredictor(history=0)
+    rng = np.random.default_rng(0)
+    for visit in range(10):
+        jobs = jobs_of(32, 8, visit)
+        actual = lengths_of(rng.normal(4, 0.7, len(jobs)))
+        for predictor in (cut, whole):
+            predictor.begin(jobs)
+            longest = 60 if predictor is cut and visit else LIMIT
+            predictor.progress({job.key: int(min(length, longest)) for job, length in zip(jobs, actual, strict=True)})
+            for job, length in zip(jobs, actual.tolist(), strict=True):
+                if length <= longest:
+                    predictor.finish(job, length)
+            predictor.end()
+    jobs = jobs_of(1, 1, 99)
+    cut.begin(jobs)
+    whole.begin(jobs)
+    assert cut.estimate(jobs)[0] == pytest.approx(whole.estimate(jobs)[0], rel=0.25)
+
+
+def test_memory_is_bounded() -> None:
+    predictor = LengthPredictor(points=(0,), history=10)
+    sizes = []
+    for visit in range(30):
+        jobs = [Job((f"{visit}/{prompt}", visit, sample), 5, 500) for prompt in range(64) for sample in range(16)]
+        predictor.begin(jobs, np.ones((len(jobs), 3)) * visit)
+        for number, job in enumerate(jobs):
+            predictor.finish(job, 1 + number % 400)
+        predictor.end()
+        sizes.append(len(json.dumps(predictor.state_dict())))
+    assert len(predictor.state_dict()["known"]["parts"][1]["prompts"]) == 10
+    assert sizes[-1] < 1.1 * sizes[9]
+
+
+def test_a_hundred_thousand_jobs_are_estimated_in_well_under_a_second() -> None:
+    predictor = LengthPredictor()
+    train(predictor, 6, None)
+    jobs = [Job((f"/p{number // 16}", 9, number % 16), 5, 500) for number in range(100_000)]
+    predictor.begin(jobs)
+    elapsed = []
+    for _ in range(3):
+        start = time.perf_counter()
+        predictor.estimate(jobs)
+        elapsed.append(time.perf_counter() - start)
+    assert min(elapsed) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"points": (8, 0)}, r"points must be ascending .*, not \(8, 0\)"),
+        ({"points": (0, 8, 8)}, r"points must be ascending"),
+        ({"points": (-1, 8)}, r"points must be ascending numbers of tokens from 0 on"),
+        ({"points": ()}, r"points must be ascending"),
+        ({"points": (0, 64), "max_tokens": 64}, r"points names 64 tokens, but a completion has at most 64; leave"),
+        ({"num_scalars": 64}, r"num_scalars must be from 0 to 63, not 64"),
+        ({"history": -1}, r"history must be a number of prompts >= 0, not -1"),
+        ({"min_correlation": 2.0}, r"min_correlation must be a correlation from -1 to 1, not 2.0"),
+        ({"forgetting": 0.0}, r"forgetting must be in \(0, 1\], not 0.0"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(arguments: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LengthPredictor(**arguments)
+
+
+def test_bad_observations_get_one_sentence() -> None:
+    predictor = LengthPredictor()
+    jobs = jobs_of(1, 2, 0)
+    predictor.begin(jobs, np.ones((2, 4)))
+    keys = [job.key for job in jobs]
+    with pytest.raises(ValueError, match=r"num_tokens is 9, but features are observed at \(0, 8, 32, 64\) tokens"):
+        predictor.observe(keys, 9, np.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"one row for each of 2 jobs, not shape \(3, 4\)"):
+        predictor.observe(keys, 8, np.ones((3, 4)))
+    with pytest.raises(ValueError, match="features has 5 columns, but those before had 4"):
+        predictor.observe(keys, 8, np.ones((2, 5)))
+    with pytest.raises(ValueError, match=r"does not know the job \('p0', 1, 0\); give it to begin\(\) first"):
+        predictor.estimate(jobs_of(1, 1, 1))
+    with pytest.raises(ValueError, match="q must be from 0 to 1, not 2"):
+        predictor.quantile(jobs, 2)

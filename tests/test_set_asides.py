@@ -1,0 +1,157 @@
+"""Memory that does not reach: completions that are set aside, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.rollout import slots as slots_module
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.scheduling.plans import PLANS
+from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=100)
+PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (7,) * 17, "")]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    policy: Any = random_policy()
+    with torch.no_grad():  # the end comes seldom, so lengths are spread up to the limit
+        policy.lm_head.weight[1] *= 0.2
+    return policy
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_folder: Path) -> Any:
+    return load_tokenizer(str(policy_folder))
+
+
+def make(policy: Any, tokenizer: Any, num_slots: int, kv_tokens: int | None = None) -> SlotGenerator:
+    generator = SlotGenerator(num_slots)
+    generator.start(policy, tokenizer)
+    generator.load_weights(policy.named_parameters(), 0)
+    if kv_tokens is not None:
+        generator.kv_tokens = kv_tokens
+    return generator
+
+
+def samples(groups: list[RolloutGroup]) -> dict[tuple[str, int, int], list[int]]:
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    return {completion.request.key: completion.token_ids_T.tolist() for completion in completions}
+
+
+@pytest.fixture(scope="module")
+def expected(policy: Any, tokenizer: Any) -> list[RolloutGroup]:
+    return RolloutController(make(policy, tokenizer, 1)).collect(PROMPTS, 4, SAMPLING, seed=0)[0]
+
+
+def test_lengths_are_of_all_kinds(expected: list[RolloutGroup]) -> None:
+    lengths = [len(tokens) for tokens in samples(expected).values()]
+    assert min(lengths) < 30 and max(lengths) == 100 and 15 < sum(lengths) / len(lengths) < 90
+
+
+def test_what_is_set_aside_comes_out_the_same_with_its_logprobs(
+    policy: Any, tokenizer: Any, expected: list[RolloutGroup]
+) -> None:
+    generator = make(policy, tokenizer, 6, kv_tokens=350)
+    held = []
+    controller = RolloutController(generator, on_step=lambda _: held.append(generator.capacity().kv_tokens_in_use))
+    controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
+    groups, stats = controller.collect(PROMPTS, 4, SAMPLING, seed=0)
+    assert stats.num_set_aside > 1
+    assert max(held) <= 350
+    assert samples(groups) == samples(expected)
+    for group, other in zip(groups, expected, strict=True):
+        for one, two in zip(group.rollouts, other.rollouts, strict=True):
+            assert torch.allclose(one.completion.logprobs_T, two.completion.logprobs_T, atol=1e-5)
+            assert one.completion.versions_T.tolist() == two.completion.versions_T.tolist()
+            assert one.completion.entropy == pytest.approx(two.completion.entropy, abs=1e-4)
+
+
+def test_estimates_that_know_the_limit_admit_no_more_than_fits(
+    policy: Any, tokenizer: Any, expected: list[RolloutGroup]
+) -> None:
+    generator = make(policy, tokenizer, 6, kv_tokens=350)
+    groups, stats = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
+    assert stats.num_set_aside == 0
+    assert stats.kv_tokens_peak <= 350
+    assert samples(groups) == samples(expected)
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
+    policy: Any, tokenizer: Any, expected: list[RolloutGroup], plan: str
+) -> None:
+    rng = random.Random(plan)
+    slots = 12 if plan == "full_group" else rng.randint(1, 9)
+    budget = None if plan == "full_group" else rng.randint(150, 600)
+    controller = RolloutController(make(policy, tokenizer, slots, budget), plan=plan)
+    if rng.random() < 0.5:
+        controller.lengths.estimate = lambda jobs: torch.rand(len(jobs)).mul(100).double().numpy()  # pyright: ignore
+    assert samples(controller.collect(PROMPTS, 4, SAMPLING, seed=0)[0]) == samples(expected)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize("place", ["hidden_states", "sample_tokens", "prefill"])
+def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
+    policy: Any,
+    tokenizer: Any,
+    expected: list[RolloutGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    place: str,
+) -> None:
+    generator, calls = make(policy, tokenizer, 6), 0
+    original = getattr(slots_module, place)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (2 if place == "prefill" else 30):
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(slots_module, place, failing)
+    before = generator.kv_tokens
+    groups, stats = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
+    assert samples(groups) == samples(expected)
+    assert generator.kv_tokens is not None and before is not None and generator.kv_tokens < before
+    assert stats.num_set_aside > 1
+    (message,) = stats.messages
+    assert message.startswith("Memory ran out with") and f"at most {generator.kv_tokens}" in message
+
+
+def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
+    policy: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    generator = make(policy, tokenizer, 1)
+    monkeypatch.setattr(slots_module, "hidden_states", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
+
+
+def test_a_budget_too_small_for_one_completion_says_the_smallest_that_works(policy: Any, tokenizer: Any) -> None:
+    generator = SlotGenerator(4, kv_memory="20KiB")
+    generator.start(policy, tokenizer)
+    generator.load_weights(policy.named_parameters(), 0)
+    with pytest.raises(
+        ValueError, match=r"take 0\.1MiB of keys and values, but kv_memory allows 0\.0MiB; give at least"
+    ):
+        RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
+
+
+@pytest.mark.parametrize("text", ["", "2", "GiB", "0GiB", "120%", "-1GiB", "a lot"])
+def test_a_budget_that_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="kv_memory"):
+        SlotGenerator(4, kv_memory=text)

@@ -1,0 +1,135 @@
+"""``python -m lit_grpo simulate``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_grpo.scheduling.plans import PLANS
+from lit_grpo.simulate import main
+
+SMALL = "lognormal_mild:prompts=2,group=4,max_tokens=40"
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The table's cells by plan."""
+    lines = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in printed.splitlines() if "│" in line]
+    return {name: cells for name, *cells in lines}
+
+
+def write_trace(path: Path) -> Path:
+    """Two batches on which longest first takes 5 + 4 steps with two slots and true lengths, first come 6 + 4."""
+    batches = {0: [4, 1, 2, 3], 1: [4]}
+    records = [
+        {"prompt_id": "a", "visit": step, "sample_id": sample, "prompt_tokens": 2, "tokens": tokens, "step": step}
+        for step, lengths in batches.items()
+        for sample, tokens in enumerate(lengths)
+    ]
+    path.write_text("".join(json.dumps(record | {"predicted": 5 - record["tokens"]}) + "\n" for record in records))
+    return path
+
+
+def test_all_plans_that_apply_are_told_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--trace", SMALL, "--slots", "4"])
+    printed = capsys.readouterr().out
+    assert list(rows(printed)) == [name for name in PLANS if name != "full_group"]
+    assert "8 completions" in printed and "1 x 4 slots" in printed
+    main(["--trace", SMALL, "--slots", "8"])
+    assert list(rows(capsys.readouterr().out)) == list(PLANS)
+
+
+def test_batches_of_a_recorded_trace_are_decoded_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "run.jsonl")
+    main(["--trace", str(trace), "--slots", "2", "--plans", "fcfs", "lpt", "--step_cost", "1000,0,0"])
+    table = rows(capsys.readouterr().out)
+    # steps, over the bound of 5 + 4, bubble ratio, mean completion, peak KV tokens, seconds
+    assert table["fcfs"] == ["10", "1.111", "0.300", "3.6", "7", "10.000"]
+    assert table["lpt"] == ["9", "1.000", "0.222", "4.2", "8", "9.000"]
+
+
+def test_recorded_predictions_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write_trace(tmp_path / "run.jsonl")  # they say the opposite, so that longest first is shortest first
+    main(["--trace", str(trace), "--slots", "2", "--plans", "lpt", "--noise", "recorded"])
+    assert rows(capsys.readouterr().out)["lpt"][0] == "10"
+
+
+def test_without_knowledge_longest_first_is_first_come(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--trace", "lognormal_heavy:prompts=3", "--slots", "8", "--noise", "none", "--plans", "lpt", "fcfs"])
+    table = rows(capsys.readouterr().out)
+    assert table["lpt"] == table["fcfs"]
+
+
+def test_several_traces_engines_and_a_kv_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    traces = ["--trace", "bimodal:prompts=4,max_tokens=64", "--trace", "truncated:prompts=4,max_tokens=64"]
+    main([*traces, "--slots", "8", "--engines", "2", "--kv_tokens", "400", "--noise", "0.7", "--plans", "lpt"])
+    printed = capsys.readouterr().out
+    assert printed.count("2 x 8 slots, 400 KV tokens") == 2 and "set aside" in printed
+    main([*traces[:2], "--slots", "8", "--engines", "2", "--shared_queue", "--plans", "lpt"])
+    assert "set aside" not in capsys.readouterr().out
+
+
+def test_the_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "picture.png"
+    main(["--trace", SMALL, "--slots", "4", "--plans", "fcfs", "lpt", "--output", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"The picture is in {picture}." in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--trace lognormal", "'lognormal' is neither a file nor a family of traces: the families are lognormal_mild"),
+        ("--plans ltp", "There is no plan 'ltp': take one of full_group, micro_rounds, fcfs, sjf, lpt, short_last,"),
+        ("--plans full_group", "The plan full_group decodes everything at once, and 512 jobs wait for 64 slots: give"),
+        ("--noise -0.5", "argument --noise: -0.5 is no spread: give 0 or more, none or recorded."),
+        ("--noise much", "argument --noise: 'much' is no number: give 0 or more, none or recorded."),
+        ("--noise recorded", "lognormal_heavy has rows without predicted: give --noise a number or none."),
+        ("--slots 0", "The number of slots is 0: an engine needs 1 or more."),
+        ("--engines 0", "The number of engines is 0: give 1 or more."),
+        ("--kv_tokens 9", "A KV budget of 9 tokens is too small for the longest completion of lognormal_heavy with"),
+        ("--step_cost 1,2", "argument --step_cost: '1,2' is no cost (there are 2 numbers): give three times in"),
+        ("--step_cost 1,-2,0", "argument --step_cost: '1,-2,0' is no cost (The cost of a step is"),
+        ("--slotz 3", "unrecognized arguments: --slotz 3; --help lists all there are."),
+    ],
+)
+def test_a_mistake_ends_with_one_sentence_and_code_2(
+    arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments.split())
+    assert end.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {sentence}") and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_bad_row_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"prompt_id": "a", "sample_id": 0, "prompt_tokens": 3, "tokens": 0}\n')
+    with pytest.raises(SystemExit):
+        main(["--trace", str(path)])
+    assert f"{path}, line 1: tokens is 0: give a whole number of 1 or more." in capsys.readouterr().err
+
+
+def test_help_documents_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("trace", "slots", "kv_tokens", "engines", "shared_queue", "noise", "plans", "step_cost", "output"):
+        assert f"  --{option}" in printed
+
+
+def test_the_subcommand_starts_without_torch() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['lit_grpo', 'simulate', '--plans', 'lpt', '--slots', '32']\n"
+        "runpy.run_module('lit_grpo', run_name='__main__')\n"
+        "print([name for name in ('torch', 'lightning', 'transformers', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "lpt" in rows(done.stdout) and done.stdout.splitlines()[-1] == "[]"
