@@ -2,9 +2,10 @@
 
 Five families of lengths, five workloads (prompts x group on slots), and predictions of several qualities: the true
 lengths, errors of 0.35 and 0.7 in the logarithm, nothing known, and lengths of other completions that claim to be
-those of these (``misleading``). Figures are steps over the lower bound, means over families, workloads and seeds; those with a star
-have seeds of their own, and more of them. The paper is Infinite Sampling, arXiv 2506.22950; its baseline is naive micro groups (``micro_rounds``). ``full_group`` would need a
-slot for each completion, and is no plan for these workloads.
+those of these (``misleading``). Figures are steps over the lower bound, means over families, workloads and seeds;
+those with a star have seeds of their own, and more of them. The paper is Infinite Sampling, arXiv 2506.22950; its
+baseline is naive micro groups (``micro_rounds``). ``full_group`` would need a slot for each completion, and is no plan
+for these workloads.
 """
 
 from __future__ import annotations

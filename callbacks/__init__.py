@@ -6,6 +6,7 @@ from callbacks.memory_monitor import MemoryMonitor
 from callbacks.policy_exporter import PolicyExporter
 from callbacks.progress_bar import GRPOProgressBar
 from callbacks.rollout_scheduler import RolloutScheduler
+from callbacks.rollout_timeline import RolloutTimeline
 from callbacks.sample_logger import SampleLogger
 from callbacks.throughput_monitor import ThroughputMonitor
 from callbacks.weight_sync import WeightSync
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryMonitor",
     "PolicyExporter",
     "RolloutScheduler",
+    "RolloutTimeline",
     "SampleLogger",
     "ThroughputMonitor",
     "WeightSync",

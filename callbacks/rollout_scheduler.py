@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.plans import make_plan
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
+
+PREDICTION_POINTS = (0, 8, 32, 64)
 
 
 class RolloutScheduler(pl.Callback):
     """Sample and reward the completions of each batch before its step, in every stage.
 
-    ``predict`` rewards them too, where its data has the columns that the reward functions need.
+    A slot that is free takes the next completion at once, whatever its group; which one is next, the plan says. Plans
+    follow predicted lengths as long as the predictions have been worth it, else the order of arrival. The plan
+    changes how long a rollout takes, and never what is sampled. ``predict`` rewards completions too, where its data has
+    the columns that the reward functions need.
 
-    A free slot takes the next request in the order of arrival, whatever its group, so no slot waits for
-    the longest completion of a round.
+    Args:
+        plan: ``lpt`` decodes the longest first, ``fcfs`` in the order of arrival, ``sjf`` the shortest first;
+            ``short_last`` in the order of arrival with the short ones kept for the end; ``fptas`` and
+            ``infinite_sampling`` deal balanced lists onto the slots; ``full_group`` and ``micro_rounds`` are baselines.
+        predict_lengths: Learn the lengths of completions from the policy's hidden states and from earlier visits of
+            the same prompts.
+        prediction_points: After how many tokens the policy's hidden state is looked at; 0 is the prompt's end. By
+            default 0, 8, 32 and 64, as far as ``sampling.max_tokens`` reaches.
+        min_correlation: The rank correlation of predicted with actual lengths from which on they are followed.
     """
 
-    def __init__(self) -> None:
-        self._controller: RolloutController | None = None
+    def __init__(
+        self,
+        plan: str = "lpt",
+        predict_lengths: bool = True,
+        prediction_points: list[int] | None = None,
+        min_correlation: float = 0.2,
+    ) -> None:
+        make_plan(plan, LengthPredictor(), num_slots=1)
+        LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
+        self.plan = plan
+        self.predict_lengths = predict_lengths
+        self.prediction_points = prediction_points
+        self.min_correlation = min_correlation
+        self._lengths: LengthPredictor | None = None
+        self._lengths_state: dict[str, Any] | None = None
+        self._rewards: RewardRunner | None = None
+        self._started = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the reward functions can be called with the data's columns."""
+        """Check that the reward functions can be called with the data's columns, and the points within the limit."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
         for split, rows in _prompts(trainer).items():
@@ -31,6 +63,17 @@ class RolloutScheduler(pl.Callback):
                 continue
             for function in pl_module.rewards:
                 function.check_columns(rows[0].columns)
+        if self.predict_lengths and self._lengths is None:
+            self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learnt of lengths."""
+        return {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what had been learnt."""
+        if self._lengths is not None and "lengths" in state_dict:
+            self._lengths.load_state_dict(state_dict["lengths"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
@@ -45,7 +88,10 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        self._collect(trainer, pl_module, batch, pl_module.num_generations, pl_module.sampling)
+        controller = RolloutController(pl_module.generator, self._rewards, self.plan, self._lengths)
+        self._collect(trainer, pl_module, controller, batch, pl_module.num_generations, pl_module.sampling)
+        if self._lengths is not None:
+            batch.metrics |= self._lengths.metrics()
         pl_module.log_dict(batch.metrics)
 
     def on_validation_batch_start(
@@ -58,43 +104,50 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``eval_num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        self._collect(trainer, pl_module, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
+        controller = RolloutController(pl_module.generator, self._rewards)
+        self._collect(trainer, pl_module, controller, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Free the generator's memory and stop the reward functions' threads."""
-        if self._controller is not None:
-            self._controller.generator.close()
-            if self._controller.rewards is not None:
-                self._controller.rewards.close()
-            self._controller = None
+        if self._started:
+            assert isinstance(pl_module, GRPOModule)
+            pl_module.generator.close()
+            if self._rewards is not None:
+                self._rewards.close()
+            self._rewards, self._started = None, False
+
+    def _make_lengths(self, max_tokens: int) -> LengthPredictor:
+        points = self.prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
+        return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
 
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
-        if self._controller is not None:
+        if self._started:
             return
+        if self._lengths is not None:
+            module.generator.feature_points = self._lengths.points
         module.generator.start(module.policy, module.tokenizer)
-        rewards = None
         if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
-            rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
-        self._controller = RolloutController(module.generator, rewards)
+            self._rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
+        self._started = True
 
     def _collect(
         self,
         trainer: pl.Trainer,
         module: GRPOModule,
+        controller: RolloutController,
         batch: PromptBatch,
         num_generations: int,
         sampling: SamplingParams,
     ) -> None:
-        assert self._controller is not None
         with trainer.precision_plugin.forward_context():
-            batch.groups, stats = self._controller.collect(
-                batch.prompts, num_generations, sampling, module.sampling_seed
-            )
-        batch.metrics = stats.metrics()
-        if self._controller.rewards is not None:
-            batch.metrics["rewards/errors"] = float(self._controller.rewards.num_errors)
+            batch.groups, stats = controller.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
+        batch.metrics, batch.spans, batch.predicted = stats.metrics(), stats.spans, stats.predicted
+        for message in stats.messages:
+            rank_zero_warn(message)
+        if self._rewards is not None:
+            batch.metrics["rewards/errors"] = float(self._rewards.num_errors)
 
 
 def _can_score(module: GRPOModule, prompts: list[Prompt]) -> bool:

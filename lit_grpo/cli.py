@@ -17,6 +17,7 @@ from callbacks import (
     MemoryMonitor,
     PolicyExporter,
     RolloutScheduler,
+    RolloutTimeline,
     SampleLogger,
     ThroughputMonitor,
     WeightSync,
@@ -62,6 +63,7 @@ class GRPOCLI(LightningCLI):
         parser.add_lightning_class_args(MemoryMonitor, "memory_monitor")
         parser.add_lightning_class_args(ThroughputMonitor, "throughput_monitor")
         parser.add_lightning_class_args(SampleLogger, "sample_logger")
+        parser.add_lightning_class_args(RolloutTimeline, "rollout_timeline")
         parser.add_lightning_class_args(PolicyExporter, "policy_exporter")
         parser.add_lightning_class_args(CompletionWriter, "completion_writer")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")

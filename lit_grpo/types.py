@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+    from lit_grpo.scheduling.spans import Span
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -147,7 +149,8 @@ class PromptBatch:
     """The seam between callbacks and module: prompts in, whole rollout groups added by the scheduler.
 
     ``groups`` is empty until :class:`callbacks.RolloutScheduler` has filled it; then it has one group
-    a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself.
+    a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``spans`` which slot
+    decoded which completion when, and ``predicted`` how many tokens were expected of each (by ``Request.key``).
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint.
 
     It is no dataclass, because Lightning copies those field by field to convert their tensors.
@@ -157,6 +160,8 @@ class PromptBatch:
         self.prompts = prompts
         self.groups: list[RolloutGroup] = []
         self.metrics: dict[str, float] = {}
+        self.spans: list[tuple[tuple[str, int, int], Span]] = []
+        self.predicted: dict[tuple[str, int, int], float] = {}
         self.trained = False
 
     def to(self, device: torch.device | str) -> PromptBatch:

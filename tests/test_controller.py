@@ -22,6 +22,7 @@ class FakeGenerator:
     """Decodes completions of given lengths, by prompt and sample, and notes what it is asked."""
 
     version = 0
+    feature_points = ()
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

@@ -96,6 +96,20 @@ def test_short_jobs_are_kept_for_the_end_longest_first() -> None:
     assert samples(plan.admit(9)) == [0, 2, 5, 7, 3, 6, 1, 8, 4]
 
 
+def test_less_is_kept_for_the_end_where_memory_leaves_slots_idle_until_there_are_new_jobs() -> None:
+    lengths = [4, 2, 9, 5, 8, 3, 7, 6]
+    plan, _ = made("short_last", lengths, 8)
+    assert samples(plan.admit(8, lambda job: job.key[2] == 2)) == [2]  # by length, and 8 tokens do not fit
+    # One slot counts, which decodes 8 tokens in the time of the longest; three quarters of that are 2 + 3.
+    assert samples(plan.admit(3)) == [0, 3, 4]
+    waiting, estimates = known(lengths)
+    plan = make_plan("short_last", estimates, 8)
+    plan.add(waiting[:7])
+    assert samples(plan.admit(8, lambda job: job.key[2] == 2)) == [2]
+    plan.add(waiting[7:])
+    assert samples(plan.admit(8)) == [4, 6, 7, 3, 0, 5, 1]
+
+
 def test_where_all_are_kept_for_the_end_the_longest_is_first() -> None:
     assert samples(made("short_last", [5, 9, 2, 9, 7], 8)[0].admit(5)) == [1, 3, 4, 0, 2]
 

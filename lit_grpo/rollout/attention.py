@@ -70,7 +70,7 @@ def slot_attention(
         raise ValueError(f"SlotGenerator cannot decode a model with {feature}; use another generator.")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     # Autocast leaves normed queries and keys in float32; the attention that trains runs in the values' dtype.
     inputs = AttentionInputs(query.to(value.dtype), key.to(value.dtype), value, scaling, sliding_window)
     return slot_cache.attend(layer, inputs).transpose(1, 2), None

@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lit_grpo.rollout.assembly import GroupAssembly, job_of
+from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.in_flight import InFlight
-from lit_grpo.scheduling.jobs import Lengths, NoLengths
+from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans import Plan, make_plan
 from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 
@@ -35,13 +39,13 @@ class RolloutController:
         generator: Generator,
         rewards: RewardRunner | None = None,
         plan: str = "fcfs",
-        lengths: Lengths | None = None,
+        lengths: LearntLengths | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         self.generator = generator
         self.rewards = rewards
         self.plan = plan
-        self.lengths = NoLengths() if lengths is None else lengths
+        self.lengths: LearntLengths = NoLengths() if lengths is None else lengths
         self.on_step = on_step
 
     def collect(
@@ -60,6 +64,7 @@ class RolloutController:
         try:
             rollout.run()
         except BaseException:
+            self.lengths.end()
             self.generator.abort(assembly.in_flight)
             self.generator.release(prompts)
             raise
@@ -88,6 +93,8 @@ class _Rollout:
         """Decode until every group is whole."""
         jobs = self._assembly.jobs
         self._lengths.begin(jobs)
+        self._reports = LengthReports(self._lengths, len(jobs))
+        self.stats.predicted = dict(zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True))
         self._plan.add(jobs)
         while not self._assembly.done:
             began = time.perf_counter()
@@ -102,8 +109,12 @@ class _Rollout:
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
             if self._on_step is not None:
                 self._on_step(events.num_tokens)
+        self._reports.pass_on()
         self._lengths.end()
         self.stats.spans = self._in_flight.spans
+        self.stats.step_bound = (
+            slot_bound(np.array(self.stats.lengths), self._generator.capacity().slots) if jobs else 0
+        )
 
     def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
@@ -122,7 +133,7 @@ class _Rollout:
     def _take(self, events: StepEvents) -> None:
         """Learn what a step brought, and reward the groups that became whole."""
         for observation in events.observations:
-            self._lengths.observe(observation.keys, observation.num_tokens, observation.features)
+            self._reports.observe(observation)
         for request in events.set_aside:
             self._in_flight.set_aside(request.key)
             self._assembly.set_aside(request)
@@ -132,7 +143,7 @@ class _Rollout:
         for completion in events.finished:
             job = job_of(completion.request)
             self._in_flight.finish(job.key)
-            self._lengths.finish(job, completion.num_tokens)
+            self._reports.finish(job, completion.num_tokens)
             self._plan.finish(job, completion.num_tokens)
             group = self._assembly.finish(completion)
             if group is not None and self._rewards is not None:

@@ -31,9 +31,11 @@ class FusedNorms:
 
 
 def _fused(norm: Any, eps: float) -> Any:
-    weight, shape = norm.weight, norm.weight.shape
+    weight, shape, spelled_out = norm.weight, norm.weight.shape, norm.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != weight.dtype:  # under autocast
+            return spelled_out(hidden)
         return rms_norm(hidden, shape, weight, eps)
 
     return forward

@@ -61,9 +61,13 @@ class StepEvents:
 class Generator(Protocol):
     """Decodes submitted requests step by step. The rollout controller is its only caller.
 
+    ``feature_points``, set before ``start``, are the numbers of tokens at which its steps report observations.
+
     The life of a generator: ``start`` once, then ``load_weights`` before the first rollout and after
     every policy update, ``submit``/``step`` in between, and ``close`` at the end.
     """
+
+    feature_points: tuple[int, ...]
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""

@@ -17,7 +17,9 @@ class RolloutStats:
     """What one rollout cost.
 
     ``bubble_ratio`` is one minus the share of slot time in which a slot was decoding. ``scheduling_s`` is the time
-    spent neither in the generator nor in waiting for rewards. ``spans`` says which slot decoded which completion when.
+    spent neither in the generator nor in waiting for rewards. ``spans`` says which slot decoded which completion when,
+    ``predicted`` how many tokens were expected of each before anything was decoded, and ``step_bound`` is the fewest
+    steps that these lengths allow in so many slots.
     """
 
     num_steps: int = 0
@@ -29,8 +31,10 @@ class RolloutStats:
     active_slot_s: float = 0.0
     slot_s: float = 0.0
     kv_tokens_peak: int = 0
+    step_bound: int = 0
     lengths: list[int] = field(default_factory=list)
     spans: list[tuple[Key, Span]] = field(default_factory=list)
+    predicted: dict[Key, float] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
     @property
@@ -57,6 +61,7 @@ class RolloutStats:
             "rollout/tokens": float(self.num_tokens),
             "rollout/bubble_ratio": self.bubble_ratio,
             "rollout/set_asides": float(self.num_set_aside),
+            "rollout/steps_over_bound": self.num_steps / max(self.step_bound, 1),
             "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),
             "rollout/kv_tokens_peak": float(self.kv_tokens_peak),
             "time/rollout_s": self.rollout_s,

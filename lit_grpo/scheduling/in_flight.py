@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from lit_grpo.scheduling.jobs import Job, Key, Lengths
+from lit_grpo.scheduling.jobs import Job, Key, LearntLengths
 from lit_grpo.scheduling.rooms import completion_room, piece_sizes, prompt_room
 from lit_grpo.scheduling.spans import Span
 
@@ -26,7 +26,7 @@ class InFlight:
         kv_tokens: The KV tokens there is memory for; ``None`` for no limit.
     """
 
-    def __init__(self, num_slots: int, lengths: Lengths, kv_tokens: int | None) -> None:
+    def __init__(self, num_slots: int, lengths: LearntLengths, kv_tokens: int | None) -> None:
         self.kv_tokens = kv_tokens
         self.step = 0
         self.spans: list[tuple[Key, Span]] = []
@@ -50,8 +50,12 @@ class InFlight:
     def take(self, job: Job) -> bool:
         """Start a job where it fits, else say ``False``. Where nothing is active, any job fits."""
         most = self._most_tokens + smallest_budget(job.prompt_tokens, job.max_tokens)
-        scarce = self.kv_tokens is not None and most > self.kv_tokens
-        if scarce and self._active and self._forecast(job) > self.kv_tokens:
+        if (
+            self.kv_tokens is not None
+            and self._active
+            and most > self.kv_tokens
+            and self._forecast(job) > self.kv_tokens
+        ):
             return False
         self._most_tokens = most
         self._active[job.key] = (job, self._free.pop(), self.step, self._aside.pop(job.key, 0))
@@ -76,7 +80,9 @@ class InFlight:
     def _forecast(self, job: Job) -> int:
         """Return the most KV tokens that the active jobs and ``job`` are expected to hold at a time."""
         jobs = [*(active[0] for active in self._active.values()), job]
-        has = np.array([*self.progress().values(), self._aside.get(job.key, 0)])
+        progress = self.progress()
+        self._lengths.progress(progress)
+        has = np.array([*progress.values(), self._aside.get(job.key, 0)])
         limits = np.array([job.max_tokens for job in jobs])
         remaining = np.clip(np.ceil(self._lengths.estimate(jobs)), has + 1, limits) - has
         moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,10 @@ class LearntLengths(Lengths, Protocol):
         """The policy shows ``features`` (float32, a row a key) of jobs that have come to ``num_tokens``."""
         ...
 
+    def progress(self, num_tokens: Mapping[Key, int]) -> None:
+        """Jobs that are active have come to so many tokens."""
+        ...
+
     def finish(self, job: Job, num_tokens: int) -> None:
         """A job has come to its end."""
         ...
@@ -78,6 +82,9 @@ class NoLengths:
         """Nothing is learnt."""
 
     def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
+        """Nothing is learnt."""
+
+    def progress(self, num_tokens: Mapping[Key, int]) -> None:
         """Nothing is learnt."""
 
     def finish(self, job: Job, num_tokens: int) -> None:

@@ -94,6 +94,7 @@ class LengthPredictor:
         features = np.asarray(features)
         if features.ndim != 2 or len(features) != len(keys):
             raise ValueError(f"features must have one row for each of {len(keys)} jobs, not shape {features.shape}.")
+        self._recount()
         table, point = self._table, self.points.index(num_tokens)
         rows = table.rows(keys)
         finite = np.isfinite(features).all(1)
@@ -121,7 +122,7 @@ class LengthPredictor:
         self._table.decoded[row] = self._table.total[row] = max(num_tokens, 1)
         self._unnoticed += 1
         if self._unnoticed * RECOUNTS >= len(self._table):
-            self._table.shift = self._known.siblings.shifts(self._table)
+            self._stale = True
             self._unnoticed = 0
             self.revision += 1
 
@@ -140,12 +141,14 @@ class LengthPredictor:
 
         It is more than the job has come to, and no more than its limit.
         """
+        self._recount()
         return self._known.expected(self._table, self._table.rows([job.key for job in jobs]))
 
     def quantile(self, jobs: Sequence[Job], q: float) -> np.ndarray:
         """Return the number of tokens that each job stays below with probability ``q``, float64, shape (jobs,)."""
         if not 0 <= q <= 1:
             raise ValueError(f"q must be from 0 to 1, not {q}.")
+        self._recount()
         return self._known.expected(self._table, self._table.rows([job.key for job in jobs]), q)
 
     def metrics(self) -> dict[str, float]:
@@ -175,10 +178,17 @@ class LengthPredictor:
         """Which rows models learn from: one of so many, to bound what is kept of a rollout."""
         return rows % max(1, math.ceil(len(self._table) / MOST_LEARNED)) == 0
 
+    def _recount(self) -> None:
+        """Take account of the siblings that have finished."""
+        if self._stale:
+            self._table.shift = self._known.siblings.shifts(self._table)
+            self._stale = False
+
     def _clear(self) -> None:
         self._table = JobTable(len(self._known.starts))
         self._observed: dict[int, list[Columns]] = {point: [] for point in range(len(self.points))}
         self._unnoticed = 0
+        self._stale = False
 
 
 def _joined(chunks: list[Columns]) -> Columns:

@@ -7,7 +7,7 @@ _PROMPT_STEP = 16
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """Return the sizes of the pieces that hold a completion of ``max_tokens``: each as long as those before it together.
+    """Return the sizes of a completion's pieces: each as long as those before it together, ``max_tokens`` in all.
 
     A completion has as many pieces as its tokens need, so it takes less than twice its tokens, and never more than
     ``max_tokens``; the few pieces keep the number of operations of a decode step small.

@@ -18,6 +18,7 @@ import torch
 from benchmarks import report
 from benchmarks.report import Claim, Options, finish, parse_options
 from lit_grpo.memory import PeakMemory
+from lit_grpo.scheduling.plans import PLANS
 
 pytestmark = pytest.mark.integration
 
@@ -129,3 +130,11 @@ def test_the_command_line_is_shared() -> None:
     assert parse_options("", ["--quick", "--device", "cuda", "--output", "x.json", "--policy", "tiny"]) == options(
         quick=True, device="cuda", output=Path("x.json"), policy="tiny"
     )
+
+
+@pytest.mark.parametrize("name", ["plans", "plans_in_memory", "planner_cost"])
+def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> None:
+    result, _ = run_quick(name, tmp_path / "result.json")
+    check_result(result, name)
+    measured = {row["plan"] for row in result["rows"]} if name == "planner_cost" else result["rows"][0].keys()
+    assert set(PLANS) - {"full_group"} <= measured

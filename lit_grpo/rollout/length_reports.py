@@ -1,0 +1,48 @@
+"""What a rollout tells of lengths, in portions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lit_grpo.rollout.generator import Observation
+from lit_grpo.scheduling.jobs import Job, LearntLengths
+
+_PORTIONS = 8  # a rollout; each costs a millisecond or so, whatever it holds
+
+
+class LengthReports:
+    """Collects observations and ends of completions, and passes them on some at a time.
+
+    Within a portion what was observed comes before what ended, so nothing is told of a completion after its end.
+
+    Args:
+        lengths: Who is told.
+        num_jobs: The completions of the rollout.
+    """
+
+    def __init__(self, lengths: LearntLengths, num_jobs: int) -> None:
+        self._lengths = lengths
+        self._portion = max(num_jobs // _PORTIONS, 1)
+        self._observations: dict[int, list[Observation]] = {}
+        self._finished: list[tuple[Job, int]] = []
+
+    def observe(self, observation: Observation) -> None:
+        """Note what the policy shows of some completions."""
+        self._observations.setdefault(observation.num_tokens, []).append(observation)
+
+    def finish(self, job: Job, num_tokens: int) -> None:
+        """Note that a completion has ended."""
+        self._finished.append((job, num_tokens))
+        if len(self._finished) >= self._portion:
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell what has been noted."""
+        for num_tokens, observations in sorted(self._observations.items()):
+            keys = [key for observation in observations for key in observation.keys]
+            features = np.concatenate([observation.features for observation in observations])
+            self._lengths.observe(keys, num_tokens, features)
+        for job, num_tokens in self._finished:
+            self._lengths.finish(job, num_tokens)
+        self._observations.clear()
+        self._finished.clear()
