@@ -26,9 +26,10 @@ class RolloutScheduler(pl.Callback):
     the columns that the reward functions need.
 
     Args:
-        plan: ``lpt`` decodes the longest first, ``fcfs`` in the order of arrival, ``sjf`` the shortest first;
-            ``short_last`` in the order of arrival with the short ones kept for the end; ``fptas`` and
-            ``infinite_sampling`` deal balanced lists onto the slots; ``full_group`` and ``micro_rounds`` are baselines.
+        plan: ``short_last`` decodes in the order of arrival and keeps the short ones for the end, so that slots and
+            memory are in use to the last; ``lpt`` decodes the longest first, ``sjf`` the shortest first, ``fcfs`` in the
+            order of arrival; ``fptas`` and ``infinite_sampling`` deal balanced lists onto the slots; ``full_group`` and
+            ``micro_rounds`` are baselines.
         predict_lengths: Learn the lengths of completions from the policy's hidden states and from earlier visits of
             the same prompts.
         prediction_points: After how many tokens the policy's hidden state is looked at; 0 is the prompt's end. By
@@ -38,7 +39,7 @@ class RolloutScheduler(pl.Callback):
 
     def __init__(
         self,
-        plan: str = "lpt",
+        plan: str = "short_last",
         predict_lengths: bool = True,
         prediction_points: list[int] | None = None,
         min_correlation: float = 0.2,

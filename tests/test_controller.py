@@ -39,6 +39,8 @@ class FakeGenerator:
 
     def close(self) -> None: ...
 
+    def expect(self, prompts: Iterable[Prompt]) -> None: ...
+
     def capacity(self) -> Capacity:
         return Capacity(self.slots, self.slots - len(self.remaining))
 

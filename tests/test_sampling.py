@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -24,36 +25,40 @@ def splitmix64(key: int, position: int) -> float:
     return (state >> 11) / 2**53
 
 
-def keys(count: int, seed: int = 0) -> torch.Tensor:
+def keys(count: int, seed: int = 0) -> np.ndarray:
     prompt = Prompt("train/0", (1,), "")
-    return torch.tensor([request_key(Request(prompt, sample, SamplingParams(), seed)) for sample in range(count)])
+    numbers = [request_key(Request(prompt, sample, SamplingParams(), seed)) for sample in range(count)]
+    return np.array(numbers, dtype=np.uint64)
 
 
 def draw(logits_V: torch.Tensor, count: int, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample ``count`` tokens of one distribution."""
-    return sample_tokens(logits_V.expand(count, -1), sampling, keys(count), torch.zeros(count, dtype=torch.int64))[:2]
+    numbers = uniform(keys(count), np.zeros(count, dtype=np.int64))
+    return sample_tokens(logits_V.expand(count, -1), sampling, numbers)[:2]
 
 
 def test_uniform_is_splitmix64() -> None:
     pairs = [(0, 0), (1, 0), (-1, 3), (2**63 - 1, 10_000), (-(2**63), 1), (0x1234567890ABCDEF, 511)]
-    actual = uniform(torch.tensor([key for key, _ in pairs]), torch.tensor([position for _, position in pairs]))
-    assert actual.dtype == torch.float64
+    keys_B = np.array([key % 2**64 for key, _ in pairs], np.uint64)
+    actual = uniform(keys_B, np.array([position for _, position in pairs]))
+    assert actual.dtype == np.float64
     assert actual.tolist() == [splitmix64(key & MASK_64, position) for key, position in pairs]
 
 
 def test_uniform_gives_the_published_first_output_of_splitmix64() -> None:
     # 0xE220A8397B1DCDAF is the first output for seed 0 in the generator's reference implementation.
-    assert uniform(torch.tensor([0]), torch.tensor([0])).item() == (0xE220A8397B1DCDAF >> 11) / 2**53
+    assert uniform(np.zeros(1, np.uint64), np.zeros(1, np.int64)).item() == (0xE220A8397B1DCDAF >> 11) / 2**53
 
 
 @pytest.mark.parametrize("along", ["samples", "positions"])
 def test_uniform_is_uniform_over_samples_and_over_positions(along: str) -> None:
     count, bins = 100_000, 100
     if along == "samples":
-        values = uniform(keys(count), torch.full((count,), 7))
+        values = uniform(keys(count), np.full(count, 7))
     else:
-        values = uniform(keys(1).expand(count), torch.arange(count))
+        values = uniform(keys(1).repeat(count), np.arange(count))
     assert values.min() >= 0 and values.max() < 1
+    values = torch.from_numpy(values)
     histogram = torch.histc(values, bins, 0, 1)
     chi_square = ((histogram - count / bins).square() / (count / bins)).sum().item()
     assert 50 < chi_square < 160  # 99 degrees of freedom: far beyond one in ten thousand on either side
@@ -62,11 +67,11 @@ def test_uniform_is_uniform_over_samples_and_over_positions(along: str) -> None:
 
 
 def test_uniform_does_not_depend_on_the_other_rows() -> None:
-    keys_B, positions_B = keys(50), torch.arange(50) % 9
+    keys_B, positions_B = keys(50), np.arange(50) % 9
     together = uniform(keys_B, positions_B)
     assert together.tolist() == [uniform(keys_B[i, None], positions_B[i, None]).item() for i in range(50)]
     order = torch.randperm(50)
-    assert torch.equal(uniform(keys_B[order], positions_B[order]), together[order])
+    assert (uniform(keys_B[order], positions_B[order]) == together[order]).all()
 
 
 def test_request_key_differs_by_seed_prompt_visit_and_sample_alone() -> None:
@@ -79,7 +84,7 @@ def test_request_key_differs_by_seed_prompt_visit_and_sample_alone() -> None:
     assert len({request_key(request) for request in requests.values()}) == len(requests)
     other_text = Request(Prompt("train/1", (5, 6), "other", {"answer": 3}), 0, SamplingParams(max_tokens=9), 0)
     assert request_key(other_text) == request_key(requests[0, "train/1", 0, 0])
-    assert -(2**63) <= request_key(other_text) < 2**63
+    assert 0 <= request_key(other_text) < 2**64
 
 
 def test_request_key_is_the_same_in_every_process() -> None:
@@ -104,30 +109,30 @@ def test_temperature_divides_the_logits() -> None:
 
 def test_logprobs_are_those_of_log_softmax() -> None:
     logits_BV = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) * 3
-    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), keys(64), torch.arange(64))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), uniform(keys(64), np.arange(64)))
     assert logprobs_B.dtype == torch.float32
     assert torch.equal(logprobs_B, logits_BV.log_softmax(-1)[torch.arange(64), tokens_B])
 
 
 def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits_BV = (torch.randn(8, 50, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
-    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), keys(8), torch.arange(8))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(), uniform(keys(8), np.arange(8)))
     assert torch.equal(logprobs_B, logits_BV.float().log_softmax(-1)[torch.arange(8), tokens_B])
 
 
 def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one() -> None:
     logits_BV = torch.randn(16, 30, generator=torch.Generator().manual_seed(1))
-    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(temperature=0), keys(16), torch.arange(16))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV, SamplingParams(temperature=0), uniform(keys(16), np.arange(16)))
     assert torch.equal(tokens_B, logits_BV.argmax(-1))
     assert torch.equal(logprobs_B, logits_BV.log_softmax(-1).max(-1).values)
 
 
 def test_a_token_does_not_depend_on_the_other_rows() -> None:
     logits_BV = torch.randn(20, 40, generator=torch.Generator().manual_seed(2))
-    keys_B, positions_B = keys(20), torch.arange(20)
-    together, *_ = sample_tokens(logits_BV, SamplingParams(), keys_B, positions_B)
+    keys_B, positions_B = keys(20), np.arange(20)
+    together, *_ = sample_tokens(logits_BV, SamplingParams(), uniform(keys_B, positions_B))
     alone = [
-        sample_tokens(logits_BV[i, None], SamplingParams(), keys_B[i, None], positions_B[i, None])[0].item()
+        sample_tokens(logits_BV[i, None], SamplingParams(), uniform(keys_B[i, None], positions_B[i, None]))[0].item()
         for i in range(20)
     ]
     assert together.tolist() == alone
@@ -171,7 +176,7 @@ def test_truncation_is_that_of_hugging_face(top_k: int, top_p: float, min_p: flo
     assert torch.equal(actual_BV.isneginf(), expected_BV.isneginf())
     assert torch.allclose(actual_BV.exp(), expected_BV.exp(), atol=1e-6)
 
-    tokens_B, logprobs_B, _ = sample_tokens(logits_BV * temperature, sampling, keys(200), torch.arange(200))
+    tokens_B, logprobs_B, _ = sample_tokens(logits_BV * temperature, sampling, uniform(keys(200), np.arange(200)))
     chosen_B = expected_BV[torch.arange(200), tokens_B]
     assert not chosen_B.isneginf().any()
     assert torch.allclose(logprobs_B, chosen_B, atol=1e-5)
@@ -197,14 +202,9 @@ def test_impossible_tokens_at_either_end_are_never_picked() -> None:
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
-def test_the_extreme_random_numbers_pick_possible_tokens_too(
-    monkeypatch: pytest.MonkeyPatch, number: float, token: int
-) -> None:
-    monkeypatch.setattr(
-        "lit_grpo.rollout.sampling.uniform", lambda keys_B, _: torch.full(keys_B.shape, number, dtype=torch.float64)
-    )
-    logits_V = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
-    assert draw(logits_V, 1, SamplingParams())[0].item() == token
+def test_the_extreme_random_numbers_pick_possible_tokens_too(number: float, token: int) -> None:
+    logits_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    assert sample_tokens(logits_BV, SamplingParams(), np.array([number]))[0].item() == token
 
 
 def test_nan_logits_give_a_token_of_the_vocabulary_with_a_nan_logprob() -> None:

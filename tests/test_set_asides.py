@@ -100,7 +100,7 @@ def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
-@pytest.mark.parametrize("place", ["hidden_states", "sample_tokens", "prefill"])
+@pytest.mark.parametrize("place", ["decode_step", "sample_tokens", "prefill"])
 def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     policy: Any,
     tokenizer: Any,
@@ -115,7 +115,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == (2 if place == "prefill" else 30):
+        if calls == (1 if place == "prefill" else 30):
             raise error
         return original(*args, **kwargs)
 
@@ -136,7 +136,7 @@ def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     generator = make(policy, tokenizer, 1)
-    monkeypatch.setattr(slots_module, "hidden_states", failing)
+    monkeypatch.setattr(slots_module, "decode_step", failing)
     with pytest.raises(torch.OutOfMemoryError):
         RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
 

@@ -83,9 +83,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
     """Make every completion the same tokens, by position, with log-prob minus position; the last one repeats."""
     tokens_T = torch.tensor(script)
 
-    def sample(logits_BV: torch.Tensor, sampling: Any, keys_B: Any, positions_B: torch.Tensor) -> Any:
+    def sample(logits_BV: torch.Tensor, sampling: Any, counts_B: Any) -> Any:
+        positions_B = torch.from_numpy(counts_B)
         return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
+    monkeypatch.setattr(TokenRows, "uniform_B", property(lambda rows: rows.counts_B))
     monkeypatch.setattr(slots_module, "sample_tokens", sample)
 
 
@@ -347,7 +349,7 @@ def test_a_prompt_without_tokens_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_slots": 0}, {"prefill_tokens": 0}])
-def test_impossible_sizes_are_refused(options: dict[str, int]) -> None:
+def test_impossible_sizes_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 1, not 0"):
         SlotGenerator(**options)
 
@@ -455,7 +457,7 @@ def test_the_policy_is_given_back_after_abort_and_after_close(make: Any, trainin
 
 
 PLACES: list[tuple[Any, str]] = [
-    (slots_module, "hidden_states"),
+    (slots_module, "decode_step"),
     (slots_module, "token_logits"),
     (slots_module, "sample_tokens"),
     (slots_module, "prefill"),
@@ -522,12 +524,10 @@ def test_weights_that_need_gradients_get_none_and_completions_can_take_part_in_a
 
 def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) -> None:
     generator = make(3)
-    num_tokens = []
+    shapes = []
 
     def count(module: Any, args: Any, kwargs: Any) -> None:
-        input_ids = kwargs.get("input_ids", args[0] if args else None)
-        if input_ids.shape[1] > 1:
-            num_tokens.append(input_ids.numel())
+        shapes.append(tuple(kwargs.get("input_ids", args[0] if args else None).shape))
 
     long = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     hook = policy.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
@@ -535,17 +535,15 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
         RolloutController(generator).collect(long, 10, SAMPLING, seed=0)
     finally:
         hook.remove()
-    assert num_tokens == [3, 28, 5]
+    assert shapes == [(3, 28)]  # decode steps do not go through the module's forward
 
 
 def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
     generator, held = make(3), []
-    many = [Prompt(f"train/{i}", (2, 3 + i), "") for i in range(12)]
-    rollouts = RolloutController(
-        generator, on_step=lambda _: held.append(len(generator._prompt_states))
-    )
+    many = [Prompt(f"train/{i}", (2, 3 + i), "") for i in range(30)]
+    rollouts = RolloutController(generator, on_step=lambda _: held.append(len(generator._prompt_states)))
     rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
-    assert max(held) <= 2  # the group that is being admitted, and at most one beside it
+    assert 8 <= max(held) <= 11  # the group that is being admitted, those in the slots, and the next eight
     assert not generator._prompt_states and not generator._released
 
 

@@ -33,6 +33,11 @@ class GroupAssembly:
         return len(self._groups) == len(self._prompts)
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """One a group."""
+        return list(self._prompts.values())
+
+    @property
     def jobs(self) -> list[Job]:
         """All requests, as plans see them."""
         return [job_of(request) for request in self._requests.values()]

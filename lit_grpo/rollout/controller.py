@@ -96,6 +96,7 @@ class _Rollout:
         self._reports = LengthReports(self._lengths, len(jobs))
         self.stats.predicted = dict(zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True))
         self._plan.add(jobs)
+        self._generator.expect(self._assembly.prompts)
         while not self._assembly.done:
             began = time.perf_counter()
             self._admit()

@@ -94,6 +94,10 @@ class Generator(Protocol):
         """Admit requests, at most ``capacity().free_slots`` of them; decoding starts at the next step."""
         ...
 
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Say which prompts requests will come for, so that some can be made ready together."""
+        ...
+
     def step(self) -> StepEvents:
         """Decode one token of every admitted request; return what finished."""
         ...

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 class PrefillCache:
     """Collects the keys and values of a batch of sequences, while the model runs over piece after piece of them.
 
-    ``keys[layer]`` and ``values[layer]`` have shape (rows, KV heads, tokens so far, head size).
+    ``keys[layer]`` and ``values[layer]`` have shape (rows, KV heads, tokens so far, head size). ``windows`` and
+    ``scalings`` are what the layers hand over with them.
     """
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.windows: list[int | None] = []
+        self.scalings: list[float] = []
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Causal attention over the pieces so far."""
@@ -33,6 +35,7 @@ class PrefillCache:
             self.keys.append(key)
             self.values.append(value)
             self.windows.append(window)
+            self.scalings.append(inputs.scaling)
         else:
             key = self.keys[layer] = torch.cat([self.keys[layer], key], 2)
             value = self.values[layer] = torch.cat([self.values[layer], value], 2)

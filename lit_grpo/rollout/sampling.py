@@ -8,32 +8,33 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import numpy as np
 import torch
 
 from lit_grpo.types import Request, SamplingParams
 
-# The increment and multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed 64-bit integers.
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+# The increment and multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def request_key(request: Request) -> int:
-    """Hash what identifies a request to a signed 64-bit integer."""
+    """Hash what identifies a request to an unsigned 64-bit integer."""
     text = repr((request.seed, *request.key)).encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
-def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-    """Return float64 numbers in [0, 1), one a row, from int64 keys and token positions (SplitMix64)."""
-    bits = keys_B + (positions_B + 1) * _GOLDEN_GAMMA
-    bits = (bits ^ _shift_right(bits, 30)) * _MULTIPLIERS[0]
-    bits = (bits ^ _shift_right(bits, 27)) * _MULTIPLIERS[1]
-    bits = bits ^ _shift_right(bits, 31)
-    return _shift_right(bits, 11).double() * 2.0**-53
+def uniform(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
+    """Return float64 numbers in [0, 1), one a row, from uint64 keys and token positions (SplitMix64)."""
+    bits = keys_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
+    bits = (bits ^ (bits >> np.uint64(30))) * _MULTIPLIERS[0]
+    bits = (bits ^ (bits >> np.uint64(27))) * _MULTIPLIERS[1]
+    bits = bits ^ (bits >> np.uint64(31))
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def sample_tokens(
-    logits_BV: torch.Tensor, sampling: SamplingParams, keys_B: torch.Tensor, positions_B: torch.Tensor
+    logits_BV: torch.Tensor, sampling: SamplingParams, uniform_B: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample a token a row by inverting the cumulative distribution at the row's random number.
 
@@ -41,8 +42,7 @@ def sample_tokens(
         logits_BV: Logits of any float dtype.
         sampling: Temperature and truncation. Temperature 0 takes the likeliest token, and its log-prob
             is that of the model's distribution at temperature 1.
-        keys_B: ``request_key`` of each row, int64.
-        positions_B: The index of the token within its completion, int64.
+        uniform_B: A number in [0, 1) a row, float64: :func:`uniform` of the row's key and the token's position.
 
     Returns:
         Token ids (int64), their log-probs (float32) under the distribution that was sampled from, that is after
@@ -60,7 +60,8 @@ def sample_tokens(
             logprobs_BV = truncate(logprobs_BV, sampling)
         probs_BV = logprobs_BV.double().exp()
         cumulative_BV = probs_BV.cumsum(-1)
-        threshold_B1 = (uniform(keys_B, positions_B) * cumulative_BV[:, -1]).unsqueeze(-1)
+        uniform_on_device_B = torch.from_numpy(uniform_B).to(logits_BV.device)
+        threshold_B1 = (uniform_on_device_B * cumulative_BV[:, -1]).unsqueeze(-1)
         tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
         tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # of NaN logits: any token, with log-prob NaN
     entropies_B = torch.special.entr(probs_BV).sum(-1).float()
@@ -86,8 +87,3 @@ def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
         floor_B1 = logprobs_BV.max(-1, keepdim=True).values + torch.tensor(sampling.min_p).log().item()
         logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < floor_B1, dropped).log_softmax(-1)
     return logprobs_BV
-
-
-def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift int64 right, filling with zeros (torch's own shift fills with the sign)."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -13,7 +13,7 @@ class ShelfReader:
 
     An entry is read by one row (a piece of a completion) or by several (a prompt): their queries stand side by side, so
     that the keys are read once for all of them. A *line* is a row's part in one KV head: line = row x KV heads + head.
-    Readers hold views of the shelf's memory, and have to be made anew when it has grown or shrunk.
+    Readers have to be made anew when entries or rows have come, gone or moved.
 
     Args:
         shelf: The keys and values.
@@ -23,35 +23,32 @@ class ShelfReader:
 
     def __init__(self, shelf: Shelf, entries_B: np.ndarray, start: int = -1) -> None:
         self.width, self.start = shelf.num_tokens, start
-        self._entries_B, self._device = entries_B, shelf.shape.device
-        self._heads = heads = shelf.shape.num_heads
-        num_entries, size = shelf.num_entries, shelf.shape.head_size
-        self._flat_keys = [keys.view(-1, size) for keys in shelf.keys]
-        self._flat_values = [values.view(-1, size) for values in shelf.values]
-        keys = [keys[:num_entries].view(num_entries * heads, self.width, size) for keys in shelf.keys]
-        self._keys = [keys.transpose(1, 2) for keys in keys]
-        self._values = [values[:num_entries].view(num_entries * heads, self.width, size) for values in shelf.values]
-
+        self._shelf, self._entries_B = shelf, entries_B
+        self._heads = shelf.shape.num_heads
+        num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind them that nobody reads yet
+        self._lines = num_entries * self._heads
+        self._per_entry = 1
+        self._there = self._back = self._members = self._member_back = None
+        if len(entries_B) == num_entries and (entries_B == np.arange(num_entries)).all():
+            return  # row n reads entry n, so nothing has to be put in order
         members = np.flatnonzero(entries_B >= 0)
-        counts = np.bincount(entries_B[members], minlength=num_entries)
+        its_entries = entries_B[members]
+        counts = np.bincount(its_entries, minlength=num_entries)
         self._per_entry = per_entry = int(counts.max())
-        by_entry = members[np.argsort(entries_B[members], kind="stable")]
+        by_entry = np.argsort(its_entries, kind="stable")
         ranks = np.arange(len(members)) - np.repeat(np.cumsum(counts) - counts, counts)
         places = np.zeros(len(entries_B), dtype=np.int64)  # a row that reads nothing stands where row 0 does
-        places[by_entry] = entries_B[by_entry] * per_entry + ranks
-        order = np.zeros(num_entries * per_entry, dtype=np.int64)  # a place that is left over reads what row 0 reads
-        order[places[members]] = members
-        identity = len(order) == len(entries_B) and bool((order == np.arange(len(order))).all())
-        all_read = len(members) == len(entries_B)
-        head = np.arange(heads)
-        entry, rank = np.divmod(np.arange(len(order)).reshape(num_entries, per_entry), per_entry)
-        back = (places[:, None] // per_entry * heads + head) * per_entry + places[:, None] % per_entry
-        there = order[(entry * per_entry + rank)[:, None, :]] * heads + head[:, None]
-        simple = identity and per_entry == 1
-        self._there = None if simple else self._index(there)  # place -> line
-        self._back = None if simple else self._index(back)  # line -> place
-        self._members = None if all_read else self._index(members[:, None] * heads + head)  # lines that read here
-        self._member_back = None if all_read else self._index(back[members])
+        places[members[by_entry]] = its_entries[by_entry] * per_entry + ranks
+        order = np.zeros((num_entries, 1, per_entry), dtype=np.int64)  # places left over read what row 0 reads
+        order.reshape(-1)[places[members]] = members
+        head = np.arange(self._heads)
+        entry, rank = np.divmod(places[:, None], per_entry)
+        back = (entry * self._heads + head) * per_entry + rank
+        self._there = self._index(order * self._heads + head[:, None])  # place -> line
+        self._back = self._index(back)  # line -> place
+        if len(members) < len(entries_B):
+            self._members = self._index(members[:, None] * self._heads + head)  # lines that read here
+            self._member_back = self._index(back[members])
 
     def aim(self, counts_B: np.ndarray) -> None:
         """Set which rows write their next token to this shelf, and where."""
@@ -59,10 +56,11 @@ class ShelfReader:
             return
         columns_B = counts_B - self.start
         writers = np.flatnonzero((columns_B >= 0) & (columns_B < self.width))
-        head = np.arange(self._heads)
-        lines = (self._entries_B[writers, None] * self._heads + head) * self.width + columns_B[writers, None]
-        self._targets = self._index(lines)
         everybody = len(writers) == len(counts_B)
+        head = np.arange(self._heads)
+        lines = self._entries_B[:, None] * self._heads + head
+        rows = slice(None) if everybody else writers
+        self._targets = self._index(lines[rows] * self.width + columns_B[rows, None])
         self._writers = None if everybody else self._index(writers[:, None] * self._heads + head)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -71,8 +69,9 @@ class ShelfReader:
             return
         if self._writers is not None:
             keys, values = keys.index_select(0, self._writers), values.index_select(0, self._writers)
-        self._flat_keys[layer].index_copy_(0, self._targets, keys)
-        self._flat_values[layer].index_copy_(0, self._targets, values)
+        size = keys.shape[-1]
+        self._shelf.keys[layer].view(-1, size).index_copy_(0, self._targets, keys)
+        self._shelf.values[layer].view(-1, size).index_copy_(0, self._targets, values)
 
     def scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Return the products of ``query``, shape (lines, queries, head size), with the keys: (lines, queries, width).
@@ -82,7 +81,8 @@ class ShelfReader:
         queries = query.shape[1]
         if self._there is not None:
             query = query.index_select(0, self._there)
-        scores = torch.bmm(query.view(-1, self._per_entry * queries, query.shape[2]), self._keys[layer])
+        keys = self._shelf.keys[layer].flatten(0, 1)[: self._lines]
+        scores = torch.bmm(query.view(-1, self._per_entry * queries, query.shape[2]), keys.transpose(1, 2))
         scores = scores.view(-1, queries, self.width)
         return scores if self._back is None else scores.index_select(0, self._back)
 
@@ -91,7 +91,8 @@ class ShelfReader:
         queries = weights.shape[1]
         if self._there is not None:
             weights = weights.index_select(0, self._there).view(-1, self._per_entry * queries, self.width)
-        mix = torch.bmm(weights, self._values[layer]).view(-1, queries, output.shape[-1])
+        values = self._shelf.values[layer].flatten(0, 1)[: self._lines]
+        mix = torch.bmm(weights, values).view(-1, queries, output.shape[-1])
         if self._members is not None:
             assert self._member_back is not None
             output.index_add_(0, self._members, mix.index_select(0, self._member_back))
@@ -99,4 +100,4 @@ class ShelfReader:
             output.add_(mix if self._back is None else mix.index_select(0, self._back))
 
     def _index(self, index: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(index).reshape(-1)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(index).reshape(-1)).to(self._shelf.shape.device)

@@ -179,7 +179,9 @@ class SlotCache:
             reader.write(layer, key, value)
         scores = torch.cat([reader.scores(layer, query) for reader in self._readers], -1)
         scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
-        scores = torch.add(self._mask(inputs.window), scores, alpha=inputs.scaling)  # in float32
+        mask = self._mask(inputs.window)
+        out = scores if scores.dtype == mask.dtype else None
+        scores = torch.add(mask, scores, alpha=inputs.scaling, out=out)  # in float32
         weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
         output = torch.zeros_like(query)
         widths = [reader.width for reader in self._readers]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lit_grpo.policy import eos_token_ids, hidden_states, token_logits
+from lit_grpo.policy import eos_token_ids, token_logits
 from lit_grpo.rollout.attention import use_slot_attention
-from lit_grpo.rollout.fused_norms import FusedNorms
+from lit_grpo.rollout.decode_step import decode_step
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents, WeightSyncError
 from lit_grpo.rollout.memory_budget import kv_budget_tokens
 from lit_grpo.rollout.out_of_memory import is_out_of_memory
@@ -22,12 +22,14 @@ from lit_grpo.rollout.support import check_slot_support, slot_context
 from lit_grpo.rollout.token_rows import TokenRows
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.in_flight import smallest_budget
+from lit_grpo.scheduling.rooms import prompt_room
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHRINKAGE = 0.8
+_AHEAD_PROMPTS, _AHEAD_TOKENS = 8, 512
 PromptKey = tuple[str, int, int]
 """``(prompt_id, visit, policy version)``: keys and values of an older version are another prompt's."""
 
@@ -70,11 +72,10 @@ class SlotGenerator:
         Raises:
             ValueError: The policy is a model that the slots cannot decode.
         """
-        self._shape = check_slot_support(policy)
+        self._shape, self._fused = check_slot_support(policy)
         self._policy, self._tokenizer = policy, tokenizer
         self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer), device=policy.device)
         self._context = slot_context(policy)
-        self._norms = FusedNorms(policy)
         self.kv_tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
@@ -119,12 +120,10 @@ class SlotGenerator:
             self._training = self.policy.training
             self.policy.eval()
             self._attention = use_slot_attention(self.policy)
-            self._norms.install()
 
     def _end(self) -> None:
         """Give the policy back as it was, once nothing is in flight."""
         if self._attention is not None and not self._in_flight:
-            self._norms.remove()
             self.policy.set_attn_implementation(self._attention)
             self.policy.train(self._training)
             self._attention = None
@@ -135,6 +134,7 @@ class SlotGenerator:
         self._incoming: list[Request] = []
         self._aside: dict[tuple[str, int, int], Completion] = {}
         self._prompt_states: dict[PromptKey, torch.Tensor] = {}  # the last hidden state of each prompt in the cache
+        self._expected: dict[tuple[str, int], Prompt] = {}
         self._released: set[tuple[str, int]] = set()
         self._sampling: SamplingParams | None = None
 
@@ -195,9 +195,16 @@ class SlotGenerator:
                 f"{_mib(self.kv_tokens * self._shape.bytes_per_token)}; give at least the former."
             )
 
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Prefill these prompts some at a time: whenever one is needed, the next ones go through the model with it."""
+        self._expected |= {(prompt.prompt_id, prompt.visit): prompt for prompt in prompts}
+
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Keep these prompts no longer than the requests that are in flight need them."""
-        self._released |= {(prompt.prompt_id, prompt.visit) for prompt in prompts}
+        released = {(prompt.prompt_id, prompt.visit) for prompt in prompts}
+        for key in released:
+            self._expected.pop(key, None)
+        self._released |= released
         self._forget()
 
     def _forget(self) -> None:
@@ -268,8 +275,7 @@ class SlotGenerator:
         hidden_BD = torch.cat(hidden)
         counts_B = rows.counts_B
         logits_BV = token_logits(self.policy, hidden_BD)
-        positions_B = torch.from_numpy(counts_B).to(hidden_BD.device)
-        tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, self._sampling, rows.keys_B, positions_B)
+        tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, self._sampling, rows.uniform_B)
         events.observations = self._observe(rows, counts_B, hidden_BD, entropies_B)
         rows.append(tokens_B, logprobs_B, entropies_B)
         events.num_active = events.num_tokens = len(rows)
@@ -280,8 +286,9 @@ class SlotGenerator:
     def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
         """Run the policy over the last token of each row; return its hidden states, shape (rows, hidden size)."""
         cache.prepare(rows.counts_B - 1)
-        input_ids_B1, positions_B1 = rows.last_tokens_B.unsqueeze(-1), rows.positions_B.unsqueeze(-1)
-        return hidden_states(self.policy, input_ids_B1, position_ids=positions_B1, slot_cache=cache)[:, 0]
+        positions_B = rows.positions_B
+        on_device_B = torch.from_numpy(positions_B).to(self.policy.device)
+        return decode_step(self.policy, self._fused, rows.last_tokens_B, on_device_B, int(positions_B.max()), cache)
 
     def _open(self) -> None:
         """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
@@ -300,6 +307,8 @@ class SlotGenerator:
         """Compute the keys and values of the prompts that are not there yet, some rows of like length at a time."""
         assert self._cache is not None
         missing = [(key, prompt) for key, prompt in prompts.items() if key not in self._cache]
+        if missing and not self._is_scarce():
+            missing += self._ahead({key[:2] for key in prompts})
         missing.sort(key=lambda item: len(item[1].token_ids))
         while missing:
             rows = max(1, self.prefill_tokens // len(missing[-1][1].token_ids))
@@ -309,6 +318,19 @@ class SlotGenerator:
             for row, (key, prompt) in enumerate(batch):
                 self._cache.add_prompt(key, prefilled, row, len(prompt.token_ids))
                 self._prompt_states[key] = hidden_BD[row].clone()
+
+    def _ahead(self, needed: set[tuple[str, int]]) -> list[tuple[PromptKey, Prompt]]:
+        """Choose the prompts that are prefilled before they are needed: a few, and short ones."""
+        assert self._cache is not None
+        chosen, num_tokens = [], 0
+        for key, prompt in list(self._expected.items()):
+            num_tokens += prompt_room(len(prompt.token_ids))
+            if len(chosen) == _AHEAD_PROMPTS or num_tokens > _AHEAD_TOKENS:
+                break
+            del self._expected[key]
+            if key not in needed and (*key, self._version) not in self._cache:
+                chosen.append(((*key, self._version), prompt))
+        return chosen
 
     def _resume(self, request: Request) -> None:
         """Compute the keys and values of all but the last token of a completion anew, and give it a row."""
@@ -370,7 +392,7 @@ class SlotGenerator:
         """Set the youngest completions aside, those not begun first, until the next step fits the memory."""
         rows, cache, fresh = self._rows, self._cache, self._incoming
         assert rows is not None and cache is not None
-        if self.kv_tokens is None:
+        if self.kv_tokens is None or not self._is_scarce():
             return
         tight = False
         while cache.allocated_tokens + cache.growth(rows.counts_B - 1, len(fresh)) > self.kv_tokens:
@@ -387,6 +409,12 @@ class SlotGenerator:
             self._aside[completion.request.key] = completion
             events.set_aside.append(completion.request)
             tight = False
+
+    def _is_scarce(self) -> bool:
+        """Whether the memory could come to an end, if all in flight grew to their limit."""
+        assert self._rows is not None and self._cache is not None
+        most = (2 * len(self._rows) + 2 * len(self._incoming)) * self._cache.max_tokens + _AHEAD_TOKENS
+        return self.kv_tokens is not None and self._cache.allocated_tokens + most > self.kv_tokens
 
     def _take_out(self, row: int) -> Completion:
         """Free a row and return what it has."""
@@ -406,6 +434,7 @@ class SlotGenerator:
         self._rows = self._cache = None
         self._incoming = []
         self._prompt_states.clear()
+        self._expected.clear()
 
     def _shrink(self, allocated_tokens: int, events: StepEvents) -> None:
         """After memory ran out: go on with less than what did not fit."""

@@ -9,6 +9,8 @@ import torch
 
 from lit_grpo.policy import context_length, hidden_states
 from lit_grpo.rollout.attention import use_slot_attention
+from lit_grpo.rollout.decode_step import decode_step
+from lit_grpo.rollout.fused_decoder import FusedDecoder
 from lit_grpo.rollout.prefill import PrefillCache, prefill
 from lit_grpo.rollout.shelf import KVShape
 from lit_grpo.rollout.slot_cache import SlotCache
@@ -20,11 +22,11 @@ _NUM_PREFILLED, _NUM_TOKENS = 3, 6
 _TOLERANCE = 0.05  # of the norm of the hidden states; bfloat16 stays below 0.02
 
 
-def check_slot_support(model: PreTrainedModel) -> KVShape:
+def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | None]:
     """Compare decoding through the slots with the model's own forward on a few tokens.
 
     Returns:
-        What the keys of one of its tokens look like.
+        What the keys of one of its tokens look like, and the short way to decode where there is one for the model.
 
     Raises:
         ValueError: The model cannot be decoded, or comes out otherwise than by its own forward.
@@ -43,7 +45,8 @@ def check_slot_support(model: PreTrainedModel) -> KVShape:
             use_slot_attention(model)
             prompt = _prefill(model, input_ids_BT[0, :_NUM_PREFILLED].tolist())
             shape = _kv_shape(prompt)
-            actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS)).float()
+            actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS), None).float()
+            fused = _fused_decoder(model, prompt, input_ids_BT, shape, actual)
     finally:
         model.set_attn_implementation(before)
         model.train(training)
@@ -60,7 +63,7 @@ def check_slot_support(model: PreTrainedModel) -> KVShape:
             f"SlotGenerator cannot decode {type(model).__name__}: it does not tell its attention of the sliding "
             f"window of {window} tokens in its config; use another generator."
         )
-    return shape
+    return shape, fused
 
 
 def slot_context(model: PreTrainedModel) -> int:
@@ -89,17 +92,35 @@ def _kv_shape(prompt: PrefillCache) -> KVShape:
     return KVShape(len(prompt.keys), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
 
 
-def _decode(model: PreTrainedModel, input_ids_BT: torch.Tensor, prompt: PrefillCache, cache: SlotCache) -> torch.Tensor:
+def _fused_decoder(
+    model: PreTrainedModel, prompt: PrefillCache, input_ids_BT: torch.Tensor, shape: KVShape, expected: torch.Tensor
+) -> FusedDecoder | None:
+    """Return the short way to decode, if the model is built for it and it comes out the same."""
+    try:
+        fused = FusedDecoder(model, prompt)
+        actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS), fused).float()
+    except (AttributeError, ValueError, TypeError, RuntimeError):
+        return None
+    tolerance = 1e-4 if shape.dtype == torch.float32 else 2e-2
+    return fused if float((actual - expected).norm() / expected.norm()) < tolerance else None
+
+
+def _decode(
+    model: PreTrainedModel,
+    input_ids_BT: torch.Tensor,
+    prompt: PrefillCache,
+    cache: SlotCache,
+    fused: FusedDecoder | None,
+) -> torch.Tensor:
     """Return the last token's hidden state: the prompt is there, the other tokens are decoded one by one."""
     cache.add_prompt("prompt", prompt, 0, _NUM_PREFILLED)
     cache.admit(["prompt"])
-    hidden_BTD = torch.empty(0)
+    hidden_BD = torch.empty(0)
     for position in range(_NUM_PREFILLED, _NUM_TOKENS):
         cache.prepare(np.array([position - _NUM_PREFILLED]))
-        positions_B1 = torch.tensor([[position]], device=model.device)
-        token_B1 = input_ids_BT[:, position, None]
-        hidden_BTD = hidden_states(model, token_B1, position_ids=positions_B1, slot_cache=cache)
-    return hidden_BTD[0, -1]
+        positions_B = torch.tensor([position], device=model.device)
+        hidden_BD = decode_step(model, fused, input_ids_BT[:, position], positions_B, position, cache)
+    return hidden_BD[0]
 
 
 def _names(kinds: set[str]) -> str:

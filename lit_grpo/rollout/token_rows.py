@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lit_grpo.rollout.sampling import request_key
+from lit_grpo.rollout.sampling import request_key, uniform
 from lit_grpo.types import Completion, FinishReason, Request
 
 
@@ -40,7 +40,7 @@ class TokenRows:
         self._tokens = torch.zeros((num_rows, max_tokens), dtype=torch.int64, device=device)
         self._logprobs = torch.zeros((num_rows, max_tokens), device=device)
         self._entropy_sums = torch.zeros(num_rows, device=device)
-        self._keys = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._keys = np.zeros(num_rows, dtype=np.uint64)
         self._counts = np.zeros(num_rows, dtype=np.int64)
         self._prompt_lengths = np.zeros(num_rows, dtype=np.int64)
 
@@ -58,10 +58,9 @@ class TokenRows:
         return self._counts[: len(self)].copy()
 
     @property
-    def positions_B(self) -> torch.Tensor:
+    def positions_B(self) -> np.ndarray:
         """The position of each row's last token in its sequence, prompt included."""
-        positions_B = self._prompt_lengths[: len(self)] + self._counts[: len(self)] - 1
-        return torch.from_numpy(positions_B).to(self._index.device)
+        return self._prompt_lengths[: len(self)] + self._counts[: len(self)] - 1
 
     @property
     def last_tokens_B(self) -> torch.Tensor:
@@ -70,9 +69,9 @@ class TokenRows:
         return self._tokens[self._index[: len(self)], columns_B]
 
     @property
-    def keys_B(self) -> torch.Tensor:
-        """What the rows' random numbers are keyed by."""
-        return self._keys[: len(self)]
+    def uniform_B(self) -> np.ndarray:
+        """The random number of each row's next token."""
+        return uniform(self._keys[: len(self)], self._counts[: len(self)])
 
     def youngest(self) -> int:
         """The row that was admitted last."""
@@ -81,8 +80,7 @@ class TokenRows:
     def admit(self, requests: Sequence[Request], begun: Sequence[Completion | None], version: int) -> None:
         """Open rows behind the others, each empty or with what it has ``begun``."""
         first, last = len(self), len(self) + len(requests)
-        device = self._index.device
-        self._keys[first:last] = torch.tensor([request_key(request) for request in requests], device=device)
+        self._keys[first:last] = [request_key(request) for request in requests]
         self._entropy_sums[first:last] = 0
         for row, (request, completion) in enumerate(zip(requests, begun, strict=True), first):
             count = 0 if completion is None else completion.num_tokens
@@ -131,8 +129,9 @@ class TokenRows:
         count = int(self._counts[row])
         with torch.inference_mode(False):
             token_ids_T, logprobs_T = (buffer[row, :count].clone().cpu() for buffer in (self._tokens, self._logprobs))
-            versions_T = torch.empty(count, dtype=torch.int64)
-            for begin, version in self._rows[row].versions:
+            (_, version), *later = self._rows[row].versions
+            versions_T = torch.full((count,), version)
+            for begin, version in later:
                 versions_T[begin:] = version
         entropy = float(self._entropy_sums[row]) / max(count, 1)
         return Completion(self._rows[row].request, token_ids_T, logprobs_T, versions_T, reason, text, entropy)

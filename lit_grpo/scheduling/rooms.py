@@ -7,18 +7,18 @@ _PROMPT_STEP = 16
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """Return the sizes of a completion's pieces: each as long as those before it together, ``max_tokens`` in all.
+    """Return the sizes of a completion's pieces, ``max_tokens`` in all: each twice as long as all before it.
 
-    A completion has as many pieces as its tokens need, so it takes less than twice its tokens, and never more than
-    ``max_tokens``; the few pieces keep the number of operations of a decode step small.
+    A completion has as many pieces as its tokens need, so it takes less than three times its tokens, and never more
+    than ``max_tokens``; pieces cost operations at each decode step, so there are few.
 
     Example:
-        >>> piece_sizes(160)
-        [64, 64, 32]
+        >>> piece_sizes(400)
+        [64, 128, 208]
     """
     sizes, total = [], 0
     while total < max_tokens:
-        sizes.append(min(max(_FIRST_PIECE, total), max_tokens - total))
+        sizes.append(min(max(_FIRST_PIECE, 2 * total), max_tokens - total))
         total += sizes[-1]
     return sizes
 

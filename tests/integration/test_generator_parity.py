@@ -12,8 +12,8 @@ import transformers
 from conftest import random_policy
 
 from lit_grpo.policy import hidden_states, load_tokenizer, token_logits
-from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.attention import ATTENTION_NAME
+from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import Completion, Prompt, SamplingParams
 

@@ -1,0 +1,178 @@
+"""One decode step of a Llama-like decoder in as few operations as it takes.
+
+Hugging Face's forward of one token spends most of a small model's time between the matrix products: norms spelled out,
+angles computed anew, one module call after another. This is the same computation on the same weights, nothing copied.
+It is taken where the decoder is built as expected and comes out the same in a trial; any other runs its own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import linear, rms_norm
+
+from lit_grpo.rollout.attention import Attention, AttentionInputs
+from lit_grpo.rollout.prefill import PrefillCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+_TABLE_STEP = 1024
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The operations of one layer. ``scaling`` and ``window`` are what it hands to its attention."""
+
+    attention_norm: Operation
+    query: Operation
+    key: Operation
+    value: Operation
+    head_norm: Operation
+    output: Operation
+    mlp_norm: Operation
+    gate: Operation
+    up: Operation
+    activation: Operation
+    down: Operation
+    scaling: float
+    window: int | None
+
+
+class FusedDecoder:
+    """Runs a decoder over the last token of each row.
+
+    Args:
+        model: The policy.
+        seen: What its layers handed to their attention in a forward.
+
+    Raises:
+        AttributeError: The model is not built like Llama.
+        ValueError: It is, but with something in it that this does not know.
+    """
+
+    def __init__(self, model: PreTrainedModel, seen: PrefillCache) -> None:
+        decoder: Any = model.get_decoder()
+        config = model.config.get_text_config()
+        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope_type not in _ROPE_TYPES:
+            raise ValueError(f"rope type {rope_type}")
+        self._embedding = decoder.embed_tokens
+        self._rotary = decoder.rotary_emb
+        self._norm = _norm(decoder.norm)
+        self._head_size = seen.keys[0].shape[-1]
+        self._layers = [
+            _layer(layer, scaling, window)
+            for layer, scaling, window in zip(decoder.layers, seen.scalings, seen.windows, strict=True)
+        ]
+        self._cos = self._sin = torch.empty((0, self._head_size), device=model.device)
+
+    def __call__(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
+    ) -> torch.Tensor:
+        """Return the hidden states of ``tokens_B`` at ``positions_B``, shape (rows, hidden size).
+
+        No position is larger than ``longest``.
+        """
+        hidden = self._embedding(tokens_B)
+        self._tabulate(longest + 1, hidden)
+        cos, sin = self._cos[positions_B][:, None], self._sin[positions_B][:, None]
+        size, rows = self._head_size, len(tokens_B)
+        for number, layer in enumerate(self._layers):
+            normed = layer.attention_norm(hidden)
+            # Query and key heads are normed and rotated together.
+            heads = torch.cat([layer.query(normed), layer.key(normed)], -1).view(rows, -1, size)
+            heads = layer.head_norm(heads)
+            heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
+            value = layer.value(normed).view(rows, -1, 1, size)
+            query, key = heads[:, : -value.shape[1], None], heads[:, -value.shape[1] :, None]
+            inputs = AttentionInputs(query, key, value, layer.scaling, layer.window)
+            hidden = layer.output(cache.attend(number, inputs).view(rows, -1)).add_(hidden)
+            normed = layer.mlp_norm(hidden)
+            hidden = layer.down(layer.activation(layer.gate(normed)).mul_(layer.up(normed))).add_(hidden)
+        return self._norm(hidden)
+
+    def _tabulate(self, num_positions: int, like: torch.Tensor) -> None:
+        """Have cosine and sine of all positions at hand; the sine's first half is negative."""
+        if num_positions <= len(self._cos) and self._cos.dtype == like.dtype:
+            return
+        positions_1T = torch.arange(-(-num_positions // _TABLE_STEP) * _TABLE_STEP, device=like.device)[None]
+        cos, sin = (table[0] for table in self._rotary(like, positions_1T))
+        if cos.shape[-1] != self._head_size:
+            raise ValueError("only a part of each head is rotated")
+        half = self._head_size // 2
+        self._cos, self._sin = cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)
+
+
+def _layer(layer: Any, scaling: float, window: int | None) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if unknown := {name for name, _ in layer.named_children()} - known:
+        raise ValueError(f"layers with {sorted(unknown)}")
+    return _Layer(
+        attention_norm=_norm(layer.input_layernorm),
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        head_norm=_head_norm(attention) if hasattr(attention, "q_norm") else _same,
+        output=_linear(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        activation=mlp.act_fn,
+        down=_linear(mlp.down_proj),
+        scaling=scaling,
+        window=window,
+    )
+
+
+def _linear(module: Any) -> Operation:
+    """A plain linear layer without the module's call; anything else (an adapter, say) is called."""
+    if type(module) is not torch.nn.Linear:
+        return module
+    return lambda hidden: linear(hidden, module.weight, module.bias)
+
+
+def _head_norm(attention: Any) -> Operation:
+    """The norms of query and key heads, which have a weight each."""
+    eps = _epsilon(attention.q_norm)
+    query_weight, key_weight = attention.q_norm.weight, attention.k_norm.weight
+    num_queries = attention.q_proj.out_features // attention.head_dim
+    num_keys = attention.k_proj.out_features // attention.head_dim
+    if eps != _epsilon(attention.k_norm) or query_weight.shape != (attention.head_dim,):
+        raise ValueError("norms of query and key heads that differ, or go over all heads")
+
+    def head_norm(heads: torch.Tensor) -> torch.Tensor:
+        weights = torch.cat([query_weight.expand(num_queries, -1), key_weight.expand(num_keys, -1)])
+        return rms_norm(heads, query_weight.shape, None, eps).mul_(weights)
+
+    return head_norm
+
+
+def _norm(module: Any) -> Operation:
+    """A norm as one operation."""
+    eps = _epsilon(module)
+    return lambda hidden: rms_norm(hidden, module.weight.shape, module.weight, eps)
+
+
+def _epsilon(module: Any) -> float:
+    """The epsilon of an RMS norm, which is tried on a few numbers first."""
+    weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight.dim() != 1 or not isinstance(eps, float):
+        raise ValueError(f"norms of type {type(module).__name__}")
+    size = weight.shape
+    numbers = torch.linspace(-3, 3, 3 * size[0], dtype=weight.dtype, device=weight.device).reshape(3, -1)
+    with torch.no_grad():
+        if not torch.allclose(module(numbers), rms_norm(numbers, size, weight, eps), rtol=1e-2, atol=1e-5):
+            raise ValueError(f"norms of type {type(module).__name__}")
+    return eps
+
+
+def _same(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
