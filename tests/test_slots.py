@@ -460,7 +460,6 @@ PLACES: list[tuple[Any, str]] = [
     (slots_module, "decode_step"),
     (slots_module, "token_logits"),
     (slots_module, "sample_tokens"),
-    (slots_module, "prefill"),
     (SlotCache, "add_prompt"),
     (SlotCache, "admit"),
     (SlotCache, "prepare"),

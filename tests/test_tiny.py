@@ -137,6 +137,7 @@ def test_the_environment_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch,
     assert default_cache_dir() == tmp_path / ".cache" / "lit_grpo"
 
 
+@pytest.mark.integration
 def test_two_processes_at_once_make_one_intact_folder(folder: Path, tmp_path: Path) -> None:
     code = (
         "from lit_grpo.tiny import *; import sys; from pathlib import Path\n"

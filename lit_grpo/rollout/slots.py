@@ -76,7 +76,8 @@ class SlotGenerator:
         self._policy, self._tokenizer = policy, tokenizer
         self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer), device=policy.device)
         self._context = slot_context(policy)
-        self.kv_tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
+        self._granted_tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
+        self.kv_tokens = self._granted_tokens
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
         """Check that every weight is the policy's own tensor, then take ``version``."""
@@ -188,11 +189,11 @@ class SlotGenerator:
                 "lower sampling.max_tokens or data.max_prompt_tokens."
             )
         smallest = smallest_budget(len(request.prompt.token_ids), request.sampling.max_tokens)
-        if self.kv_tokens is not None and smallest > self.kv_tokens:
+        if smallest > self._granted_tokens:
             raise ValueError(
                 f"Prompt {request.prompt.prompt_id!r} and {request.sampling.max_tokens} tokens of completion take "
                 f"{_mib(smallest * self._shape.bytes_per_token)} of keys and values, but kv_memory allows "
-                f"{_mib(self.kv_tokens * self._shape.bytes_per_token)}; give at least the former."
+                f"{_mib(self._granted_tokens * self._shape.bytes_per_token)}; give at least the former."
             )
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
@@ -437,11 +438,13 @@ class SlotGenerator:
         self._expected.clear()
 
     def _shrink(self, allocated_tokens: int, events: StepEvents) -> None:
-        """After memory ran out: go on with less than what did not fit."""
-        self.kv_tokens = int(_SHRINKAGE * min(allocated_tokens, self.kv_tokens or allocated_tokens))
+        """After memory ran out: go on with less than what did not fit, and with smaller pieces of prompts."""
+        self.prefill_tokens = max(self.prefill_tokens // 2, 1)
+        self.kv_tokens = int(_SHRINKAGE * allocated_tokens)
         events.message = (
             f"Memory ran out with {allocated_tokens} KV tokens allocated; {len(events.set_aside)} completions were set "
-            f"aside and go on with at most {self.kv_tokens}; lower num_slots or kv_memory to keep this from happening."
+            f"aside and go on with at most {self.kv_tokens}, and prompts in pieces of {self.prefill_tokens} tokens; "
+            "lower num_slots, kv_memory or prefill_tokens to keep this from happening."
         )
 
     def _prompt_key(self, request: Request) -> PromptKey:

@@ -17,6 +17,7 @@ from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.scheduling.plans import PLANS
 from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 
+pytestmark = pytest.mark.integration
 SAMPLING = SamplingParams(max_tokens=100)
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (7,) * 17, "")]
 
@@ -126,7 +127,11 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     assert generator.kv_tokens is not None and before is not None and generator.kv_tokens < before
     assert stats.num_set_aside > 1
     (message,) = stats.messages
-    assert message.startswith("Memory ran out with") and f"at most {generator.kv_tokens}" in message
+    assert (
+        message.startswith("Memory ran out with")
+        and f"at most {generator.kv_tokens}" in message
+        and generator.prefill_tokens == 4096
+    )
 
 
 def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
