@@ -10,8 +10,10 @@ from lit_grpo.arithmetic import ArithmeticRows
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DEMO_TRACE = Path(__file__).parent / "traces" / "demo.jsonl"
 NOISE_REWARD = "benchmarks.workloads.noise_reward"
 
 
@@ -67,3 +69,39 @@ def load(policy: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from lit_grpo.policy import load_policy, load_tokenizer
 
     return load_policy(policy).to(device).eval(), load_tokenizer(policy)  # pyright: ignore[reportArgumentType]
+
+
+def random_qwen3(device: str) -> PreTrainedModel:
+    """Return a Qwen3 of 47 million random parameters with the demo's vocabulary."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).to(device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def recorded_lengths(num_prompts: int, group_size: int) -> np.ndarray | None:
+    """Return lengths recorded in the demo, shape (prompts x group,): of groups of one update, one after another.
+
+    ``None`` where the trace is not there.
+    """
+    from lit_grpo.scheduling.traces import recorded_trace
+
+    if not DEMO_TRACE.is_file():
+        return None
+    lengths = recorded_trace(DEMO_TRACE).lengths
+    needed = num_prompts * group_size
+    return lengths[: needed * (len(lengths) // needed)].reshape(-1, needed)[len(lengths) // needed // 2]

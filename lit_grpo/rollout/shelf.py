@@ -28,11 +28,17 @@ class Shelf:
 
     ``keys[layer]`` and ``values[layer]`` have shape (room, KV heads, num_tokens, head size). They are separate tensors
     so that growing, which copies, needs the memory of one layer twice and not of all.
+
+    Args:
+        num_tokens: The tokens of an entry.
+        shape: What the keys of a token look like.
+        most_entries: Entries that there will be at most, as far as that is known; up to there it grows ahead of need.
     """
 
-    def __init__(self, num_tokens: int, shape: KVShape) -> None:
+    def __init__(self, num_tokens: int, shape: KVShape, most_entries: int = 0) -> None:
         self.num_tokens = num_tokens
         self.shape = shape
+        self.most_entries = most_entries
         self.num_entries = 0
         size = (0, shape.num_heads, num_tokens, shape.head_size)
         empty = torch.empty(size, dtype=shape.dtype, device=shape.device)
@@ -51,7 +57,9 @@ class Shelf:
 
     def room_for(self, num_entries: int) -> int:
         """The room that the shelf takes to hold so many entries: what it has, or an eighth more than needed."""
-        return self.room if num_entries <= self.room else num_entries + num_entries // 8
+        if num_entries <= self.room:
+            return self.room
+        return max(num_entries, min(num_entries + num_entries // 8, self.most_entries))
 
     def add(self, num_entries: int) -> range:
         """Take entries into use, at the end; return their numbers."""

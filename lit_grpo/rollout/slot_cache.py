@@ -25,12 +25,13 @@ class SlotCache:
     Args:
         shape: What the keys of a token look like.
         max_tokens: The most tokens of one completion.
+        max_rows: The most rows at a time.
     """
 
-    def __init__(self, shape: KVShape, max_tokens: int) -> None:
+    def __init__(self, shape: KVShape, max_tokens: int, max_rows: int) -> None:
         self.shape = shape
         self.max_tokens = max_tokens
-        self._pieces = [Shelf(size, shape) for size in piece_sizes(max_tokens)]
+        self._pieces = [Shelf(size, shape, max_rows) for size in piece_sizes(max_tokens)]
         self._starts = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])[:-1]
         self._rows_of: list[list[int]] = [[] for _ in self._pieces]  # by shelf: the row of each entry
         self._entries_of: list[list[int]] = []  # by row: its entry on each shelf

@@ -297,7 +297,7 @@ class SlotGenerator:
         max_tokens = self._sampling.max_tokens
         if self._rows is None or (not len(self._rows) and self._rows.max_tokens != max_tokens):
             self._rows = TokenRows(self.num_slots, max_tokens, self.policy.device)
-            self._cache = SlotCache(self._shape, max_tokens)
+            self._cache = SlotCache(self._shape, max_tokens, self.num_slots)
             self._prompt_states.clear()
         self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming})
         for request in [request for request in self._incoming if request.key in self._aside]:
@@ -366,8 +366,7 @@ class SlotGenerator:
     def _finish(self, rows: TokenRows, tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> list[Completion]:
         """Take the rows that have ended out of their slots."""
         assert self._sampling is not None
-        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1).cpu().numpy()
-        stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
+        stopped_B = self._stopped(rows, tokens_B)
         if bool(logprobs_B.isnan().any()):
             raise FloatingPointError(
                 f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
@@ -381,6 +380,13 @@ class SlotGenerator:
         for row in reversed(ended):
             self._remove(row)
         return finished
+
+    def _stopped(self, rows: TokenRows, tokens_B: torch.Tensor) -> np.ndarray:
+        """Whether the token that a row has just got ends it, shape (rows,)."""
+        assert self._sampling is not None
+        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1).cpu().numpy()
+        stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
+        return stopped_B
 
     def _remove(self, row: int) -> None:
         assert self._rows is not None and self._cache is not None

@@ -45,7 +45,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
             use_slot_attention(model)
             prompt = _prefill(model, input_ids_BT[0, :_NUM_PREFILLED].tolist())
             shape = _kv_shape(prompt)
-            actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS), None).float()
+            actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS, 1), None).float()
             fused = _fused_decoder(model, prompt, input_ids_BT, shape, actual)
     finally:
         model.set_attn_implementation(before)
@@ -98,7 +98,7 @@ def _fused_decoder(
     """Return the short way to decode, if the model is built for it and it comes out the same."""
     try:
         fused = FusedDecoder(model, prompt)
-        actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS), fused).float()
+        actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS, 1), fused).float()
     except (AttributeError, ValueError, TypeError, RuntimeError):
         return None
     tolerance = 1e-4 if shape.dtype == torch.float32 else 2e-2

@@ -1,0 +1,107 @@
+"""How much of the time of decoding is the model: tokens per second over those of bare forward passes.
+
+A rollout is decoded, and rows and mean length of every step are noted. Bare forward passes are the policy's own
+(transformers, sdpa, a dynamic cache that already holds so many tokens a row, one new token a row), with nothing around
+them: no sampling, no refill, no prompt, no bookkeeping. They are timed at a sample of the noted steps, interleaved with
+the rollouts, and the others take what the nearest of the sample takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.forced_lengths import ForcedGenerator, started
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.workloads import arithmetic_prompts, load, random_qwen3
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.scheduling.families import synthetic_lengths
+from lit_grpo.types import SamplingParams
+
+CASES = ((8, 16, 32), (8, 32, 64))  # prompts, group size, slots
+
+
+def main(options: Options) -> int:
+    """Measure both policies in each case, and report medians of paired ratios."""
+    repeats, cases, limit, sample = (1, ((1, 4, 2),), 12, 3) if options.quick else (5, CASES, 128, 24)
+    tiny, tokenizer = load("tiny", options.device)
+    policies: dict[str, Any] = {"tiny": tiny}
+    if not options.quick:
+        policies["random Qwen3, 47 M"] = random_qwen3(options.device)
+    rows: list[Row] = []
+    claims = []
+    for name, policy in policies.items():
+        for num_prompts, group_size, slots in cases:
+            prompts = arithmetic_prompts(tokenizer, num_prompts)
+            rng = np.random.default_rng(0)
+            lengths = synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, rng).reshape(-1).tolist()
+            keys = [(prompt.prompt_id, 0, sample_id) for prompt in prompts for sample_id in range(group_size)]
+            generator = started(ForcedGenerator(dict(zip(keys, lengths, strict=True)), slots), policy, tokenizer)
+            rollouts, passes = [], []
+            for repeat in range(repeats + 1):
+                seconds, steps = _rollout(generator, prompts, group_size, limit)
+                bare = _bare(policy, steps, sample)
+                note(f"{name}, {slots} slots: {repeat or 'warm-up'}: {bare / seconds:.3f}")
+                if repeat:
+                    rollouts.append(seconds)
+                    passes.append(bare)
+            share = statistics.median(bare / ours for bare, ours in zip(passes, rollouts, strict=True))
+            rows.append(
+                {
+                    "policy": name,
+                    "slots": slots,
+                    "completions": len(keys),
+                    "steps": len(steps),
+                    "tokens_per_s": sum(lengths) / statistics.median(rollouts),
+                    "bare_tokens_per_s": sum(lengths) / statistics.median(passes),
+                    "share": share,
+                }
+            )
+            claims.append(Claim(f"{name}, {slots} slots: tokens/s over bare forward passes", share, ">=", 0.85))
+    return finish("decode_efficiency", options, {"threads": torch.get_num_threads(), "repeats": repeats}, rows, claims)
+
+
+def _rollout(generator: Any, prompts: Any, group_size: int, limit: int) -> tuple[float, list[tuple[int, int]]]:
+    """Decode everything; return the seconds, and rows and mean tokens a row (prompt included) of each step."""
+    steps = []
+
+    def on_step(num_tokens: int) -> None:
+        rows = generator._rows
+        if len(rows):
+            steps.append((num_tokens, int((rows.positions_B + 1).mean())))
+
+    controller = RolloutController(generator, on_step=on_step)
+    begin = time.perf_counter()
+    controller.collect(prompts, group_size, SamplingParams(max_tokens=limit), seed=0)
+    return time.perf_counter() - begin, steps
+
+
+@torch.inference_mode()
+def _bare(policy: Any, steps: list[tuple[int, int]], sample: int) -> float:
+    """Return the seconds that bare forward passes of these rows and lengths take."""
+    chosen = np.unique(np.linspace(0, len(steps) - 1, sample).astype(int))
+    seconds = {}
+    for number in chosen.tolist():
+        rows, length = steps[number]
+        cache = policy(
+            torch.zeros((rows, length), dtype=torch.int64, device=policy.device), use_cache=True
+        ).past_key_values
+        token = torch.zeros((rows, 1), dtype=torch.int64, device=policy.device)
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            policy(token, past_key_values=cache, use_cache=True)
+            times.append(time.perf_counter() - begin)
+        seconds[number] = min(times[1:])
+    nearest = chosen[np.abs(chosen[:, None] - np.arange(len(steps))).argmin(0)]
+    return float(sum(seconds[number] for number in nearest.tolist()))
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))

@@ -1,0 +1,93 @@
+"""One rollout in a process of its own, and the memory that it took at its peak.
+
+Run by :mod:`benchmarks.kv_memory`; prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.forced_lengths import ForcedGenerator, started
+from lit_grpo.memory import PeakMemory
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.types import Prompt, SamplingParams
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures. All completions come to ``max_tokens``."""
+
+    system: Literal["lit_grpo", "full group"]
+    device: str
+    layers: int
+    prompt_tokens: int
+    group_size: int
+    num_slots: int
+    max_tokens: int
+
+
+def wide_qwen3(case: Case) -> Any:
+    """Return a random Qwen3 with the keys and values of Qwen3-0.6B (8 heads of 128 a layer), and little else."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=case.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).to(case.device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def main(argument: str) -> None:
+    """Run the case that is given as JSON."""
+    from lit_grpo.tiny import make_tokenizer
+
+    case = Case(**json.loads(argument))
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    policy = wide_qwen3(case)
+    prompt = Prompt("train/0", tuple(2 + i % 10 for i in range(case.prompt_tokens)), "")
+    lengths = {("train/0", 0, sample): case.max_tokens for sample in range(case.group_size)}
+    slots = case.num_slots if case.system == "lit_grpo" else case.group_size
+    generator = started(ForcedGenerator(lengths, slots), policy, make_tokenizer())
+    held = 0
+
+    def on_step(_: int) -> None:
+        nonlocal held
+        held = max(held, generator.capacity().kv_tokens_in_use)
+
+    controller = RolloutController(generator, on_step=on_step)
+    gc.collect()
+    memory = PeakMemory(policy.device)
+    idle_gib = memory.current_gib()
+    memory.reset()
+    controller.collect([prompt], case.group_size, SamplingParams(max_tokens=case.max_tokens), seed=0)
+    peak_mib = (memory.peak_gib() - idle_gib) * 1024
+    kv_mib = held * generator._shape.bytes_per_token / 2**20
+    least = (case.prompt_tokens + slots * case.max_tokens) * generator._shape.bytes_per_token / 2**20
+    print(json.dumps({"rollout_mib": peak_mib, "kv_mib": kv_mib, "prompt_and_slots_mib": least}))
+
+
+def to_argument(case: Case) -> str:
+    """Return ``case`` as the argument that :func:`main` takes."""
+    return json.dumps(asdict(case))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
