@@ -16,7 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.group_size_memory import ENVIRONMENT
-from benchmarks.kv_memory_case import Case, to_argument
+from benchmarks.kv_memory_case import Case, System, to_argument
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
 Figures = dict[str, float]
@@ -29,10 +29,11 @@ def main(options: Options) -> int:
     """Measure all cases."""
     layers, lengths = (2, {16: 8}) if options.quick else (28, CASES)
     sizes, full_groups = ((8, 16), (16,)) if options.quick else (SIZES, FULL_GROUPS)
+    systems: list[tuple[System, tuple[int, ...]]] = [("lit_grpo", sizes), ("full group", full_groups)]
     cases = [
         Case(system, options.device, layers, prompt_tokens, size, SLOTS, max_tokens)
         for prompt_tokens, max_tokens in lengths.items()
-        for system, its_sizes in (("lit_grpo", sizes), ("full group", full_groups))
+        for system, its_sizes in systems
         for size in its_sizes
     ]
     order = sorted(
@@ -52,7 +53,8 @@ def main(options: Options) -> int:
             Claim(f"{where}: peak memory of the rollout, furthest from the median", spread, "<=", 0.03),
             Claim(f"{where}: keys and values over prompt once + slots x completion", over, "<=", 1.1),
         ]
-    settings: Row = {"slots": SLOTS, "layers": layers} | {f"completion of prompt {p}": n for p, n in lengths.items()}
+    settings: Row = {"slots": SLOTS, "layers": layers}
+    settings |= {f"completion tokens after a prompt of {p}": n for p, n in lengths.items()}
     settings["environment"] = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     return finish("kv_memory", options, settings, rows, claims)
 

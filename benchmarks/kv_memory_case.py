@@ -20,11 +20,14 @@ from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.types import Prompt, SamplingParams
 
 
+System = Literal["lit_grpo", "full group"]
+
+
 @dataclass(frozen=True)
 class Case:
     """What one process measures. All completions come to ``max_tokens``."""
 
-    system: Literal["lit_grpo", "full group"]
+    system: System
     device: str
     layers: int
     prompt_tokens: int

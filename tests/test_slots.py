@@ -539,10 +539,10 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
 
 def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
     generator, held = make(3), []
-    many = [Prompt(f"train/{i}", (2, 3 + i), "") for i in range(30)]
+    many = [Prompt(f"train/{i}", (2, 3 + i % 30), "") for i in range(90)]
     rollouts = RolloutController(generator, on_step=lambda _: held.append(len(generator._prompt_states)))
     rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
-    assert 8 <= max(held) <= 11  # the group that is being admitted, those in the slots, and the next eight
+    assert 30 <= max(held) <= 33  # those of 512 tokens, 16 each, and what was needed first
     assert not generator._prompt_states and not generator._released
 
 

@@ -85,15 +85,15 @@ class _Rollout:
         self._generator, self._rewards = controller.generator, controller.rewards
         self._lengths, self._on_step = controller.lengths, controller.on_step
         self._assembly = assembly
-        capacity = self._generator.capacity()
-        self._in_flight = InFlight(capacity.slots, self._lengths, capacity.kv_tokens)
-        self._plan: Plan = make_plan(controller.plan, self._lengths, capacity.slots)
+        self._capacity = self._generator.capacity()
+        self._in_flight = InFlight(self._capacity.slots, self._lengths, self._capacity.kv_tokens)
+        self._plan: Plan = make_plan(controller.plan, self._lengths, self._capacity.slots)
 
     def run(self) -> None:
         """Decode until every group is whole."""
         jobs = self._assembly.jobs
         self._lengths.begin(jobs)
-        self._reports = LengthReports(self._lengths, len(jobs))
+        self._reports = LengthReports(self._lengths, jobs)
         self.stats.predicted = dict(zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True))
         self._plan.add(jobs)
         self._generator.expect(self._assembly.prompts)
@@ -105,21 +105,20 @@ class _Rollout:
             if not events.num_active and not events.set_aside:
                 raise RuntimeError(f"The generator lost {len(self._assembly.in_flight)} requests that were in flight.")
             stepped = time.perf_counter()
+            self._capacity = self._generator.capacity()
             self._take(events)
-            self.stats.add_step(events, self._generator.capacity(), stepped - admitted)
+            self.stats.add_step(events, self._capacity, stepped - admitted)
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
             if self._on_step is not None:
                 self._on_step(events.num_tokens)
         self._reports.pass_on()
         self._lengths.end()
         self.stats.spans = self._in_flight.spans
-        self.stats.step_bound = (
-            slot_bound(np.array(self.stats.lengths), self._generator.capacity().slots) if jobs else 0
-        )
+        self.stats.step_bound = slot_bound(np.array(self.stats.lengths), self._capacity.slots) if jobs else 0
 
     def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
-        free_slots = self._generator.capacity().free_slots
+        free_slots = self._capacity.free_slots
         if not free_slots or not len(self._plan):
             return
         jobs = self._plan.admit(free_slots, self._in_flight.take)
@@ -140,7 +139,7 @@ class _Rollout:
             self._assembly.set_aside(request)
             self._plan.set_aside(job_of(request))
         self._in_flight.step += 1
-        self._in_flight.kv_tokens = self._generator.capacity().kv_tokens
+        self._in_flight.kv_tokens = self._capacity.kv_tokens
         for completion in events.finished:
             job = job_of(completion.request)
             self._in_flight.finish(job.key)

@@ -30,13 +30,14 @@ class Capacity:
 
 @dataclass
 class Observation:
-    """What the policy shows of some completions when they have come to ``num_tokens`` tokens (0: the prompt alone).
+    """What the policy shows of some completions when they have come to ``num_tokens`` tokens.
 
-    ``features`` (float32, a row for each of ``keys``) are the last hidden state, the mean log-prob so far and the
-    entropy of the next token.
+    With 0 tokens it is what it shows of prompts, which all their completions share: ``keys`` are then the first two
+    parts of a request's key. ``features`` (float32, a row for each of ``keys``) are the last hidden state, the mean
+    log-prob so far and the entropy of the next token.
     """
 
-    keys: list[tuple[str, int, int]]
+    keys: Sequence[tuple[str, int, int]] | Sequence[tuple[str, int]]
     num_tokens: int
     features: np.ndarray
 

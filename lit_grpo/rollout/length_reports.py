@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import numpy as np
 
 from lit_grpo.rollout.generator import Observation
-from lit_grpo.scheduling.jobs import Job, LearntLengths
+from lit_grpo.scheduling.jobs import Job, Key, LearntLengths
 
-_PORTIONS = 8  # a rollout; each costs a millisecond or so, whatever it holds
+_PORTIONS = 4  # a rollout; each costs a millisecond or so, whatever it holds
 
 
 class LengthReports:
@@ -17,17 +20,25 @@ class LengthReports:
 
     Args:
         lengths: Who is told.
-        num_jobs: The completions of the rollout.
+        jobs: The completions of the rollout.
     """
 
-    def __init__(self, lengths: LearntLengths, num_jobs: int) -> None:
+    def __init__(self, lengths: LearntLengths, jobs: Sequence[Job]) -> None:
         self._lengths = lengths
-        self._portion = max(num_jobs // _PORTIONS, 1)
+        self._portion = max(len(jobs) // _PORTIONS, 1)
+        self._groups: dict[tuple[str, int], list[Key]] = {}
+        for job in jobs:
+            self._groups.setdefault(job.group, []).append(job.key)
         self._observations: dict[int, list[Observation]] = {}
         self._finished: list[tuple[Job, int]] = []
 
     def observe(self, observation: Observation) -> None:
-        """Note what the policy shows of some completions."""
+        """Note what the policy shows of some completions; what it shows of prompts is passed on for all of theirs."""
+        if not observation.num_tokens:
+            groups = [self._groups[key[:2]] for key in observation.keys]
+            features = np.repeat(observation.features, [len(group) for group in groups], axis=0)
+            self._lengths.observe([key for group in groups for key in group], 0, features)
+            return
         self._observations.setdefault(observation.num_tokens, []).append(observation)
 
     def finish(self, job: Job, num_tokens: int) -> None:
@@ -39,9 +50,8 @@ class LengthReports:
     def pass_on(self) -> None:
         """Tell what has been noted."""
         for num_tokens, observations in sorted(self._observations.items()):
-            keys = [key for observation in observations for key in observation.keys]
-            features = np.concatenate([observation.features for observation in observations])
-            self._lengths.observe(keys, num_tokens, features)
+            keys = [cast(Key, key) for observation in observations for key in observation.keys]
+            self._lengths.observe(keys, num_tokens, np.concatenate([each.features for each in observations]))
         for job, num_tokens in self._finished:
             self._lengths.finish(job, num_tokens)
         self._observations.clear()

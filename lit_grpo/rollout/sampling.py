@@ -87,3 +87,9 @@ def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
         floor_B1 = logprobs_BV.max(-1, keepdim=True).values + torch.tensor(sampling.min_p).log().item()
         logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < floor_B1, dropped).log_softmax(-1)
     return logprobs_BV
+
+
+def entropy(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the entropy of each row's distribution before truncation, in nats, shape B (float32)."""
+    logits_BV = logits_BV.float() / (temperature or 1.0)
+    return torch.special.entr(logits_BV.softmax(-1)).sum(-1)

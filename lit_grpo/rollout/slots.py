@@ -15,7 +15,7 @@ from lit_grpo.rollout.generator import Capacity, Observation, StepEvents, Weight
 from lit_grpo.rollout.memory_budget import kv_budget_tokens
 from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.prefill import prefill
-from lit_grpo.rollout.sampling import sample_tokens
+from lit_grpo.rollout.sampling import entropy, sample_tokens
 from lit_grpo.rollout.slot_cache import SlotCache
 from lit_grpo.rollout.stop_strings import rows_with_stop_string
 from lit_grpo.rollout.support import check_slot_support, slot_context
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHRINKAGE = 0.8
-_AHEAD_PROMPTS, _AHEAD_TOKENS = 8, 512
+_AHEAD_TOKENS = 512
 PromptKey = tuple[str, int, int]
 """``(prompt_id, visit, policy version)``: keys and values of an older version are another prompt's."""
 
@@ -262,7 +262,7 @@ class SlotGenerator:
         return events
 
     def _step(self, events: StepEvents) -> None:
-        self._open()
+        self._open(events)
         self._make_room(events)
         rows, cache = self._rows, self._cache
         assert rows is not None and cache is not None and self._sampling is not None
@@ -277,7 +277,7 @@ class SlotGenerator:
         counts_B = rows.counts_B
         logits_BV = token_logits(self.policy, hidden_BD)
         tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, self._sampling, rows.uniform_B)
-        events.observations = self._observe(rows, counts_B, hidden_BD, entropies_B)
+        events.observations += self._observe(rows, counts_B, hidden_BD, entropies_B)
         rows.append(tokens_B, logprobs_B, entropies_B)
         events.num_active = events.num_tokens = len(rows)
         events.finished = self._finish(rows, tokens_B, logprobs_B)
@@ -291,7 +291,7 @@ class SlotGenerator:
         on_device_B = torch.from_numpy(positions_B).to(self.policy.device)
         return decode_step(self.policy, self._fused, rows.last_tokens_B, on_device_B, int(positions_B.max()), cache)
 
-    def _open(self) -> None:
+    def _open(self, events: StepEvents) -> None:
         """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
         assert self._sampling is not None
         max_tokens = self._sampling.max_tokens
@@ -299,12 +299,12 @@ class SlotGenerator:
             self._rows = TokenRows(self.num_slots, max_tokens, self.policy.device)
             self._cache = SlotCache(self._shape, max_tokens, self.num_slots)
             self._prompt_states.clear()
-        self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming})
+        self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming}, events)
         for request in [request for request in self._incoming if request.key in self._aside]:
             self._resume(request)
             self._incoming.remove(request)
 
-    def _prefill_prompts(self, prompts: dict[PromptKey, Prompt]) -> None:
+    def _prefill_prompts(self, prompts: dict[PromptKey, Prompt], events: StepEvents) -> None:
         """Compute the keys and values of the prompts that are not there yet, some rows of like length at a time."""
         assert self._cache is not None
         missing = [(key, prompt) for key, prompt in prompts.items() if key not in self._cache]
@@ -319,6 +319,12 @@ class SlotGenerator:
             for row, (key, prompt) in enumerate(batch):
                 self._cache.add_prompt(key, prefilled, row, len(prompt.token_ids))
                 self._prompt_states[key] = hidden_BD[row].clone()
+            if 0 in self.feature_points:
+                assert self._sampling is not None
+                entropies_B1 = entropy(token_logits(self.policy, hidden_BD), self._sampling.temperature)[:, None]
+                parts = (hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1)
+                keys = [key[:2] for key, _ in batch]
+                events.observations.append(Observation(keys, 0, torch.cat(parts, -1).cpu().numpy()))
 
     def _ahead(self, needed: set[tuple[str, int]]) -> list[tuple[PromptKey, Prompt]]:
         """Choose the prompts that are prefilled before they are needed: a few, and short ones."""
@@ -326,7 +332,7 @@ class SlotGenerator:
         chosen, num_tokens = [], 0
         for key, prompt in list(self._expected.items()):
             num_tokens += prompt_room(len(prompt.token_ids))
-            if len(chosen) == _AHEAD_PROMPTS or num_tokens > _AHEAD_TOKENS:
+            if num_tokens > _AHEAD_TOKENS:
                 break
             del self._expected[key]
             if key not in needed and (*key, self._version) not in self._cache:
@@ -351,7 +357,7 @@ class SlotGenerator:
         """Tell what the policy shows of the rows that have come to one of the ``feature_points``."""
         observations = []
         for point in self.feature_points:
-            if not len(chosen := np.flatnonzero(counts_B == point)):
+            if not point or not len(chosen := np.flatnonzero(counts_B == point)):
                 continue
             index = torch.from_numpy(chosen).to(hidden_BD.device)
             parts = [

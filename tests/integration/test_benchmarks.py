@@ -138,3 +138,10 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     check_result(result, name)
     measured = {row["plan"] for row in result["rows"]} if name == "planner_cost" else result["rows"][0].keys()
     assert set(PLANS) - {"full_group"} <= measured
+
+
+@pytest.mark.parametrize("name", ["decode_throughput", "decode_efficiency", "kv_memory", "length_prediction"])
+def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
+    result, printed = run_quick(name, tmp_path / "result.json")
+    check_result(result, name)
+    assert result["claims"] and "not judged in a quick run" in printed
