@@ -28,6 +28,7 @@ CASES = ((8, 16, 32), (8, 32, 64))  # prompts, group size, slots
 
 def main(options: Options) -> int:
     """Measure both policies in each case, and report medians of paired ratios."""
+    torch.set_num_threads(1)
     repeats, cases, limit, sample = (1, ((1, 4, 2),), 12, 3) if options.quick else (5, CASES, 128, 24)
     tiny, tokenizer = load("tiny", options.device)
     policies: dict[str, Any] = {"tiny": tiny}
@@ -42,7 +43,7 @@ def main(options: Options) -> int:
             lengths = synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, rng).reshape(-1).tolist()
             keys = [(prompt.prompt_id, 0, sample_id) for prompt in prompts for sample_id in range(group_size)]
             generator = started(ForcedGenerator(dict(zip(keys, lengths, strict=True)), slots), policy, tokenizer)
-            rollouts, passes = [], []
+            rollouts, passes, steps = [], [], []
             for repeat in range(repeats + 1):
                 seconds, steps = _rollout(generator, prompts, group_size, limit)
                 bare = _bare(policy, steps, sample)

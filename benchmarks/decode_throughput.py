@@ -75,6 +75,7 @@ class Steps:
 
 def main(options: Options) -> int:
     """Measure every system on every workload, interleaved, and report medians of paired ratios."""
+    torch.set_num_threads(1)  # continuous batching decodes beside the thread that waits for it
     repeats, cases = (1, ((1, 4, 2),)) if options.quick else (3, CASES)
     limit = 12 if options.quick else 128
     rows: list[Row] = []

@@ -19,7 +19,6 @@ from lit_grpo.memory import PeakMemory
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.types import Prompt, SamplingParams
 
-
 System = Literal["lit_grpo", "full group"]
 
 

@@ -57,7 +57,7 @@ def test_group_size_memory_measures_every_case_in_both_phases(tmp_path: Path) ->
     check_result(result, "group_size_memory")
     assert [(row["system"], row["G"]) for row in result["rows"]] == [("lit_grpo", 2), ("lit_grpo", 4), ("generate", 4)]
     for row in result["rows"]:
-        assert row["rollout_mib"] > 10 and row["update_mib"] > 60  # keys and values; gradients and AdamW's moments
+        assert row["rollout_mib"] > 1 and row["update_mib"] > 60  # keys and values; gradients and AdamW's moments
         assert row["tokens"] >= row["G"]
     assert [claim["bound"] for claim in result["claims"]] == ["<= 1.05", "<= 1.05"]
     assert "peak memory of the update" in printed
