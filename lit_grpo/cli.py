@@ -133,7 +133,10 @@ def run(args: list[str] | None = None) -> None:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_class=InputParser,
-            parser_kwargs={"prog": "python -m lit_grpo"},
+            parser_kwargs={
+                "prog": "python -m lit_grpo",
+                "epilog": "Plans in pictures, without a model: python -m lit_grpo simulate --help",
+            },
         )
     except (ValueError, RewardError, WeightSyncError, FloatingPointError) as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lit_grpo.cli import run
+from lit_grpo.simulate import main as simulate
 
 pytestmark = pytest.mark.integration
 
@@ -134,6 +135,36 @@ def test_wandb_offline_writes_a_run(folder: Path) -> None:
     assert list(Path("runs/task/wandb").glob("offline-run-*/*.wandb"))
 
 
+def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("--rollout_timeline.every_n_batches=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
+    pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
+    assert pictures == ["update-1.png", "update-3.png"]
+    rows = [json.loads(line) for line in Path("runs/task/trace.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * 3 * 4
+    assert {row["sample_id"] for row in rows} == {0, 1, 2, 3} and all(1 <= row["tokens"] <= 16 for row in rows)
+    last = metrics("task")[-1]
+    assert float(last["rollout/steps_over_bound"]) >= 1 and "lengths/informative" in last
+    capsys.readouterr()
+    simulate(["--trace", "runs/task/trace.jsonl", "--slots", "4", "--plans", "fcfs", "lpt"])
+    assert "48 completions" in capsys.readouterr().out
+
+
+def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
+    fit("--run.name=lpt", "--rollout_scheduler.plan=lpt", "--model.generator.init_args.num_slots=5")
+    fit("--run.name=rounds", "--rollout_scheduler.plan=micro_rounds", "--rollout_scheduler.predict_lengths=false")
+    one, other = weights("lpt"), weights("rounds")
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+def test_what_was_learned_of_lengths_is_in_the_checkpoint(folder: Path) -> None:
+    fit()
+    checkpoint = torch.load("runs/task/checkpoints/last.ckpt", weights_only=True)
+    (state,) = [value for key, value in checkpoint["callbacks"].items() if key.startswith("RolloutScheduler")]
+    assert state["lengths"]
+
+
 def test_kl_scheduler_and_several_updates_a_batch_are_configurable(folder: Path) -> None:
     schedule = '{"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 4}}'
     fit("--model.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
@@ -214,6 +245,18 @@ BAD_INPUT = {
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots", "0"],
         "num_slots must be at least 1",
     ),
+    "unknown plan": (["--rollout_scheduler.plan", "fastest"], "There is no plan 'fastest': take one of full_group"),
+    "points out of order": (["--rollout_scheduler.prediction_points", "[8, 4]"], "points must be ascending"),
+    "point beyond the limit": (["--rollout_scheduler.prediction_points", "[0, 16]"], "16"),
+    "no amount of memory": (
+        ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.kv_memory", "much"],
+        "kv_memory must be an amount such as '2.5GiB'",
+    ),
+    "too little memory": (
+        ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.kv_memory", "10KiB"],
+        "but kv_memory allows",
+    ),
+    "timeline": (["--rollout_timeline.every_n_batches", "-1"], "every_n_batches must be at least 0"),
     "too many mini-batches": (["--model.num_minibatches", "4"], "a batch has 3 prompts; lower it"),
     "greedy training": (["--model.sampling.temperature", "0"], "greedy completions of a prompt are all the same"),
     "truncated training": (["--model.sampling.top_p", "0.9"], "set them in eval_sampling"),
