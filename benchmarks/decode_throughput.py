@@ -7,8 +7,8 @@ rows to the end of its longest completion, on our engine. ``generate`` (as TRL c
 mode) does the same in batches, on transformers. Transformers' continuous batching refills, with paged sdpa attention,
 at most as many requests a batch as there are rows, and a cache of as many tokens; its start is not timed.
 
-The demo's policy has lengths that were recorded from its training; a random Qwen3 of 47 million parameters has
-log-normal ones.
+Lengths are log-normal with a heavy tail and up to 128 tokens; the policies are the demo's and a random Qwen3 of 47
+million parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.forced_lengths import ForcedGenerator, ForetoldLengths, started
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load, random_qwen3, recorded_lengths
+from benchmarks.workloads import arithmetic_prompts, load, random_qwen3
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.scheduling.families import synthetic_lengths
 from lit_grpo.scheduling.jobs import Key
@@ -85,7 +85,8 @@ def main(options: Options) -> int:
         policies["random Qwen3, 47 M"] = random_qwen3(options.device), policies["tiny"][1]
     for name, (policy, tokenizer) in policies.items():
         for num_prompts, group_size, num_rows in cases:
-            lengths = _lengths(name, num_prompts, group_size, limit)
+            rng = np.random.default_rng(0)
+            lengths = synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, rng).reshape(-1)
             prompts = arithmetic_prompts(tokenizer, num_prompts)
             work = Work(policy, tokenizer, prompts, _by_key(prompts, lengths), group_size, num_rows)
             case: Row = {"policy": name, "G": group_size, "rows": num_rows, "prompts": num_prompts}
@@ -95,12 +96,6 @@ def main(options: Options) -> int:
             claims += case_claims
     settings: Row = {"threads": torch.get_num_threads(), "repeats": repeats, "prediction error (log)": NOISE}
     return finish("decode_throughput", options, settings, rows, claims)
-
-
-def _lengths(policy: str, num_prompts: int, group_size: int, limit: int) -> np.ndarray:
-    if policy == "tiny" and (recorded := recorded_lengths(num_prompts, group_size)) is not None:
-        return np.minimum(recorded, limit)
-    return synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, np.random.default_rng(0)).reshape(-1)
 
 
 def _by_key(prompts: list[Prompt], lengths: np.ndarray) -> dict[Key, int]:

@@ -10,10 +10,8 @@ from lit_grpo.arithmetic import ArithmeticRows
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEMO_TRACE = Path(__file__).parent / "traces" / "demo.jsonl"
 NOISE_REWARD = "benchmarks.workloads.noise_reward"
 
 
@@ -91,17 +89,3 @@ def random_qwen3(device: str) -> PreTrainedModel:
     )
     torch.manual_seed(0)
     return Qwen3ForCausalLM(config).to(device).eval()  # pyright: ignore[reportArgumentType]
-
-
-def recorded_lengths(num_prompts: int, group_size: int) -> np.ndarray | None:
-    """Return lengths recorded in the demo, shape (prompts x group,): of groups of one update, one after another.
-
-    ``None`` where the trace is not there.
-    """
-    from lit_grpo.scheduling.traces import recorded_trace
-
-    if not DEMO_TRACE.is_file():
-        return None
-    lengths = recorded_trace(DEMO_TRACE).lengths
-    needed = num_prompts * group_size
-    return lengths[: needed * (len(lengths) // needed)].reshape(-1, needed)[len(lengths) // needed // 2]
