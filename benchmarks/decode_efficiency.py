@@ -29,11 +29,11 @@ CASES = ((8, 16, 32), (8, 32, 64))  # prompts, group size, slots
 def main(options: Options) -> int:
     """Measure both policies in each case, and report medians of paired ratios."""
     torch.set_num_threads(1)
-    repeats, cases, limit, sample = (1, ((1, 4, 2),), 12, 3) if options.quick else (5, CASES, 128, 24)
+    repeats, cases, limit, sample = (1, ((1, 4, 2),), 12, 3) if options.quick else (3, CASES, 128, 24)
     tiny, tokenizer = load("tiny", options.device)
     policies: dict[str, Any] = {"tiny": tiny}
     if not options.quick:
-        policies["random Qwen3, 47 M"] = random_qwen3(options.device)
+        policies["random Qwen3, 31 M"] = random_qwen3(options.device)
     rows: list[Row] = []
     claims = []
     for name, policy in policies.items():

@@ -70,7 +70,7 @@ def load(policy: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def random_qwen3(device: str) -> PreTrainedModel:
-    """Return a Qwen3 of 47 million random parameters with the demo's vocabulary."""
+    """Return a Qwen3 of 31 million random parameters with the demo's vocabulary."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -78,7 +78,7 @@ def random_qwen3(device: str) -> PreTrainedModel:
         vocab_size=16,
         hidden_size=512,
         intermediate_size=2048,
-        num_hidden_layers=12,
+        num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,

@@ -91,12 +91,7 @@ class _Rollout:
 
     def run(self) -> None:
         """Decode until every group is whole."""
-        jobs = self._assembly.jobs
-        self._lengths.begin(jobs)
-        self._reports = LengthReports(self._lengths, jobs)
-        self.stats.predicted = dict(zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True))
-        self._plan.add(jobs)
-        self._generator.expect(self._assembly.prompts)
+        self._begin()
         while not self._assembly.done:
             began = time.perf_counter()
             self._admit()
@@ -111,10 +106,27 @@ class _Rollout:
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
             if self._on_step is not None:
                 self._on_step(events.num_tokens)
+        self._end()
+
+    def _begin(self) -> None:
+        """Tell everybody what is to come."""
+        jobs = self._assembly.jobs
+        self._lengths.begin(jobs)
+        self._reports = LengthReports(self._lengths, jobs)
+        self.stats.predicted = dict(zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True))
+        self._plan.add(jobs)
+        self._generator.expect(self._assembly.prompts)
+        self.stats.scheduling_s = time.perf_counter() - self.start
+
+    def _end(self) -> None:
+        """Learn from the lengths, and add up."""
+        began = time.perf_counter()
         self._reports.pass_on()
         self._lengths.end()
         self.stats.spans = self._in_flight.spans
-        self.stats.step_bound = slot_bound(np.array(self.stats.lengths), self._capacity.slots) if jobs else 0
+        if self.stats.lengths:
+            self.stats.step_bound = slot_bound(np.array(self.stats.lengths), self._capacity.slots)
+        self.stats.scheduling_s += time.perf_counter() - began
 
     def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
