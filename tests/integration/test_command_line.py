@@ -152,7 +152,8 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
 
 
 def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
-    fit("--run.name=lpt", "--rollout_scheduler.plan=lpt", "--model.generator.init_args.num_slots=5")
+    slots = ("--model.generator=lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots=5")
+    fit("--run.name=lpt", "--rollout_scheduler.plan=lpt", *slots)
     fit("--run.name=rounds", "--rollout_scheduler.plan=micro_rounds", "--rollout_scheduler.predict_lengths=false")
     one, other = weights("lpt"), weights("rounds")
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
