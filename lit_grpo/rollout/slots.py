@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from lit_grpo.rollout.memory_budget import kv_budget_tokens
 from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.prefill import prefill
 from lit_grpo.rollout.sampling import entropy, sample_tokens
+from lit_grpo.rollout.shelf import KVShape
 from lit_grpo.rollout.slot_cache import SlotCache
 from lit_grpo.rollout.stop_strings import rows_with_stop_string
 from lit_grpo.rollout.support import check_slot_support, slot_context
@@ -295,14 +297,26 @@ class SlotGenerator:
         """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
         assert self._sampling is not None
         max_tokens = self._sampling.max_tokens
-        if self._rows is None or (not len(self._rows) and self._rows.max_tokens != max_tokens):
+        shape = self._shape_now()
+        known = self._cache
+        if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (max_tokens, shape)):
             self._rows = TokenRows(self.num_slots, max_tokens, self.policy.device)
-            self._cache = SlotCache(self._shape, max_tokens, self.num_slots)
+            self._cache = SlotCache(shape, max_tokens, self.num_slots)
             self._prompt_states.clear()
+        assert self._rows is not None
         self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming}, events)
         for request in [request for request in self._incoming if request.key in self._aside]:
             self._resume(request)
             self._incoming.remove(request)
+
+    def _shape_now(self) -> KVShape:
+        """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
+        kind = self.policy.device.type
+        return (
+            replace(self._shape, dtype=torch.get_autocast_dtype(kind))
+            if torch.is_autocast_enabled(kind)
+            else self._shape
+        )
 
     def _prefill_prompts(self, prompts: dict[PromptKey, Prompt], events: StepEvents) -> None:
         """Compute the keys and values of the prompts that are not there yet, some rows of like length at a time."""

@@ -97,7 +97,11 @@ class RankBatches(Batches):
 def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
     """What must be the same on all ranks; what RolloutScheduler logs is each rank's own."""
     logs = [
-        {name: value for name, value in logs.items() if not name.startswith(("time/", "rollout/", "rewards/errors"))}
+        {
+            name: value
+            for name, value in logs.items()
+            if not name.startswith(("time/", "rollout/", "lengths/", "rewards/errors"))
+        }
         for logs in recorder.logs
     ]
     return {"weights": weights_of(module), "version": module.policy_version, "logs": logs}
