@@ -51,7 +51,6 @@ class RolloutScheduler(pl.Callback):
         self.prediction_points = prediction_points
         self.min_correlation = min_correlation
         self._lengths: LengthPredictor | None = None
-        self._lengths_state: dict[str, Any] | None = None
         self._rewards: RewardRunner | None = None
         self._started = False
 

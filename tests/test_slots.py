@@ -549,8 +549,8 @@ def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> No
 def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
     def peak_tokens(group_size: int) -> int:
         generator, held = make(4), []
-        note = lambda _: held.append(generator.capacity().kv_tokens_in_use)  # noqa: E731
-        RolloutController(generator, on_step=note).collect(PROMPTS[2:3], group_size, SAMPLING, seed=0)
+        controller = RolloutController(generator, on_step=lambda _: held.append(generator.capacity().kv_tokens_in_use))
+        controller.collect(PROMPTS[2:3], group_size, SAMPLING, seed=0)
         return max(held)
 
     assert peak_tokens(64) == peak_tokens(8) == 4 * 24 + 32

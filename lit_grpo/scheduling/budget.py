@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]ib|%)", re.IGNORECASE)
@@ -48,15 +48,3 @@ class MemoryBudget:
         if self.kind == "share":
             return int(self.amount * free_bytes)
         return int(0.9 * max(free_bytes - update_bytes, 0))
-
-
-def kv_bytes_per_token(config: Any, bytes_per_number: int) -> int:
-    """Return the bytes that one token's keys and values take in all layers of a Hugging Face decoder config.
-
-    Grouped-query attention keeps the KV heads alone. Layers with a sliding window count like the others: their keys are
-    masked beyond the window and not forgotten, so this is what :class:`lit_grpo.rollout.slots.SlotGenerator` takes.
-    """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * bytes_per_number

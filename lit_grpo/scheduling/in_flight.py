@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, Key, LearntLengths
-from lit_grpo.scheduling.rooms import completion_room, piece_sizes, prompt_room
+from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
 from lit_grpo.scheduling.spans import Span
 
 _MOMENTS = 16  # of the future at which memory is added up
@@ -93,7 +93,7 @@ class InFlight:
 
 
 def _rooms(tokens: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """:func:`completion_room` of many completions, whose limits go along the last axis."""
+    """The KV tokens that the pieces of completions take; their limits go along the last axis."""
     rooms = np.empty_like(tokens)
     for limit in np.unique(limits):
         ends = np.cumsum(piece_sizes(int(limit)))
@@ -105,4 +105,4 @@ def _rooms(tokens: np.ndarray, limits: np.ndarray) -> np.ndarray:
 @cache
 def smallest_budget(prompt_tokens: int, max_tokens: int) -> int:
     """Return the fewest KV tokens that one completion can be decoded in."""
-    return prompt_room(prompt_tokens) + completion_room(max_tokens, max_tokens)
+    return prompt_room(prompt_tokens) + max_tokens

@@ -23,16 +23,6 @@ def piece_sizes(max_tokens: int) -> list[int]:
     return sizes
 
 
-def completion_room(num_tokens: int, max_tokens: int) -> int:
-    """Return the KV tokens that a completion takes which has come to ``num_tokens``."""
-    room = 0
-    for size in piece_sizes(max_tokens):
-        room += size
-        if room >= num_tokens:
-            break
-    return room
-
-
 def prompt_room(num_tokens: int) -> int:
     """Return the KV tokens that a prompt takes: its length, rounded up by less than a quarter (or to 16).
 
