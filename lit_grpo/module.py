@@ -328,8 +328,8 @@ class GRPOModule(pl.LightningModule):
         """The micro-batch's share of the step's loss."""
         self._check_mode()
         logprobs_N, entropy_N = micro_batch_logprobs(self.policy, micro_batch, self.sampling.temperature)
-        lengths_B = micro_batch.lengths_B
-        advantages_N = micro_batch.advantages_B.repeat_interleave(lengths_B)
+        lengths_C = micro_batch.lengths_C
+        advantages_N = micro_batch.advantages_C.repeat_interleave(lengths_C)
         loss_N, token_metrics = clipped_objective(
             logprobs_N, micro_batch.sampled_logprobs_N, advantages_N, self.epsilon, self.epsilon_high
         )
@@ -337,7 +337,7 @@ class GRPOModule(pl.LightningModule):
             kl_N = k3(logprobs_N, self._reference.logprobs(micro_batch, self.sampling.temperature))
             loss_N = loss_N + self.beta * kl_N
             token_metrics["kl"] = kl_N.detach()
-        weights_N = token_weights(lengths_B, totals, self.loss_normalization).repeat_interleave(lengths_B)
+        weights_N = token_weights(lengths_C, totals, self.loss_normalization).repeat_interleave(lengths_C)
         loss = (loss_N * weights_N).sum()
         metrics.add_means(entropy=entropy_N, **token_metrics)
         metrics.add_sums(loss=loss.detach())

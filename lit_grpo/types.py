@@ -6,6 +6,7 @@ Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logp
 P     prompts in a batch
 G     completions per prompt (the group size)
 B     rows of a batch that goes through the model
+C     completions of a micro-batch
 T     tokens
 N     completion tokens of a micro-batch, flattened over its rows
 V     vocabulary
@@ -181,8 +182,8 @@ class MicroBatch:
     ``input_ids_BT`` is padded on the right (under causal attention padding on the right is never seen,
     so there is no attention mask, and no pad id can be mistaken for a token). The completion tokens of
     all rows, one after another, are the N axis: ``row_N`` and ``column_N`` say where the *predecessor*
-    of each token stands, whose hidden state predicts it. ``advantages_B`` is per row, and so is
-    ``lengths_B``, the number of completion tokens.
+    of each token stands, whose hidden state predicts it. ``advantages_C`` and ``lengths_C``, the number of its tokens,
+    are per completion, in the order of the N axis.
 
     Example:
         Two rows, prompt [5, 6] with completion [7, 8], and prompt [5] with completion [9]::
@@ -196,8 +197,8 @@ class MicroBatch:
     column_N: torch.Tensor
     target_ids_N: torch.Tensor
     sampled_logprobs_N: torch.Tensor
-    advantages_B: torch.Tensor
-    lengths_B: torch.Tensor
+    advantages_C: torch.Tensor
+    lengths_C: torch.Tensor
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``."""

@@ -87,9 +87,9 @@ def test_token_weights_of_rows_of_2_5_and_1_tokens(normalization: Normalization,
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
 def test_token_weights_of_a_whole_step_sum_to_one(normalization: Normalization) -> None:
-    lengths_B = torch.tensor([2, 5, 1, 2])
-    weights_B = token_weights(lengths_B, StepTotals(10, 4, 16), normalization)
-    assert float((weights_B * lengths_B).sum()) == pytest.approx(1)
+    lengths_C = torch.tensor([2, 5, 1, 2])
+    weights_C = token_weights(lengths_C, StepTotals(10, 4, 16), normalization)
+    assert float((weights_C * lengths_C).sum()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])

@@ -22,17 +22,17 @@ def test_a_micro_batch_points_at_the_predecessor_of_each_completion_token() -> N
     assert micro_batch.column_N.tolist() == [1, 2, 0]
     assert micro_batch.target_ids_N.tolist() == [7, 8, 9]
     assert micro_batch.sampled_logprobs_N.tolist() == [-0.5, -0.25, -2.0]
-    assert micro_batch.advantages_B.tolist() == [1.5, -0.5]
-    assert micro_batch.lengths_B.tolist() == [2, 1]
+    assert micro_batch.advantages_C.tolist() == [1.5, -0.5]
+    assert micro_batch.lengths_C.tolist() == [2, 1]
 
 
 def test_without_rollouts_it_is_one_row_of_one_token_and_no_completion() -> None:
     micro_batch = make_micro_batch([], [])
     assert micro_batch.input_ids_BT.tolist() == [[0]]
-    for name in ("row_N", "column_N", "target_ids_N", "sampled_logprobs_N", "advantages_B", "lengths_B"):
+    for name in ("row_N", "column_N", "target_ids_N", "sampled_logprobs_N", "advantages_C", "lengths_C"):
         assert getattr(micro_batch, name).shape == (0,), name
     assert micro_batch.row_N.dtype == micro_batch.column_N.dtype == micro_batch.target_ids_N.dtype == torch.int64
-    assert micro_batch.sampled_logprobs_N.dtype == micro_batch.advantages_B.dtype == torch.float32
+    assert micro_batch.sampled_logprobs_N.dtype == micro_batch.advantages_C.dtype == torch.float32
 
 
 def test_an_id_that_looks_like_padding_is_a_token_like_any_other() -> None:
@@ -66,18 +66,18 @@ def test_a_rollout_longer_than_the_budget_is_an_error_that_says_what_works() -> 
 def rows_of(micro_batch: MicroBatch) -> list[Row]:
     """Prompt, completion, log-probs and advantage of each row, read back through the N axis alone."""
     rows = []
-    for row in range(len(micro_batch.lengths_B)):
+    for row in range(len(micro_batch.lengths_C)):
         mine = micro_batch.row_N == row
         first = int(micro_batch.column_N[mine][0]) + 1
         assert (micro_batch.column_N[mine] + 1).tolist() == list(range(first, first + int(mine.sum())))
-        length = int(micro_batch.lengths_B[row])
+        length = int(micro_batch.lengths_C[row])
         assert length == int(mine.sum())
         tokens = micro_batch.input_ids_BT[row].tolist()
         assert tokens[first : first + length] == micro_batch.target_ids_N[mine].tolist()
         assert not any(tokens[first + length :])
         logprobs = tuple(micro_batch.sampled_logprobs_N[mine].tolist())
         completion = tuple(tokens[first : first + length])
-        rows.append((tuple(tokens[:first]), completion, logprobs, float(micro_batch.advantages_B[row])))
+        rows.append((tuple(tokens[:first]), completion, logprobs, float(micro_batch.advantages_C[row])))
     return rows
 
 

@@ -56,15 +56,15 @@ def clipped_objective(
     return loss_N, metrics
 
 
-def token_weights(lengths_B: torch.Tensor, totals: StepTotals, normalization: Normalization) -> torch.Tensor:
-    """Return what each token of a row counts in the step's loss, shape B.
+def token_weights(lengths_C: torch.Tensor, totals: StepTotals, normalization: Normalization) -> torch.Tensor:
+    """Return what each token of a completion counts in the step's loss, shape C.
 
     ``token``: every token of the step alike (DAPO; TRL's ``dapo``). ``sequence``: every completion alike,
     whatever its length (the first GRPO; TRL's ``grpo``). ``constant``: by the limit on completion length, so
     that length is not rewarded either way (Dr. GRPO; TRL's ``dr_grpo``).
     """
     if normalization == "token":
-        return torch.full_like(lengths_B, 1 / max(totals.num_tokens, 1), dtype=torch.float32)
+        return torch.full_like(lengths_C, 1 / max(totals.num_tokens, 1), dtype=torch.float32)
     if normalization == "sequence":
-        return 1 / (lengths_B.clamp(min=1) * max(totals.num_sequences, 1))
-    return torch.full_like(lengths_B, 1 / max(totals.num_sequences * totals.max_tokens, 1), dtype=torch.float32)
+        return 1 / (lengths_C.clamp(min=1) * max(totals.num_sequences, 1))
+    return torch.full_like(lengths_C, 1 / max(totals.num_sequences * totals.max_tokens, 1), dtype=torch.float32)

@@ -14,7 +14,7 @@ def num_row_tokens(rollout: Rollout) -> int:
     return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
 
 
-def make_micro_batches(rollouts: Sequence[Rollout], advantages_B: Sequence[float], max_tokens: int) -> list[MicroBatch]:
+def make_micro_batches(rollouts: Sequence[Rollout], advantages_C: Sequence[float], max_tokens: int) -> list[MicroBatch]:
     """Sort rollouts by length and cut them into micro-batches of at most ``max_tokens``, padding included.
 
     The longest come first, so that a shortage of memory shows at once.
@@ -32,11 +32,11 @@ def make_micro_batches(rollouts: Sequence[Rollout], advantages_B: Sequence[float
     while order:
         rows = max_tokens // num_row_tokens(rollouts[order[0]])
         taken, order = order[:rows], order[rows:]
-        micro_batches.append(make_micro_batch([rollouts[row] for row in taken], [advantages_B[row] for row in taken]))
+        micro_batches.append(make_micro_batch([rollouts[row] for row in taken], [advantages_C[row] for row in taken]))
     return micro_batches
 
 
-def make_micro_batch(rollouts: Sequence[Rollout], advantages_B: Sequence[float]) -> MicroBatch:
+def make_micro_batch(rollouts: Sequence[Rollout], advantages_C: Sequence[float]) -> MicroBatch:
     """Lay rollouts out as rows, padded on the right to the longest; without rollouts, one row of one token."""
     longest = max((num_row_tokens(rollout) for rollout in rollouts), default=1)
     input_ids_BT = torch.zeros((max(1, len(rollouts)), longest), dtype=torch.int64)
@@ -54,6 +54,6 @@ def make_micro_batch(rollouts: Sequence[Rollout], advantages_B: Sequence[float])
         column_N=torch.cat([*columns, none]),
         target_ids_N=torch.cat([*(rollout.completion.token_ids_T for rollout in rollouts), none]),
         sampled_logprobs_N=torch.cat([*(rollout.completion.logprobs_T for rollout in rollouts), torch.empty(0)]),
-        advantages_B=torch.tensor(advantages_B, dtype=torch.float32),
-        lengths_B=torch.tensor([rollout.completion.num_tokens for rollout in rollouts], dtype=torch.int64),
+        advantages_C=torch.tensor(advantages_C, dtype=torch.float32),
+        lengths_C=torch.tensor([rollout.completion.num_tokens for rollout in rollouts], dtype=torch.int64),
     )
