@@ -92,6 +92,7 @@ class RolloutScheduler(pl.Callback):
         self._collect(trainer, pl_module, controller, batch, pl_module.num_generations, pl_module.sampling)
         if self._lengths is not None:
             batch.metrics |= self._lengths.metrics()
+        batch.metrics |= pl_module.generator.sleep()
         pl_module.log_dict(batch.metrics)
 
     def on_validation_batch_start(

@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.rollout.generator import WeightSyncError
+from lit_grpo.rollout.weights import PolicyWeights, check_arrival
 
 
 class WeightSync(pl.Callback):
-    """Hand the policy's weights over before the first rollout and after every update, and check that they arrived.
+    """Hand the policy's weights over before the first rollout and after every update, and prove that they arrived.
 
-    Every weight of the policy must be bound, and the generator must answer with the policy's version.
+    The generator must have bound every tensor of the policy, with the content that was sent (a digest of each is
+    compared), and answer with the policy's version. Otherwise the run stops, and the generator refuses to sample.
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -33,16 +35,25 @@ class WeightSync(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Sync the updated weights."""
-        pl_module.log("time/weight_sync_s", self._sync(pl_module))
+        pl_module.log_dict(self._sync(pl_module))
 
-    def _sync(self, module: pl.LightningModule) -> float:
+    def _sync(self, module: pl.LightningModule) -> dict[str, float]:
         assert isinstance(module, GRPOModule)
         start = time.perf_counter()
-        weights = dict(module.policy.named_parameters())
-        bound = module.generator.load_weights(weights.items(), module.policy_version)
-        if bound != len(weights) or module.generator.version != module.policy_version:
-            raise WeightSyncError(
-                f"{bound} of {len(weights)} weights were bound, and the generator is at version "
-                f"{module.generator.version} where the policy is at {module.policy_version}."
-            )
-        return time.perf_counter() - start
+        generator, version = module.generator, module.policy_version
+        weights = PolicyWeights(module.policy, merged=not generator.decodes_on_policy)
+        report = generator.load_weights(weights, version)
+        try:
+            check_arrival(weights.digests, report.digests)
+            if generator.version != version:
+                raise WeightSyncError(
+                    f"The generator is at version {generator.version} where the policy is at {version}."
+                )
+        except WeightSyncError:
+            generator.distrust()
+            raise
+        return {
+            "time/weight_sync_s": time.perf_counter() - start,
+            "sync/mib": report.num_bytes / 2**20,
+            "sync/changed_share": report.changed_share,
+        }

