@@ -51,7 +51,7 @@ class FakeGenerator:
     def capacity(self) -> Capacity:
         return Capacity(self.slots, self.slots - len(self.remaining))
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         assert len(requests) <= self.capacity().free_slots
         for request in requests:
             assert request.key not in self.remaining

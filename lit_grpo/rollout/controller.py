@@ -136,7 +136,7 @@ class _Rollout:
         jobs = self._plan.admit(free_slots, self._in_flight.take)
         if jobs:
             requests, complete = self._assembly.admit(jobs)  # first, so that an interrupt aborts them
-            self._generator.submit(requests)
+            self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
             self._generator.release(complete)
         elif not self._assembly.in_flight:
             plan = type(self._plan).__name__

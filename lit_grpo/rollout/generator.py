@@ -98,8 +98,13 @@ class Generator(Protocol):
         """Return how much can be submitted now."""
         ...
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Admit requests, at most ``capacity().free_slots`` of them; decoding starts at the next step."""
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
+        """Admit requests, at most ``capacity().free_slots`` of them; decoding starts at the next step.
+
+        Args:
+            requests: What to decode.
+            expected: How many tokens are expected of each, for a generator that spreads them.
+        """
         ...
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
@@ -129,3 +134,7 @@ class Generator(Protocol):
 
 class WeightSyncError(RuntimeError):
     """The generator's weights are not the policy's; it must not sample until a full sync succeeds."""
+
+
+class GenerationError(RuntimeError):
+    """Nothing is left that could decode."""

@@ -163,7 +163,7 @@ class SlotGenerator:
         in_use = 0 if self._cache is None else self._cache.allocated_tokens
         return Capacity(self.num_slots, self.num_slots - in_flight, self.kv_tokens, in_use)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
 
         A request that was set aside goes on with the token after those it has.

@@ -72,6 +72,10 @@ class Streams:
         sampled = sum(len(stream.token_ids) for stream in self._streams.values())
         return sampled + sum(len(prompt.token_ids) for prompt in prompts.values())
 
+    def num_tokens(self, key: Key) -> int:
+        """The tokens that a completion in flight has."""
+        return len(self._streams[key].token_ids)
+
     def open(self, request: Request) -> None:
         """Begin with a request."""
         self._streams[request.key] = Stream(request)

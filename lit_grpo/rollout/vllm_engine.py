@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from lit_grpo.rollout.vllm_setup import (
     kv_bytes_per_token,
     save_skeleton,
 )
-from lit_grpo.rollout.weights import Parcel, PolicyWeights, SyncReport, check_complete
+from lit_grpo.rollout.weights import Parcel, PolicyWeights, SyncReport, complete
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.types import Completion, Prompt, Request
 
@@ -140,8 +140,7 @@ class VLLMGenerator:
         self._version = -1  # until all of them are here
         if self._asleep:
             self._engine.wake_up(["weights"])
-        report = SyncReport()
-        parcel = Parcel(_counted(weights, PolicyWeights(self._policy).names, report))
+        parcel = Parcel(complete(weights, PolicyWeights(self._policy).names))
         try:
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
@@ -157,8 +156,7 @@ class VLLMGenerator:
             self._asleep = False
         self._engine.set_weight_version(str(version))
         self._version = version
-        report.digests = parcel.digests
-        return report
+        return SyncReport(parcel.digests, parcel.num_bytes)
 
     @property
     def version(self) -> int:
@@ -198,7 +196,7 @@ class VLLMGenerator:
             self.num_slots, self.num_slots - len(self._streams), self._kv_tokens, self._streams.num_kv_tokens
         )
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Hand requests to the engine, all or none."""
         if self._version < 0:
             raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
@@ -267,15 +265,3 @@ class VLLMGenerator:
         """Let the engine forget aborted requests, so that their memory is free."""
         if not self._streams.requests and self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def _counted(
-    weights: Iterable[tuple[str, torch.Tensor]], expected: Collection[str], report: SyncReport
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass weights on; at their end none of those ``expected`` may be missing."""
-    names = []
-    for name, tensor in weights:
-        report.num_bytes += tensor.nbytes
-        names.append(name)
-        yield name, tensor
-    check_complete(expected, names)

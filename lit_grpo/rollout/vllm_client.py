@@ -1,0 +1,104 @@
+"""What we say to a vLLM server over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+class ServerError(RuntimeError):
+    """A server does not answer, or answers with an error."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some tokens of a completion, and why it ended where these are its last."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+
+
+class ServerClient:
+    """One server. Control goes over a connection of its own; completions stream in an event loop.
+
+    Args:
+        url: Where it is.
+        timeout_s: Seconds without an answer, or without a token of a completion, after which it counts as hung.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._control = httpx.Client(base_url=self.url, timeout=timeout_s)
+        self._streams: httpx.AsyncClient | None = None
+        self.model = ""
+
+    def get(self, path: str, **query: Any) -> Any:
+        """Ask for something; return the decoded answer, ``None`` where it is empty."""
+        return self._call("GET", path, params=query)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Tell or ask something."""
+        return self._call("POST", path, json=body)
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            response = self._control.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
+        if not response.is_success:
+            raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}")
+        return response.json() if response.content else None
+
+    async def stream(self, prompt: list[int], fields: Mapping[str, Any]) -> AsyncIterator[Chunk]:
+        """Sample a completion of ``prompt``, chunk by chunk.
+
+        Raises:
+            ServerError: The server fails.
+            ValueError: It refuses what it is asked.
+        """
+        if self._streams is None:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            self._streams = httpx.AsyncClient(base_url=self.url, timeout=self.timeout_s, limits=limits)
+        body = {**fields, "model": self.model, "prompt": prompt, "stream": True, "return_token_ids": True}
+        try:
+            async with self._streams.stream("POST", "/v1/completions", json=body) as response:
+                if not response.is_success:
+                    await response.aread()
+                    error = ValueError if response.is_client_error else ServerError
+                    raise error(f"The vLLM server at {self.url} refuses a prompt: {_message(response)}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        yield self._chunk(json.loads(line[6:]))
+        except httpx.HTTPError as error:
+            raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
+
+    def _chunk(self, event: Mapping[str, Any]) -> Chunk:
+        if "choices" not in event:
+            raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
+        choice = event["choices"][0]
+        logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
+        return Chunk(choice["token_ids"] or [], logprobs, choice["finish_reason"])
+
+    async def close_streams(self) -> None:
+        """Close the connections of completions."""
+        if self._streams is not None:
+            await self._streams.aclose()
+            self._streams = None
+
+    def close(self) -> None:
+        """Close the connection for control."""
+        self._control.close()
+
+
+def _named(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__} {error}".strip()
+
+
+def _message(response: httpx.Response) -> str:
+    return f"{response.status_code} {response.text[:500]}"
