@@ -15,6 +15,7 @@ def main() -> None:
     # Threads that wait must not spin: beside another busy process a spinning pair of them is many times slower
     # than one alone. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU build tells of its memory binding
     if sys.argv[2:] in (["--help"], ["-h"]):
         _help()
     else:

@@ -26,7 +26,7 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.errors import InputParser, exit_with, one_sentence
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
-from lit_grpo.rollout.generator import WeightSyncError
+from lit_grpo.rollout.generator import GenerationError, WeightSyncError
 from lit_grpo.run_folder import RunConfig, make_loggers, prepare_folder
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -138,7 +138,7 @@ def run(args: list[str] | None = None) -> None:
                 "epilog": "Plans in pictures, without a model: python -m lit_grpo simulate --help",
             },
         )
-    except (ValueError, RewardError, WeightSyncError, FloatingPointError) as error:
+    except (ValueError, RewardError, GenerationError, WeightSyncError, FloatingPointError) as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(f"{one_sentence(str(error))}\n(LIT_GRPO_TRACEBACK=1 shows where)")

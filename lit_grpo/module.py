@@ -420,8 +420,8 @@ class GRPOModule(pl.LightningModule):
     def _log_evaluation(self, prefix: str) -> None:
         for name, metric in (*self.pass_metrics.items(), *self.eval_metrics.items()):
             value = cast("PassAtK | MeanMetric", metric).compute().float()
-            self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1")
-        self.log("step", float(self.policy_version))
+            self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
+        self.log("step", float(self.policy_version), sync_dist=True)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Return one row a completion, for :class:`callbacks.CompletionWriter`."""

@@ -21,8 +21,8 @@ from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fie
 from lit_grpo.rollout.vllm_setup import (
     check_engine_args,
     import_vllm,
-    kept_random_state,
     kv_bytes_per_token,
+    quiet_start,
     save_skeleton,
 )
 from lit_grpo.rollout.weights import Parcel, PolicyWeights, SyncReport, complete
@@ -97,16 +97,16 @@ class VLLMGenerator:
         self._unseen: list[Prompt] = []
 
     def _make_engine(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-        import_vllm()
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         save_skeleton(policy, tokenizer, folder)
         arguments = {"model": str(folder), **self._arguments(policy), **self.engine_args}
-        check_engine_args(arguments, EngineArgs)
-        with kept_random_state():
+        with quiet_start(), torch.inference_mode(False):  # its tensors are written to again, whatever mode that is in
+            import_vllm()
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            check_engine_args(arguments, EngineArgs)
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
     def _arguments(self, policy: PreTrainedModel) -> dict[str, Any]:
@@ -142,9 +142,10 @@ class VLLMGenerator:
             self._engine.wake_up(["weights"])
         parcel = Parcel(complete(weights, PolicyWeights(self._policy).names))
         try:
-            self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
-            self._engine.collective_rpc("finish_weight_update")
+            with torch.inference_mode(False), torch.no_grad():
+                self._engine.collective_rpc("start_weight_update")
+                self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
+                self._engine.collective_rpc("finish_weight_update")
         except WeightSyncError:
             raise
         except Exception as error:

@@ -59,12 +59,10 @@ def import_vllm() -> None:
     require_vllm()
     for name, value in (_QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
         os.environ.setdefault(name, value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that vLLM looks up
-        from lit_grpo.rollout.vllm_transfer import register
-
-        register()
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    from lit_grpo.rollout.vllm_transfer import register
+
+    register()
 
 
 def server_environment() -> dict[str, str]:
@@ -130,10 +128,15 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 @contextlib.contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Put the random states of this process back, which an engine seeds for itself, and torch's number of threads."""
+def quiet_start() -> Iterator[None]:
+    """Start an engine: without warnings of deprecated names that vLLM looks up, and with this process as it was.
+
+    An engine seeds the random states for itself, and sets torch's number of threads.
+    """
     states = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
         yield
     random.setstate(states[0])
     np.random.set_state(states[1])

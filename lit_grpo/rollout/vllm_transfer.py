@@ -112,7 +112,8 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
 
         expected = {name for name, _ in self.model.named_parameters()}
         loaded: Any = self.model.load_weights(noted())  # pyright: ignore[reportCallIssue]
-        if missing := expected - set(loaded):
+        tied = {"lm_head.weight"} if self._ties_head else set()
+        if missing := expected - set(loaded) - tied:
             raise WeightSyncError(
                 f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
                 "them."
@@ -121,6 +122,14 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
     def finish_weight_update(self) -> None:
         """Finish the reload."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._ties_head and self.device.type == "cpu":
+            # A head that is tied got no weight of its own, and on CPU it computes with a packed copy of the old one.
+            head: Any = self.model.lm_head
+            head.quant_method.process_weights_after_loading(head)
+
+    @property
+    def _ties_head(self) -> bool:
+        return bool(self.model_config.hf_text_config.tie_word_embeddings) and hasattr(self.model, "lm_head")
 
     def shutdown(self) -> None:
         """Nothing is held open."""

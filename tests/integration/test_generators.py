@@ -33,11 +33,6 @@ POINTS = (0, 8, 16)
 
 
 @pytest.fixture(scope="module")
-def policy() -> Any:
-    return random_policy(head_dim=32)  # a size that vLLM's CPU kernels know
-
-
-@pytest.fixture(scope="module")
 def tokenizer(policy_folder: Path) -> Any:
     return load_tokenizer(str(policy_folder))
 
@@ -55,9 +50,27 @@ def make_servers() -> Generator:
     return VLLMServerGenerator(NUM_SLOTS // 2, num_servers=2, server_args=arguments)
 
 
-@pytest.fixture(scope="module", params=[make_slots, make_engine, make_servers], ids=["slots", "vllm", "servers"])
-def started(request: pytest.FixtureRequest, policy: Any, tokenizer: Any) -> Iterator[Any]:
-    generator = request.param()
+CASES = {
+    "slots": (make_slots, False),
+    "vllm, own head": (make_engine, False),
+    "vllm, tied head": (make_engine, True),
+    "two vllm servers": (make_servers, True),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def case(request: pytest.FixtureRequest) -> tuple[Any, bool]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def policy(case: tuple[Any, bool]) -> Any:
+    return random_policy(head_dim=32, tie_word_embeddings=case[1])  # a head size that vLLM's CPU kernels know
+
+
+@pytest.fixture(scope="module")
+def started(case: tuple[Any, bool], policy: Any, tokenizer: Any) -> Iterator[Any]:
+    generator = case[0]()
     generator.feature_points = POINTS
     generator.start(policy, tokenizer)
     yield generator
