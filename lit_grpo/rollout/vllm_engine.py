@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import time
@@ -24,6 +25,7 @@ from lit_grpo.rollout.vllm_setup import (
     kv_bytes_per_token,
     quiet_start,
     save_skeleton,
+    signature,
 )
 from lit_grpo.rollout.weights import Parcel, PolicyWeights, SyncReport, complete
 from lit_grpo.scheduling.budget import MemoryBudget
@@ -72,6 +74,7 @@ class VLLMGenerator:
         self._version = -1
         self._engine: Any = None
         self._policy: PreTrainedModel | None = None
+        self._made_for = ""
         self._num_submitted = 0
         self._keys: dict[str, Key] = {}  # of requests in flight, by the engine's name for them
         self._names: dict[Key, str] = {}
@@ -80,14 +83,17 @@ class VLLMGenerator:
     # ---- life -------------------------------------------------------------------------------------
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start an engine for the policy's architecture, without its weights; one that runs for it already is kept.
+        """Start an engine for the policy's architecture, without its weights; one that runs for the same is kept.
 
         Raises:
             ValueError: vLLM is not installed, or does not take an engine argument or the model.
         """
-        if self._engine is None or self._policy is not policy:
+        made_for = signature(policy)
+        if self._made_for != made_for:
+            self._end_engine()  # two of them in one process share what they should not
             self._engine = self._make_engine(policy, tokenizer)
-            self._policy = policy
+            self._made_for = made_for
+        self._policy = policy
         config = self._engine.vllm_config
         self._context = int(config.model_config.max_model_len)
         self._kv_tokens = int(config.cache_config.num_gpu_blocks * config.cache_config.block_size)
@@ -95,6 +101,12 @@ class VLLMGenerator:
         self._features = TextFeatures(policy, self.feature_points)
         self._streams = Streams(tokenizer, self._features)
         self._unseen: list[Prompt] = []
+
+    def _end_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine, self._made_for = None, ""
+            gc.collect()
 
     def _make_engine(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))

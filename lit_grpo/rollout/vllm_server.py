@@ -13,6 +13,7 @@ from lit_grpo.rollout.text_features import TextFeatures
 from lit_grpo.rollout.vllm_client import Chunk
 from lit_grpo.rollout.vllm_fleet import Fleet, Server
 from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
+from lit_grpo.rollout.vllm_setup import signature
 from lit_grpo.rollout.weights import PolicyWeights, SyncReport, complete
 from lit_grpo.types import Completion, Prompt, Request
 
@@ -70,20 +71,22 @@ class VLLMServerGenerator:
         self._fleet = Fleet(num_slots, num_servers, urls, transfer, weights_folder, timeout_s, start_timeout_s)
         self._server_args = dict(server_args or {})
         self._policy: PreTrainedModel | None = None
+        self._made_for = ""
         self._pump: StreamPump | None = None
         self._version = -1
 
     # ---- life -------------------------------------------------------------------------------------
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start servers for the policy's architecture, or check those named; servers that run for it already are kept.
+        """Start servers for the policy's architecture, or check those named; those that run for the same are kept.
 
         Raises:
             ValueError: vLLM is not installed, a server does not start or answer, or serves another model.
         """
-        if self._policy is not policy:
+        if self._made_for != (made_for := signature(policy)):
             self._fleet.start(policy, tokenizer, self._server_args)
-            self._policy = policy
+            self._made_for = made_for
+        self._policy = policy
         self._eos_ids = eos_token_ids(policy, tokenizer)
         self._features = TextFeatures(policy, self.feature_points)
         self._streams = Streams(tokenizer, self._features)

@@ -106,6 +106,11 @@ def save_skeleton(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
     tokenizer.save_pretrained(folder)
 
 
+def signature(policy: PreTrainedModel) -> str:
+    """Return what two policies have in common that one engine can serve after the other."""
+    return f"{policy.config.to_json_string()} {policy.dtype} {policy.device}"
+
+
 def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
     """Check the names of engine arguments.
 

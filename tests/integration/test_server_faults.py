@@ -1,0 +1,168 @@
+"""vLLM servers that die or hang in the middle of a rollout, and weights that travel as changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy, save_tokenizer
+from hand_made import full_logprobs, make_module, make_trainer, sgd
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data import PromptDataModule
+from lit_grpo.policy import load_policy, load_tokenizer
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.generator import GenerationError
+from lit_grpo.rollout.vllm_server import VLLMServerGenerator
+from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+from lit_grpo.types import Prompt, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
+SAMPLING = SamplingParams(max_tokens=48)
+ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of a head size that vLLM's CPU kernels know, and prompts."""
+    folder = tmp_path_factory.mktemp("policy")
+    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    (folder / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2*3="}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Any:
+    return load_policy(str(folder)).eval()
+
+
+@pytest.fixture(scope="module")
+def generator(policy: Any, folder: Path) -> Iterator[VLLMServerGenerator]:
+    """Three servers; the tests use them up one after another."""
+    generator = VLLMServerGenerator(2, num_servers=3, transfer="changes", timeout_s=10.0, server_args=ARGUMENTS)
+    generator.start(policy, load_tokenizer(str(folder)))
+    generator.load_weights(PolicyWeights(policy), 0)
+    yield generator
+    generator.close()
+
+
+def pids(generator: VLLMServerGenerator) -> list[int]:
+    return [server.process.process.pid for server in generator._fleet.alive if server.process is not None]
+
+
+def collect(
+    generator: VLLMServerGenerator, fault: Callable[[], None] = lambda: None
+) -> tuple[dict[Any, list[int]], list[str]]:
+    """Sample 16 completions, with a ``fault`` once some tokens are there; return their tokens and what was said."""
+    num_tokens = 0
+
+    def on_step(new_tokens: int) -> None:
+        nonlocal num_tokens
+        before, num_tokens = num_tokens, num_tokens + new_tokens
+        if before < 60 <= num_tokens:
+            fault()
+
+    controller = RolloutController(generator, on_step=on_step)
+    groups, stats = controller.collect(PROMPTS, 8, SAMPLING, seed=0)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert num_tokens > 60
+    return {r.completion.request.key: r.completion.token_ids_T.tolist() for r in rollouts}, stats.messages
+
+
+@pytest.fixture(scope="module")
+def expected(generator: VLLMServerGenerator) -> dict[Any, list[int]]:
+    return collect(generator)[0]
+
+
+def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLMServerGenerator, policy: Any) -> None:
+    saved = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    with torch.no_grad():
+        policy.model.layers[0].mlp.up_proj.weight[:3, :5] += 0.125
+        policy.model.norm.weight[7] *= 1.5
+    for version, state in ((1, policy.state_dict()), (2, saved)):
+        policy.load_state_dict(state)
+        weights = PolicyWeights(policy)
+        report = generator.load_weights(weights, version)
+        check_arrival(weights.digests, report.digests)  # of the tensors that the servers put together
+        num_elements = sum(parameter.numel() for parameter in policy.parameters())
+        assert report.changed_share == pytest.approx(16 / num_elements)
+        assert report.num_bytes == 16 * (4 + 4)
+        groups, _ = RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
+        for rollout in groups[0].rollouts:
+            assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(policy, rollout), atol=1e-4)
+
+
+def test_a_server_that_is_killed_loses_and_doubles_nothing(generator: Any, expected: dict[Any, list[int]]) -> None:
+    before = pids(generator)
+    tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGKILL))
+    assert tokens == expected
+    assert len(messages) == 1 and "begin anew on the 2 servers that are left" in messages[0]
+    assert pids(generator) == before[1:]
+
+
+def test_a_server_that_hangs_is_left_out_after_the_timeout(generator: Any, expected: dict[Any, list[int]]) -> None:
+    before = pids(generator)
+    tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGSTOP))
+    assert tokens == expected
+    assert len(messages) == 1 and "Timeout" in messages[0]
+    assert pids(generator) == before[1:]
+
+
+def test_a_sync_reaches_those_that_are_left(generator: Any, policy: Any, expected: dict[Any, list[int]]) -> None:
+    weights = PolicyWeights(policy)
+    check_arrival(weights.digests, generator.load_weights(weights, 3).digests)
+    assert generator.capacity().slots == 2
+    assert collect(generator)[0] == expected
+
+
+class KillAll(Callback):
+    """Ends the generator's servers after an update."""
+
+    def __init__(self, generator: VLLMServerGenerator, after: int) -> None:
+        self.generator, self.after = generator, after
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if pl_module.policy_version == self.after:
+            for pid in pids(self.generator):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def even_length(completion: str, num_tokens: int) -> float:
+    """A reward that about half of all completions get."""
+    return float(num_tokens % 2 == 0)
+
+
+def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback, ckpt_path: Path | None = None) -> Any:
+    """Take three updates, with a checkpoint after each."""
+    module = make_module(
+        folder,
+        generator=generator,
+        optimizer=sgd(0.1),
+        sampling=SamplingParams(max_tokens=9),
+        rewards=[RewardSpec(f"{__file__}:even_length")],
+    )
+    data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
+    checkpoint = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)
+    everything = (*callbacks, RolloutScheduler(), WeightSync(), checkpoint)
+    trainer = make_trainer(*everything, enable_checkpointing=True, max_steps=3, max_epochs=-1)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
+    return module
+
+
+def test_a_run_whose_last_server_dies_says_so_and_resumes_from_its_checkpoint(folder: Path, generator: Any) -> None:
+    assert len(pids(generator)) == 1
+    with pytest.raises(GenerationError, match="No vLLM server is left; start them again and resume"):
+        train(folder, generator, KillAll(generator, after=2))
+    again = VLLMServerGenerator(4, server_args=ARGUMENTS)
+    resumed = train(folder, again, ckpt_path=folder / "checkpoints" / "last.ckpt")
+    assert resumed.policy_version == 3

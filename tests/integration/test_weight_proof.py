@@ -1,0 +1,162 @@
+"""Weights that did not arrive stop a run: faults between a real Trainer and a real vLLM engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy, save_tokenizer
+from hand_made import make_module, make_trainer, sgd
+
+from callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data import PromptDataModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.generator import WeightSyncError
+from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.types import Request, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of a head size that vLLM's CPU kernels know, and prompts."""
+    folder = tmp_path_factory.mktemp("policy")
+    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("1+1=", "2*3=")))
+    return folder
+
+
+def even_length(completion: str, num_tokens: int) -> float:
+    """A reward that about half of all completions get."""
+    return float(num_tokens % 2 == 0)
+
+
+@pytest.fixture(scope="module")
+def generator() -> VLLMGenerator:
+    return VLLMGenerator(4, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": 32})
+
+
+def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2) -> Any:
+    """Train on the folder's prompts; the policy is loaded from there each time."""
+    data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
+    module = make_module(
+        folder,
+        generator=generator,
+        optimizer=sgd(0.3),
+        sampling=SamplingParams(max_tokens=9),
+        rewards=[RewardSpec(f"{__file__}:even_length")],
+    )
+    trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=num_updates, max_epochs=-1)
+    trainer.fit(module, datamodule=data)
+    return trainer
+
+
+def dropped(weights: Weights, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """One tensor does not travel."""
+    for name, tensor in weights:
+        if version < 1 or "layers.1.mlp.down_proj" not in name:
+            yield name, tensor
+
+
+def permuted(weights: Weights, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Two tensors of the same shape exchange their names."""
+    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"]
+    other = dict(zip(names, reversed(names), strict=True)) if version == 1 else {}
+    for name, tensor in weights:
+        yield other.get(name, name), tensor
+
+
+class Old:
+    """The first version's tensors travel again."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, torch.Tensor] = {}
+
+    def __call__(self, weights: Weights, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.first.setdefault(name, tensor.clone())
+            yield name, self.first[name]
+
+
+def test_without_a_fault_the_run_goes_through_and_the_gap_is_logged(folder: Path, generator: VLLMGenerator) -> None:
+    trainer = train(folder, generator)
+    assert trainer.callback_metrics["sync/logprob_gap"] < 1e-5
+    assert trainer.callback_metrics["sampling/logprob_gap_max"] < 1e-4
+    assert generator.version == 2
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (dropped, "1 of 25 weights did not arrive"),
+        (permuted, "2 of 25 weights"),
+        (Old(), "weights arrived with another"),
+    ],
+    ids=["dropped", "permuted", "old"],
+)
+def test_a_fault_on_the_way_stops_the_run_and_poisons_the_generator(
+    folder: Path, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Weights], said: str
+) -> None:
+    load = generator.load_weights
+    monkeypatch.setattr(generator, "load_weights", lambda weights, version: load(fault(weights, version), version))
+    with pytest.raises(WeightSyncError, match=said):
+        train(folder, generator)
+    refused(generator)
+
+
+def test_a_version_that_is_not_the_policys_stops_the_run(
+    folder: Path, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = generator.load_weights
+    monkeypatch.setattr(generator, "load_weights", lambda weights, version: load(weights, max(version - 1, 0)))
+    with pytest.raises(WeightSyncError, match="at version 0 where the policy is at 1"):
+        train(folder, generator)
+    refused(generator)
+
+
+def test_weights_that_arrive_and_are_not_computed_with_stop_the_run(
+    folder: Path, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests are right, and one layer of the engine goes on with what it had."""
+
+    def load(weights: Weights, version: int) -> Any:
+        report = VLLMGenerator.load_weights(generator, weights, version)
+        if version == 1:
+            generator._engine.apply_model(lambda model: model.model.norm.weight.data.mul_(1.5))
+        return report
+
+    monkeypatch.setattr(generator, "load_weights", load)
+    with pytest.raises(WeightSyncError, match="log-probs differ from the policy's"):
+        train(folder, generator)
+    refused(generator)
+
+
+def test_a_prefix_cache_that_keeps_old_prompts_is_an_error(folder: Path, generator: VLLMGenerator) -> None:
+    train(folder, generator, num_updates=1)
+    generator.submit([Request(generator_prompt(), 0, SamplingParams(max_tokens=9))])
+    generator.step()
+    with pytest.raises(WeightSyncError, match="keys and values of old weights"):
+        generator.load_weights(random_policy(head_dim=32).named_parameters(), 5)
+    assert generator.version == -1
+    generator.close()
+
+
+def generator_prompt() -> Any:
+    from lit_grpo.types import Prompt
+
+    return Prompt("long", tuple(2 + i % 30 for i in range(40)), "")
+
+
+def refused(generator: VLLMGenerator) -> None:
+    """Nothing is sampled with weights that are not the policy's."""
+    assert generator.version == -1
+    with pytest.raises(WeightSyncError):
+        generator.submit([Request(generator_prompt(), 0, SamplingParams(max_tokens=9))])
