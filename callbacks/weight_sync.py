@@ -54,7 +54,7 @@ class WeightSync(pl.Callback):
         assert isinstance(module, GRPOModule)
         start = time.perf_counter()
         generator, version = module.generator, module.policy_version
-        weights = PolicyWeights(module.policy, merged=not generator.decodes_on_policy)
+        weights = PolicyWeights(module.policy, not generator.decodes_on_policy, generator.weights_dtype)
         report = generator.load_weights(weights, version)
         metrics = {
             "time/weight_sync_s": time.perf_counter() - start,

@@ -12,6 +12,11 @@ def main() -> None:
 
         simulate(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["serve"]:
+        from lit_grpo.serve import main as serve
+
+        serve(sys.argv[2:])
+        return
     # Threads that wait must not spin: beside another busy process a spinning pair of them is many times slower
     # than one alone. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -135,7 +135,8 @@ def run(args: list[str] | None = None) -> None:
             parser_class=InputParser,
             parser_kwargs={
                 "prog": "python -m lit_grpo",
-                "epilog": "Plans in pictures, without a model: python -m lit_grpo simulate --help",
+                "epilog": "Also: python -m lit_grpo simulate --help (plans in pictures, without a model), and "
+                "python -m lit_grpo serve --help (a vLLM server for a policy)",
             },
         )
     except (ValueError, RewardError, GenerationError, WeightSyncError, FloatingPointError) as error:

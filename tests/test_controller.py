@@ -25,6 +25,7 @@ class FakeGenerator:
     version = 0
     feature_points = ()
     decodes_on_policy = True
+    weights_dtype = None
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

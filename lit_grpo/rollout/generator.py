@@ -72,6 +72,8 @@ class Generator(Protocol):
     feature_points: tuple[int, ...]
     decodes_on_policy: bool
     """Whether it computes with the policy's own tensors, adapters and all, so that weights need not travel."""
+    weights_dtype: torch.dtype | None
+    """What it computes in, where that is not the policy's own type."""
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""

@@ -53,6 +53,7 @@ class Streams:
         self._tokenizer = tokenizer
         self._features = features
         self._streams: dict[Key, Stream] = {}
+        self._reached: dict[int, list[Stream]] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -105,9 +106,14 @@ class Streams:
         stream.logprobs += logprobs
         stream.versions += [version] * len(token_ids)
         events.num_tokens += len(token_ids)
-        observation = self._features.of_completion(stream, before)
-        if observation is not None:
-            events.observations.append(observation)
+        point = self._features.reached(before, len(stream.token_ids))
+        if point is not None:
+            self._reached.setdefault(point, []).append(stream)
+
+    def observe(self, events: StepEvents) -> None:
+        """Show the completions that have come to a point since the last time."""
+        events.observations += [self._features.of_completions(streams, p) for p, streams in self._reached.items()]
+        self._reached.clear()
 
     def finish(self, key: Key, reason: FinishReason, events: StepEvents) -> None:
         """End a completion."""

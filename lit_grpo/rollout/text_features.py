@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,29 +29,32 @@ class TextFeatures:
 
     def __init__(self, policy: PreTrainedModel, points: tuple[int, ...]) -> None:
         self._embeddings: Any = policy.get_input_embeddings()
-        self._points = points
+        self._points = tuple(sorted(points))
 
     def of_prompts(self, prompts: Iterable[Prompt]) -> list[Observation]:
         """Observe prompts; the list is empty where they are not to be looked at."""
         prompts = list(prompts)
         if 0 not in self._points or not prompts:
             return []
-        rows = [self._row(prompt.token_ids, [0.0]) for prompt in prompts]
-        return [Observation([(prompt.prompt_id, prompt.visit) for prompt in prompts], 0, np.stack(rows))]
+        rows = [self._rows(torch.tensor([prompt.token_ids]), np.zeros((1, 1))) for prompt in prompts]
+        return [Observation([(prompt.prompt_id, prompt.visit) for prompt in prompts], 0, np.concatenate(rows))]
 
-    def of_completion(self, stream: Stream, num_before: int) -> Observation | None:
-        """Observe a completion where it has come to a point since it had ``num_before`` tokens."""
-        reached = [point for point in self._points if num_before < point <= len(stream.token_ids)]
-        if not reached:
-            return None
-        point = reached[-1]
-        row = self._row(stream.token_ids[:point], stream.logprobs[:point])
-        return Observation([stream.request.key], point, row[None])
+    def reached(self, num_before: int, num_tokens: int) -> int | None:
+        """Return the last point that a completion has come to since it had ``num_before`` tokens."""
+        return next((point for point in reversed(self._points) if num_before < point <= num_tokens), None)
+
+    def of_completions(self, streams: Sequence[Stream], point: int) -> Observation:
+        """Observe completions as they were at ``point`` tokens."""
+        rows = self._rows(
+            torch.tensor([stream.token_ids[:point] for stream in streams]),
+            np.array([stream.logprobs[:point] for stream in streams]),
+        )
+        return Observation([stream.request.key for stream in streams], point, rows)
 
     @torch.no_grad()
-    def _row(self, token_ids: Iterable[int], logprobs: list[float]) -> np.ndarray:
+    def _rows(self, ids_BT: torch.Tensor, logprobs_BT: np.ndarray) -> np.ndarray:
         weight = self._embeddings.weight
-        ids_T = torch.tensor(list(token_ids), device=weight.device)
-        embedded_TD = weight[ids_T].float()
-        pooled = torch.cat([embedded_TD.mean(0), embedded_TD[-_LAST_TOKENS:].mean(0)]).cpu().numpy()
-        return np.concatenate([pooled, [np.mean(logprobs), np.std(logprobs)]], dtype=np.float32)
+        embedded_BTD = weight[ids_BT.to(weight.device)].float()
+        pooled = torch.cat([embedded_BTD.mean(1), embedded_BTD[:, -_LAST_TOKENS:].mean(1)], 1).cpu().numpy()
+        scalars = np.stack([logprobs_BT.mean(1), logprobs_BT.std(1)], 1)
+        return np.concatenate([pooled, scalars], 1, dtype=np.float32)

@@ -21,11 +21,13 @@ from lit_grpo.rollout.text_features import TextFeatures
 from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
 from lit_grpo.rollout.vllm_setup import (
     check_engine_args,
+    dtype_of,
     import_vllm,
     kv_bytes_per_token,
     quiet_start,
     save_skeleton,
     signature,
+    warn_of_dtype,
 )
 from lit_grpo.rollout.weights import Parcel, PolicyWeights, SyncReport, complete
 from lit_grpo.scheduling.budget import MemoryBudget
@@ -70,6 +72,7 @@ class VLLMGenerator:
         self.kv_memory = MemoryBudget(kv_memory)
         self.sleep_level = sleep_level
         self.engine_args = dict(engine_args or {})
+        self.weights_dtype = dtype_of(self.engine_args)
         self.feature_points: tuple[int, ...] = ()
         self._version = -1
         self._engine: Any = None
@@ -88,6 +91,12 @@ class VLLMGenerator:
         Raises:
             ValueError: vLLM is not installed, or does not take an engine argument or the model.
         """
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise ValueError(
+                "VLLMGenerator decodes for a run of one process; on several devices take "
+                "lit_grpo.rollout.vllm_server.VLLMServerGenerator, which starts servers for each rank."
+            )
+        warn_of_dtype(policy, self.weights_dtype)
         made_for = signature(policy)
         if self._made_for != made_for:
             self._end_engine()  # two of them in one process share what they should not
@@ -222,12 +231,14 @@ class VLLMGenerator:
         for request in requests:
             self._add(request)
 
+    def _fields(self, request: Request) -> dict[str, Any]:
+        return sampling_fields(request, self._eos_ids) | {"detokenize": bool(request.sampling.stop)}
+
     def _add(self, request: Request) -> None:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        fields = sampling_fields(request, self._eos_ids)
-        params = SamplingParams(**fields, detokenize=bool(request.sampling.stop), output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(**self._fields(request), output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
         # An engine short of memory sets aside those of the highest priority number: the youngest.
         name = str(self._num_submitted)
@@ -259,6 +270,7 @@ class VLLMGenerator:
             if output.finished:
                 self._streams.finish(key, finish_reason(sampled.finish_reason), events)
                 del self._keys[self._names.pop(key)]
+        self._streams.observe(events)
         return events
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:

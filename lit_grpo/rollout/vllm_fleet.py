@@ -45,13 +45,14 @@ class Fleet:
         self,
         num_slots: int,
         num_servers: int,
+        devices: list[str] | None,
         urls: list[str] | None,
         transfer: Literal["full", "changes"],
         weights_folder: str | None,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        self.num_slots, self.num_servers, self.urls = num_slots, num_servers, urls
+        self.num_slots, self.num_servers, self.devices, self.urls = num_slots, num_servers, devices, urls
         self.sends_changes = transfer == "changes"
         self.weights_folder = weights_folder
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
@@ -80,7 +81,7 @@ class Fleet:
         self._folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         if self.urls:
-            self._servers = [Server(ServerClient(url, self.timeout_s)) for url in self.urls]
+            self._servers = [Server(ServerClient(url, self.timeout_s)) for url in _own_share(self.urls)]
             self._check_named(policy, tokenizer)
         else:
             self._start_own(policy, tokenizer, server_args)
@@ -97,7 +98,8 @@ class Fleet:
         arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
         for number in range(self.num_servers):
             log = self._folder / f"server-{number}.log"
-            process = ServerProcess(self._folder, arguments, server_environment(), log)
+            visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
+            process = ServerProcess(self._folder, arguments, server_environment() | visible, log)
             weakref.finalize(self, process.stop)
             self._servers.append(Server(ServerClient(process.url, self.timeout_s), process))
         deadline = time.monotonic() + self.start_timeout_s
@@ -220,6 +222,16 @@ class Fleet:
             if server.process is not None:
                 server.process.stop()
         self._servers = []
+
+
+def _own_share(urls: list[str]) -> list[str]:
+    """The servers of this rank."""
+    if not torch.distributed.is_initialized():
+        return urls
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if len(urls) < num_ranks:
+        raise ValueError(f"urls names {len(urls)} servers for {num_ranks} ranks; each rank needs one of its own.")
+    return urls[rank::num_ranks]
 
 
 def _answers(server: Server) -> bool:

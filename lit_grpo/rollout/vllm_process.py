@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,26 @@ class ServerProcess:
         arguments: vLLM's server arguments, by their names with underscores.
         environment: Of the process.
         log: The file that takes what the server prints.
+        host: The address that it listens on.
+        port: The port; a free one by default.
+        flags: More of vLLM's arguments, as on a command line.
     """
 
-    def __init__(self, model: Path, arguments: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> None:
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(
+        self,
+        model: Path,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log: Path,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
+        port = port or _free_port()
+        self.url = f"http://{host}:{port}"
         self.log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *_flags(arguments)]
+        command += ["--model", str(model), "--host", host, "--port", str(port), *_flags(arguments), *flags]
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 command,

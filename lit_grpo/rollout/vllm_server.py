@@ -13,7 +13,7 @@ from lit_grpo.rollout.text_features import TextFeatures
 from lit_grpo.rollout.vllm_client import Chunk
 from lit_grpo.rollout.vllm_fleet import Fleet, Server
 from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
-from lit_grpo.rollout.vllm_setup import signature
+from lit_grpo.rollout.vllm_setup import dtype_of, signature, warn_of_dtype
 from lit_grpo.rollout.weights import PolicyWeights, SyncReport, complete
 from lit_grpo.types import Completion, Prompt, Request
 
@@ -33,10 +33,11 @@ class VLLMServerGenerator:
 
     Args:
         num_slots: How many completions each server decodes at a time (vLLM's ``max_num_seqs``).
-        num_servers: How many servers to start; with ``urls`` none are.
+        num_servers: How many servers each rank starts; with ``urls`` none are.
+        devices: The GPUs of each server that is started, as ``CUDA_VISIBLE_DEVICES`` names them: ``["1", "2,3"]``.
         urls: Servers that run already, with ``VLLM_SERVER_DEV_MODE=1``, ``--weight-transfer-config
             '{"backend": "lit_grpo"}'`` and lit_grpo installed beside vLLM; ``python -m lit_grpo serve`` starts such a
-            one.
+            one. Of several ranks each takes its share of them.
         transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
             sent; for these each side keeps a copy of the weights on its host.
         weights_folder: Where the files are put, readable by all servers; shared memory by default.
@@ -51,6 +52,7 @@ class VLLMServerGenerator:
         self,
         num_slots: int = 64,
         num_servers: int = 1,
+        devices: list[str] | None = None,
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",
         weights_folder: str | None = None,
@@ -66,10 +68,13 @@ class VLLMServerGenerator:
                 raise ValueError(f"{name} must be above 0, not {value}.")
         if transfer not in ("full", "changes"):
             raise ValueError(f"transfer must be full or changes, not {transfer!r}.")
+        if devices is not None and len(devices) != num_servers:
+            raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
         self.num_slots = num_slots
         self.feature_points: tuple[int, ...] = ()
-        self._fleet = Fleet(num_slots, num_servers, urls, transfer, weights_folder, timeout_s, start_timeout_s)
+        self._fleet = Fleet(num_slots, num_servers, devices, urls, transfer, weights_folder, timeout_s, start_timeout_s)
         self._server_args = dict(server_args or {})
+        self.weights_dtype = dtype_of(self._server_args)
         self._policy: PreTrainedModel | None = None
         self._made_for = ""
         self._pump: StreamPump | None = None
@@ -83,6 +88,7 @@ class VLLMServerGenerator:
         Raises:
             ValueError: vLLM is not installed, a server does not start or answer, or serves another model.
         """
+        warn_of_dtype(policy, self.weights_dtype)
         if self._made_for != (made_for := signature(policy)):
             self._fleet.start(policy, tokenizer, self._server_args)
             self._made_for = made_for
@@ -182,6 +188,7 @@ class VLLMServerGenerator:
             arrivals = self._pump.arrivals(1.0)
         for arrival in arrivals:
             self._take(arrival, events)
+        self._streams.observe(events)
         return events
 
     def _take(self, arrival: Arrival, events: StepEvents) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TESTED_VERSIONS = ("0.32",)
+_DTYPES = ("float32", "bfloat16", "float16")
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # what goes wrong is raised
     "VLLM_CONFIGURE_LOGGING": "1",
@@ -104,6 +105,30 @@ def save_skeleton(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
     if bare.generation_config is not None:
         bare.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the ``dtype`` among engine arguments; ``None`` where it is the policy's own.
+
+    Raises:
+        ValueError: It is no floating point type that weights come in.
+    """
+    name = arguments.get("dtype")
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise ValueError(f"dtype among the engine's arguments must be one of {', '.join(_DTYPES)}, not {name!r}.")
+    return getattr(torch, name)
+
+
+def warn_of_dtype(policy: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Say that the two sides compute in different types."""
+    if dtype is not None and dtype != policy.dtype:
+        warnings.warn(
+            f"vLLM computes in {dtype} and the policy's weights are {policy.dtype}; sync/logprob_gap and "
+            "sampling/logprob_gap_mean show what that makes of the log-probs.",
+            stacklevel=3,
+        )
 
 
 def signature(policy: PreTrainedModel) -> str:

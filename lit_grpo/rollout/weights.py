@@ -50,11 +50,13 @@ class PolicyWeights:
         policy: The model, or a peft model around it.
         merged: Give the weights of the bare model, by the names in its checkpoints, with adapters merged into them;
             otherwise every parameter as it is.
+        dtype: What the generator computes in; floating point weights are rounded to it before they travel.
     """
 
-    def __init__(self, policy: PreTrainedModel, merged: bool = True) -> None:
+    def __init__(self, policy: PreTrainedModel, merged: bool = True, dtype: torch.dtype | None = None) -> None:
         self.policy = policy
         self.merged = merged
+        self.dtype = dtype
         self.digests: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,6 +64,8 @@ class PolicyWeights:
         for name, parameter in self._tensors():
             gather = getattr(parameter, "full_tensor", None)  # of a DTensor; a collective
             tensor = (parameter if gather is None else gather()).detach()
+            if self.dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(self.dtype)
             self.digests[name] = digest(tensor)
             yield name, tensor
 

@@ -22,6 +22,7 @@ from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.vllm_server import VLLMServerGenerator
 from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+from lit_grpo.tiny import make_tokenizer
 from lit_grpo.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -82,6 +83,22 @@ def collect(
 @pytest.fixture(scope="module")
 def expected(generator: VLLMServerGenerator) -> dict[Any, list[int]]:
     return collect(generator)[0]
+
+
+def test_servers_named_by_url_are_checked_and_used(generator: Any, policy: Any, folder: Path) -> None:
+    urls = [client.url for client in generator._fleet.clients[:1]]
+    wider = random_policy(head_dim=32, intermediate_size=96, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="serves a model with num_hidden_layers 2, but the policy's is 3"):
+        VLLMServerGenerator(2, urls=urls).start(wider, load_tokenizer(str(folder)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="has another tokenizer than the policy"):
+        VLLMServerGenerator(2, urls=urls).start(policy, make_tokenizer())
+    named = VLLMServerGenerator(2, urls=urls)
+    named.start(policy, load_tokenizer(str(folder)))
+    assert named.capacity().slots == 2
+    weights = PolicyWeights(policy)
+    check_arrival(weights.digests, named.load_weights(weights, 0).digests)
+    assert len(collect(named)[0]) == 16
+    named.close()
 
 
 def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLMServerGenerator, policy: Any) -> None:

@@ -1,0 +1,108 @@
+"""What bringing weights to vLLM costs: in process beside one copy of the same bytes, and as changes beside all of them.
+
+In process: a Qwen3 of 100 million random parameters in float32; the time of ``load_weights`` with its digests on both
+sides. As changes: its weights in bfloat16 to a server after one step of AdamW with a learning rate of 1e-6; that the
+server rebuilt every bit is checked by digests.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.workloads import load
+from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.rollout.vllm_server import VLLMServerGenerator
+from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+
+ENGINE = {"max_model_len": 64, "block_size": 32}
+KV = {"kv_cache_memory_bytes": 64 * 2**20}
+
+
+def main(options: Options) -> int:
+    """Measure both."""
+    _, tokenizer = load(options.policy or "tiny", options.device)
+    sizes = {"hidden_size": 64, "layers": 2} if options.quick else {"hidden_size": 768, "layers": 12}
+    policy = _policy(**sizes, dtype=torch.float32, device=options.device)
+    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    syncs, copies = _in_process(policy, tokenizer, repeats=2 if options.quick else 9)
+    ratio = statistics.median(sync / copy for sync, copy in zip(syncs, copies, strict=True))
+    low = _policy(**sizes, dtype=torch.bfloat16, device=options.device)
+    share, bytes_share = _as_changes(low, tokenizer)
+    rows: list[Row] = [
+        {"case": "in process", "s": statistics.median(syncs), "copy_s": statistics.median(copies), "ratio": ratio},
+        {"case": "as changes", "changed_share": share, "bytes_share": bytes_share},
+    ]
+    claims = [
+        Claim("a sync in process over one copy of the same bytes, in time", ratio, "<=", 3.0),
+        Claim("bytes of a sync of changes over those of all weights", bytes_share, "<=", 0.5),
+    ]
+    return finish("weight_sync", options, {"parameters": num_parameters}, rows, claims)
+
+
+def _policy(hidden_size: int, layers: int, dtype: torch.dtype, device: str) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=max(hidden_size // 64, 1),
+        num_key_value_heads=max(hidden_size // 128, 1),
+        head_dim=64,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).to(device, dtype)  # pyright: ignore[reportArgumentType]
+
+
+def _in_process(policy: Any, tokenizer: Any, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of syncs and of copies, in turn."""
+    generator = VLLMGenerator(4, kv_memory="64MiB", engine_args=ENGINE)
+    generator.start(policy, tokenizer)
+    target = [torch.empty_like(parameter) for parameter in policy.parameters()]
+    syncs, copies = [], []
+    for version in range(repeats + 1):
+        start = time.perf_counter()
+        with torch.no_grad():
+            for copy, parameter in zip(target, policy.parameters(), strict=True):
+                copy.copy_(parameter)
+        copied = time.perf_counter()
+        weights = PolicyWeights(policy)
+        report = generator.load_weights(weights, version)
+        check_arrival(weights.digests, report.digests)
+        synced = time.perf_counter()
+        note(f"copy {copied - start:.3f} s, sync {synced - copied:.3f} s")
+        syncs.append(synced - copied)
+        copies.append(copied - start)
+    return syncs[1:], copies[1:]
+
+
+def _as_changes(policy: Any, tokenizer: Any) -> tuple[float, float]:
+    """The share of elements that one small update changes, and of the bytes that its sync takes."""
+    generator = VLLMServerGenerator(4, transfer="changes", server_args=ENGINE | KV)
+    generator.start(policy, tokenizer)
+    full = generator.load_weights(PolicyWeights(policy), 0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
+    for parameter in policy.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    weights = PolicyWeights(policy)
+    changes = generator.load_weights(weights, 1)
+    check_arrival(weights.digests, changes.digests)
+    generator.close()
+    return changes.changed_share, changes.num_bytes / full.num_bytes
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))

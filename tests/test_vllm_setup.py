@@ -1,0 +1,111 @@
+"""What is said where vLLM is missing, new, or does not know an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.rollout import vllm_setup
+from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.rollout.vllm_process import ServerProcess
+from lit_grpo.rollout.vllm_server import VLLMServerGenerator
+from lit_grpo.rollout.vllm_setup import (
+    check_engine_args,
+    kv_bytes_per_token,
+    require_vllm,
+    save_skeleton,
+    warn_of_dtype,
+)
+
+
+def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: None)
+    tokenizer = load_tokenizer(str(policy_folder))
+    for generator in (VLLMGenerator(), VLLMServerGenerator()):
+        with pytest.raises(ValueError, match=r"install the extra lit_grpo\[vllm\]"):
+            generator.start(random_policy(), tokenizer)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm_setup.metadata, "version", lambda name: "0.99.1")
+    with pytest.warns(UserWarning, match=r"vLLM 0.99.1 has not been tested with lit_grpo; tested is 0.32"):
+        require_vllm()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_vllm()
+
+
+@dataclasses.dataclass
+class EngineArgs:
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+
+
+def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
+    check_engine_args({"max_model_len": 3}, EngineArgs)
+    with pytest.raises(ValueError, match=r"engine_args holds 'max_model_length', .* did you mean max_model_len"):
+        check_engine_args({"max_model_length": 3}, EngineArgs)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: VLLMGenerator(num_slots=0), "num_slots must be at least 1, not 0"),
+        (lambda: VLLMGenerator(kv_memory="much"), "kv_memory must be an amount such as"),
+        (lambda: VLLMGenerator(sleep_level=3), "sleep_level must be 0, 1 or 2, not 3"),  # pyright: ignore[reportArgumentType]
+        (lambda: VLLMGenerator(engine_args={"dtype": "int4"}), "must be one of float32, bfloat16, float16, not 'int4'"),
+        (lambda: VLLMServerGenerator(num_servers=0), "num_servers must be at least 1, not 0"),
+        (lambda: VLLMServerGenerator(timeout_s=0), "timeout_s must be above 0, not 0"),
+        (lambda: VLLMServerGenerator(transfer="some"), "transfer must be full or changes"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_arguments_are_checked_when_they_are_given(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:
+    policy: Any = random_policy()
+    warn_of_dtype(policy, None)
+    warn_of_dtype(policy, torch.float32)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"vLLM computes in torch.bfloat16 and the policy's weights are torch.float32"):
+        warn_of_dtype(policy, torch.bfloat16)
+
+
+def test_a_server_that_does_not_answer_is_named(policy_folder: Path) -> None:
+    generator = VLLMServerGenerator(urls=["http://127.0.0.1:9"], timeout_s=2.0)
+    with pytest.raises(ValueError, match=r"server at http://127\.0\.0\.1:9 does not answer /server_info"):
+        generator.start(random_policy(), load_tokenizer(str(policy_folder)))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho loading\necho 'ValueError: too little memory'\necho bye\nexit 3\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fake))
+    server = ServerProcess(tmp_path, {}, {}, tmp_path / "log")
+    with pytest.raises(ValueError, match="ended with code 3: ValueError: too little memory"):
+        server.wait(deadline=1e12)
+
+
+def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Path) -> None:
+    policy: Any = random_policy()
+    save_skeleton(policy, load_tokenizer(str(policy_folder)), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert load_tokenizer(str(tmp_path)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")
+    assert policy.config.architectures is None
+
+
+def test_bytes_of_a_token() -> None:
+    assert kv_bytes_per_token(random_policy().config, torch.float32) == 2 * 2 * 2 * 16 * 4  # pyright: ignore

@@ -1,0 +1,105 @@
+"""Weights on their way: digests, merged adapters, files of changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import random_policy
+from safetensors import safe_open
+
+from lit_grpo.rollout.generator import WeightSyncError
+from lit_grpo.rollout.weight_files import rebuild, write_full, write_patch
+from lit_grpo.rollout.weights import PolicyWeights, check_arrival, complete, digest
+
+BASE = torch.arange(1024, dtype=torch.float32).view(32, 32).sin()
+
+
+def test_a_digest_depends_on_content_shape_and_type_alone() -> None:
+    assert digest(BASE) == digest(BASE.clone()) == digest(BASE.t().contiguous().t())
+    one_bit = BASE.clone()
+    one_bit.view(torch.int32)[31, 31] ^= 1
+    others = [one_bit, BASE.t(), BASE.view(16, 64), BASE.to(torch.bfloat16), BASE.flip(0), -BASE, BASE[:31]]
+    assert len({digest(tensor) for tensor in [BASE, *others]}) == 8
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 127, 128, 129, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_every_element_of_any_size_counts(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(size).to(dtype)
+    for place in {0, size // 2, size - 1} if size else set():
+        changed = tensor.clone()
+        changed[place] += 1
+        if bool((changed != tensor).any()):
+            assert digest(changed) != digest(tensor)
+    assert digest(torch.cat([tensor[:1], tensor])[1:]) == digest(tensor)  # at an odd address
+
+
+def test_arrival_is_checked_by_name_and_content() -> None:
+    check_arrival({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+    for received, said in (
+        ({"a": "1"}, "1 of 2 weights did not arrive, 'b' among them"),
+        ({"a": "1", "b": "2", "c": "3"}, "bound 'c', which the policy does not have"),
+        ({"a": "2", "b": "1"}, "2 of 2 weights arrived with another content than the policy's, 'a' among them"),
+    ):
+        with pytest.raises(WeightSyncError, match=said):
+            check_arrival({"a": "1", "b": "2"}, received)
+    with pytest.raises(WeightSyncError, match="1 of 2 weights did not arrive"):
+        list(complete([("a", BASE)], ["a", "b"]))
+
+
+def test_adapters_are_merged_one_layer_at_a_time_and_the_policy_stays_as_it_is() -> None:
+    policy: Any = peft.get_peft_model(
+        random_policy(),  # pyright: ignore[reportArgumentType]
+        peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    weights = PolicyWeights(policy)
+    sent = dict(weights)
+    assert list(sent) == weights.names == [name for name, _ in random_policy().named_parameters()]
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    merged = dict(policy.merge_and_unload().named_parameters())
+    for name, tensor in sent.items():
+        assert torch.allclose(tensor, merged[name], atol=1e-6)
+    assert not torch.equal(sent["model.layers.0.self_attn.q_proj.weight"],
+                           before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"])  # fmt: skip
+
+
+def test_weights_are_rounded_to_what_the_generator_computes_in() -> None:
+    policy: Any = random_policy()
+    weights = PolicyWeights(policy, dtype=torch.bfloat16)
+    for name, tensor in weights:
+        assert tensor.dtype == torch.bfloat16 and weights.digests[name] == digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changes_rebuild_the_weights_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    old = {"a": BASE.to(dtype), "b": torch.zeros(5, dtype=dtype), "same": BASE[0].clone().to(dtype)}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["a"][3, 4:7] += 1
+    new["b"][2] = -0.0  # equal to what it was, and other bits
+    held: dict[str, torch.Tensor] = {}
+    assert write_full(old.items(), tmp_path / "full", held) == sum(tensor.nbytes for tensor in old.values())
+    num_bytes, share = write_patch(new.items(), held, tmp_path / "patch")
+    assert share == 4 / sum(tensor.numel() for tensor in old.values())
+    assert num_bytes == 4 * (4 + dtype.itemsize)
+    received: dict[str, torch.Tensor] = {}
+    for path in ("full", "patch"):
+        with safe_open(tmp_path / path, framework="pt") as file:
+            for name, tensor in rebuild(file, received):
+                received[name] = tensor.clone()
+    for side in (held, received):
+        assert {name: digest(tensor) for name, tensor in side.items()} == {
+            name: digest(tensor) for name, tensor in new.items()
+        }
+
+
+def test_no_change_at_all_is_an_empty_file(tmp_path: Path) -> None:
+    held = {"a": BASE.clone()}
+    assert write_patch([("a", BASE)], held, tmp_path / "patch") == (0, 0.0)
+    with safe_open(tmp_path / "patch", framework="pt") as file:
+        assert [name for name, _ in rebuild(file, held)] == ["a"]
