@@ -84,7 +84,7 @@ def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:
 
 def test_a_server_that_does_not_answer_is_named(policy_folder: Path) -> None:
     generator = VLLMServerGenerator(urls=["http://127.0.0.1:9"], timeout_s=2.0)
-    with pytest.raises(ValueError, match=r"server at http://127\.0\.0\.1:9 does not answer /server_info"):
+    with pytest.raises(ValueError, match=r"server at http://127\.0\.0\.1:9 does not answer /tokenize"):
         generator.start(random_policy(), load_tokenizer(str(policy_folder)))  # pyright: ignore[reportArgumentType]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHARED_MEMORY = Path("/dev/shm")
+_COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(eq=False)
@@ -118,20 +119,16 @@ class Fleet:
             ValueError: They are not the same, or a server does not answer.
         """
         config = policy.config.get_text_config()
+        fields = {name: getattr(config, name) for name in _COMPARED}
         text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
         for server in self._servers:
             try:
-                served = server.client.get("/server_info", config_format="json")["vllm_config"]["model_config"]
                 tokens = server.client.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+                server.client.post("/init_weight_transfer_engine", {"init_info": {"fields": fields}})
             except ServerError as error:
-                raise ValueError(f"{error} Start it as the README says, or leave urls out.") from error
-            theirs = served.get("hf_text_config") or served.get("hf_config") or {}
-            for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
-                if isinstance(theirs, dict) and theirs.get(name, getattr(config, name)) != getattr(config, name):
-                    raise ValueError(
-                        f"The server at {server.client.url} serves a model with {name} {theirs[name]!r}, but the "
-                        f"policy's is {getattr(config, name)!r}; start it with the policy's model."
-                    )
+                raise ValueError(
+                    f"{error} Start it with the policy's model, as python -m lit_grpo serve does."
+                ) from error
             if tokens != tokenizer.encode(text, add_special_tokens=False):
                 raise ValueError(
                     f"The server at {server.client.url} has another tokenizer than the policy; start it with the "

@@ -38,7 +38,9 @@ def register() -> None:
 
 @dataclass
 class Hello(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """What the sender's model is: fields of its text configuration."""
+
+    fields: dict[str, Any]
 
 
 @dataclass
@@ -67,7 +69,15 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
         self._held: dict[str, torch.Tensor] = {}
 
     def init_transfer_engine(self, init_info: Hello) -> None:
-        """Nothing to do."""
+        """Compare the models.
+
+        Raises:
+            ValueError: They differ.
+        """
+        config = self.model_config.hf_text_config
+        for name, expected in init_info.fields.items():
+            if (served := getattr(config, name, None)) != expected:
+                raise ValueError(f"another model is served: its {name} is {served!r}, the policy's is {expected!r}")
 
     def start_weight_update(self) -> None:
         """Begin a layer by layer reload."""

@@ -140,7 +140,18 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     assert set(PLANS) - {"full_group"} <= measured
 
 
-@pytest.mark.parametrize("name", ["decode_throughput", "decode_efficiency", "kv_memory", "length_prediction"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode_throughput",
+        "decode_efficiency",
+        "kv_memory",
+        "length_prediction",
+        "vllm_plan",
+        "weight_sync",
+        "vllm_learning",
+    ],
+)
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, printed = run_quick(name, tmp_path / "result.json")
     check_result(result, name)

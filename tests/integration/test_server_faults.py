@@ -87,8 +87,8 @@ def expected(generator: VLLMServerGenerator) -> dict[Any, list[int]]:
 
 def test_servers_named_by_url_are_checked_and_used(generator: Any, policy: Any, folder: Path) -> None:
     urls = [client.url for client in generator._fleet.clients[:1]]
-    wider = random_policy(head_dim=32, intermediate_size=96, num_hidden_layers=3)
-    with pytest.raises(ValueError, match="serves a model with num_hidden_layers 2, but the policy's is 3"):
+    wider = random_policy(head_dim=32, intermediate_size=96)
+    with pytest.raises(ValueError, match="another model is served: its intermediate_size is 64, the policy's is 96"):
         VLLMServerGenerator(2, urls=urls).start(wider, load_tokenizer(str(folder)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="has another tokenizer than the policy"):
         VLLMServerGenerator(2, urls=urls).start(policy, make_tokenizer())

@@ -1,0 +1,68 @@
+"""The demo's task learnt through each generator: embedded, vLLM in process, and two vLLM servers.
+
+Each is its config, run whole by the command line with the same seed; what is compared is the exact match on held-out
+exercises after the same number of updates.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+
+CONFIGS = ("arithmetic", "arithmetic_vllm", "arithmetic_vllm_server")
+QUICK = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--data.train.init_args.num_rows", "64",
+         "--data.validation.init_args.num_rows", "8", "--model.num_generations", "4"]  # fmt: skip
+SEED_NOISE = 0.03
+
+
+def main(options: Options) -> int:
+    """Run the configs one after another."""
+    rows: list[Row] = []
+    for name in CONFIGS:
+        note(name)
+        rows.append(_run(name, QUICK if options.quick else []))
+    embedded, *others = rows
+    claims = [
+        Claim(
+            f"{row['config']}: final exact match below the embedded generator's",
+            float(embedded["final"]) - float(row["final"]),
+            "<=",
+            SEED_NOISE,
+        )
+        for row in others
+    ]
+    claims += [Claim(f"{row['config']}: largest sync/logprob_gap", float(row["gap"]), "<=", 1e-3) for row in others]
+    return finish("vllm_learning", options, {"seed": 0}, rows, claims)
+
+
+def _run(name: str, arguments: list[str]) -> Row:
+    """Train in an empty folder; return the curve by update."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lit_grpo", "fit", "--config", str(ROOT / "configs" / f"{name}.yaml")]
+        command += ["--trainer.enable_progress_bar", "false", *arguments]
+        start = time.perf_counter()
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - start
+        (metrics,) = Path(folder).glob("runs/*/metrics.csv")
+        with metrics.open() as file:
+            logged = list(csv.DictReader(file))
+    curve = {f"at {int(float(row['step']))}": float(row["val/pass@1"]) for row in logged if row.get("val/pass@1")}
+    gaps = [float(row["sync/logprob_gap"]) for row in logged if row.get("sync/logprob_gap")]
+    return {
+        "config": name,
+        "minutes": round(seconds / 60, 2),
+        "gap": max(gaps, default=0.0),
+        **curve,
+        "final": list(curve.values())[-1],
+    }
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))
