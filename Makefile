@@ -22,6 +22,8 @@ install: .venv/dev
 
 .venv/dev: .venv/demo
 	$(PIP_INSTALL) -e ".[dev]"
+	# vLLM's CPU build asks for these; the builds that an index has are for CUDA, and transformers cannot import them.
+	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 lint: .venv/dev
