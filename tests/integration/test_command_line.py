@@ -168,7 +168,7 @@ def test_what_was_learned_of_lengths_is_in_the_checkpoint(folder: Path) -> None:
 
 def test_kl_scheduler_and_several_updates_a_batch_are_configurable(folder: Path) -> None:
     schedule = '{"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 4}}'
-    fit("--model.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
+    fit("--model.objective.kl.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
     rows = metrics("task")[1:]
     assert [int(row["step"]) for row in rows] == [2, 4]
     assert float(rows[-1]["kl"]) > 0

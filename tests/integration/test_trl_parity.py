@@ -30,6 +30,10 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import RolloutGroup, SamplingParams
+from lit_grpo.update.estimator import Advantages, ScaleBy
+from lit_grpo.update.kl import KLTerm
+from lit_grpo.update.losses import Normalization
+from lit_grpo.update.objective import Objective
 
 trl = pytest.importorskip("trl")
 
@@ -126,10 +130,10 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
     policy_folder: Path,
     policy: Any,
     tmp_path: Path,
-    normalization: str,
+    normalization: Normalization,
     epsilon_high: float | None,
     beta: float,
-    scale: str,
+    scale: ScaleBy,
 ) -> None:
     nudged = random_policy()
     nudge(nudged)
@@ -143,10 +147,8 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
     module = make_module(
         policy_folder,
         sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS),
-        loss_normalization=normalization,
-        epsilon_high=epsilon_high,
-        beta=beta,
-        scale_rewards=scale,
+        objective=Objective(normalization=normalization, epsilon=0.2, epsilon_high=epsilon_high, kl=KLTerm(beta)),
+        advantages=Advantages(scale=scale),
         max_tokens_per_micro_batch=60,  # several micro-batches; TRL's is one
     )
     ours = fit(module, groups, callbacks=[Nudge(), NotesAdvantages()])

@@ -32,6 +32,9 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.update.estimator import Advantages
+from lit_grpo.update.kl import KLTerm
+from lit_grpo.update.objective import Objective
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -53,11 +56,11 @@ RANK_0_MISSING = [[NAN] * 4, [1.0, NAN, 0.0, 1.0], [NAN] * 4, [0.0, 1.0, 0.0, NA
 ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
 CASES = {
     "token": Case([MIXED]),
-    "sequence": Case([MIXED], {"loss_normalization": "sequence"}),
-    "constant_with_kl": Case([MIXED, MIXED], {"loss_normalization": "constant", "beta": 0.2}),
-    "batch_scale_and_clipping": Case([MIXED], {"scale_rewards": "batch", "max_grad_norm": 0.05}),
+    "sequence": Case([MIXED], {"objective": Objective("grpo")}),
+    "constant_with_kl": Case([MIXED, MIXED], {"objective": Objective("dr_grpo", kl=KLTerm(0.2))}),
+    "batch_scale_and_clipping": Case([MIXED], {"advantages": Advantages(scale="batch"), "max_grad_norm": 0.05}),
     "one_rank_uniform": Case([RANK_1_UNIFORM, MIXED]),
-    "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"beta": 0.2}),
+    "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"objective": Objective(kl=KLTerm(0.2))}),
     "one_rank_missing": Case([RANK_0_MISSING]),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
