@@ -147,12 +147,7 @@ class GRPOModule(EvaluationModule):
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be a number >= 0, not {self.max_grad_norm}.")
-        self.advantages.check_group_size(self.num_generations)
-        if self.advantages.estimator == "gdpo" and self.objective.kl.place == "reward":
-            raise ValueError(
-                "objective.kl.place is reward, but advantages.estimator gdpo normalises each reward function by itself "
-                "and the KL term is none; set kl.place to loss."
-            )
+        self.advantages.check(self.num_generations, self.objective.kl.place)
 
     # ---- set-up -----------------------------------------------------------------------------------
 

@@ -29,6 +29,10 @@ SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
     "gdpo": ("batch",),
     "dcpo": ("group",),
 }
+KL_HAS_NO_PLACE: Mapping[str, str] = {
+    "gdpo": "gdpo normalises each reward function by itself, and the KL term is none",
+    "ngrpo": "the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
+}
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,17 @@ class Advantages:
         """Whether an advantage depends on other groups than its own, or on earlier visits on any rank."""
         return self.scaled_by == "batch" or self.estimator == "dcpo"
 
-    def check_group_size(self, num_generations: int) -> None:
-        """Refuse groups that the estimator has no meaning for."""
+    def check(self, num_generations: int, kl_place: Literal["loss", "reward"]) -> None:
+        """Refuse groups and rewards that the estimator has no meaning for.
+
+        Raises:
+            ValueError: A median of two, or a KL term in rewards that are compared with something else than themselves.
+        """
+        if kl_place == "reward" and self.estimator in KL_HAS_NO_PLACE:
+            raise ValueError(
+                f"objective.kl.place is reward, but {KL_HAS_NO_PLACE[self.estimator]}; set kl.place to loss, or "
+                "advantages.estimator to grpo."
+            )
         if self.estimator == "mc_grpo" and num_generations < 3:
             raise ValueError(
                 f"num_generations is {num_generations}, but of two completions the median is the mean, so that each "

@@ -40,7 +40,7 @@ def gradient_preserving(
     suu990901/KlearReasoner at 5d2d0b8). Beyond ``delta`` (dual clip) there is no gradient, as there.
     """
     ratio_N, advantages_N = log_ratio_N.exp(), tokens.advantages_N
-    one_N = 1 + log_ratio_N - log_ratio_N.detach()  # r / sg(r): value 1, gradient that of log r, and never inf / inf
+    one_N = 1 + log_ratio_N - log_ratio_N.detach()  # r / sg(r): value 1, gradient that of log r
     bounded_N = ratio_N.detach().clamp(1 - epsilon, 1 + epsilon_high) * one_N
     loss_N = -torch.minimum(ratio_N * advantages_N, bounded_N * advantages_N)
     loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, -delta * advantages_N), loss_N)
@@ -85,7 +85,7 @@ def soft_gate(
     2511.20347).
     """
     ratio_N, advantages_N = log_ratio_N.exp(), tokens.advantages_N
-    temperature_N = torch.where(advantages_N > 0, temperature_positive, temperature_negative)
+    temperature_N = _by_sign(advantages_N > 0, temperature_positive, temperature_negative, ratio_N.dtype)
     gate_N = torch.sigmoid(temperature_N * (ratio_N - 1)) * 4 / temperature_N
     return -gate_N * advantages_N, {"ratio/mean": ratio_N.detach(), "sapo/gate": gate_N.detach()}
 
@@ -116,12 +116,17 @@ def gamma_weighted(
             log_weight_C = log_weight_C + completion_sums(bounded_N, tokens.lengths_C)
         log_weight_C = log_weight_C.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
         good_C = tokens.advantages_C >= 0
-        k_C = torch.where(good_C, k_positive, k_negative)
-        lambda_C = torch.where(good_C, lambda_positive, lambda_negative)
+        k_C = _by_sign(good_C, k_positive, k_negative, log_weight_C.dtype)
+        lambda_C = _by_sign(good_C, lambda_positive, lambda_negative, log_weight_C.dtype)
         phi_C = (lambda_C + k_C * log_weight_C - lambda_C * log_weight_C.exp()).exp()
         phi_N = spread(phi_C, tokens.lengths_C)
     loss_N = -phi_N * tokens.advantages_N * tokens.logprobs_N
     return loss_N, {"ratio/mean": log_ratio_N.detach().exp(), "vespo/weight": phi_N}
+
+
+def _by_sign(good: torch.Tensor, positive: float, negative: float, dtype: torch.dtype) -> torch.Tensor:
+    """One number where an advantage is good and another elsewhere; of two floats torch would make float32."""
+    return torch.full_like(good, negative, dtype=dtype).masked_fill(good, positive)
 
 
 @torch.no_grad()

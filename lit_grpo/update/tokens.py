@@ -39,7 +39,7 @@ def spread(values_C: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
 def completion_sums(values_N: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
     """Sum up each completion's tokens: N to C; 0 for a completion without tokens."""
     if not len(lengths_C):
-        return values_N.new_zeros(0)
+        return values_N  # of no token, and part of the graph
     return torch.segment_reduce(values_N, "sum", lengths=lengths_C, unsafe=True)
 
 

@@ -197,6 +197,8 @@ def our_loss(case: Case, objective: Objective) -> tuple[torch.Tensor, ...]:
     return (loss.detach(), *gradients)
 
 
+# TRL rounds the temperatures to float32, which these numbers survive; SAPO's own 1.05 would not.
+SAPO = {"temperature_positive": 1.5, "temperature_negative": 1.0625}
 CLIP: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
 TOKEN_LOSSES: dict[str, dict[str, Any]] = {
     "grpo": CLIP,
@@ -204,13 +206,14 @@ TOKEN_LOSSES: dict[str, dict[str, Any]] = {
     "dapo": CLIP,
     "bnpo": CLIP,
     "cispo": {},
-    "sapo": {},
+    "sapo": SAPO,
     "vespo": {},
 }
 
 
 def of_trl(name: str) -> dict[str, Any]:
-    return {"loss_type": name} | ({"epsilon_high": 5.0} if name == "cispo" else {})
+    own = {"cispo": {"epsilon_high": 5.0}, "sapo": {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 1.0625}}
+    return {"loss_type": name, **own.get(name, {})}
 
 
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
@@ -224,7 +227,7 @@ CASES |= {
         {"loss_type": "grpo", "epsilon_low": 3e-4, "epsilon_high": 4e-4, **SEQUENCE},
     ),
     "luspo": (Objective("luspo", **CLIP), {"loss_type": "luspo", **SEQUENCE}),
-    "sapo_of_sequences": (Objective("sapo", ratio="sequence"), {"loss_type": "sapo", **SEQUENCE}),
+    "sapo_of_sequences": (Objective("sapo", ratio="sequence", **SAPO), {**of_trl("sapo"), **SEQUENCE}),
     "dual_clip": (Objective("dual_clip", delta=1.5, **CLIP), {"loss_type": "dapo", "delta": 1.5}),
     "dual_clip_of_completions": (Objective("grpo", delta=1.5, **CLIP), {"loss_type": "grpo", "delta": 1.5}),
     "off_policy_mask": (Objective(off_policy_threshold=0.02, **CLIP), {"off_policy_mask_threshold": 0.02}),
