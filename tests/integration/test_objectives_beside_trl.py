@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.update.controllers import EntropyBonus
+from lit_grpo.update.controllers import EntropyBonus, EntropyController
 from lit_grpo.update.corrections import Correction, correction_weights
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.losses import StepTotals
@@ -58,6 +58,11 @@ class Case:
 
 def trl_loss(case: Case, correction: Correction | None = None, **settings: Any) -> tuple[torch.Tensor, ...]:
     """Loss and gradients by log-prob and entropy, of TRL's own code."""
+    return trl_step(case, correction, **settings)[1]
+
+
+def trl_step(case: Case, correction: Correction | None = None, **settings: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """The stand-in after the step; and loss and gradients by log-prob and entropy, of TRL's own code."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     logprobs_CT, entropy_CT = case.logprobs_CT.clone().requires_grad_(), case.entropy_CT.clone().requires_grad_()
@@ -70,6 +75,10 @@ def trl_loss(case: Case, correction: Correction | None = None, **settings: Any) 
         "vespo_lambda_pos": 3.0,
         "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0,
+        "entropy_target": 0.0,
+        "entropy_coef_delta": 0.0,
+        "entropy_coef_min": 0.0,
+        "entropy_coef_max": 1.0,
         "steps_per_generation": 1,
         "report_to": [],
     }
@@ -80,6 +89,9 @@ def trl_loss(case: Case, correction: Correction | None = None, **settings: Any) 
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
         "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "_last_world_entropy": float("inf"),
+        "_entropy_window_stats": None,
         "use_vllm": correction is not None,
         "vllm_importance_sampling_correction": correction is not None,
         **CLIPPED,
@@ -111,11 +123,10 @@ def trl_loss(case: Case, correction: Correction | None = None, **settings: Any) 
         args=SimpleNamespace(**args),
         accelerator=accelerator,
         state=SimpleNamespace(global_step=0),
-        use_adaptive_entropy=False,
         aux_loss_enabled=False,
         max_completion_length=MAX_TOKENS,
         current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=own["entropy_coef"] != 0,
+        _entropy_bonus_enabled=own["entropy_coef"] != 0 or own["use_adaptive_entropy"],
         _metrics=defaultdict(lambda: defaultdict(list)),
         **own,
     )
@@ -136,7 +147,7 @@ def trl_loss(case: Case, correction: Correction | None = None, **settings: Any) 
     loss = trainer._compute_loss(None, inputs)
     loss.backward()
     gradients = (torch.zeros_like(logprobs_CT) if g is None else g for g in (logprobs_CT.grad, entropy_CT.grad))
-    return (loss.detach(), *(case.flat(gradient) for gradient in gradients))
+    return trainer, (loss.detach(), *(case.flat(gradient) for gradient in gradients))
 
 
 def trl_correction(case: Case, correction: Correction) -> torch.Tensor:
@@ -171,7 +182,7 @@ def trl_correction(case: Case, correction: Correction) -> torch.Tensor:
     return weights
 
 
-def our_loss(case: Case, objective: Objective) -> tuple[torch.Tensor, ...]:
+def our_loss(case: Case, objective: Objective, coefficient: float | None = None) -> tuple[torch.Tensor, ...]:
     """Loss and gradients by log-prob and entropy, of ours."""
     logprobs_N = case.flat(case.logprobs_CT).requires_grad_()
     entropy_N = case.flat(case.entropy_CT).requires_grad_()
@@ -191,7 +202,7 @@ def our_loss(case: Case, objective: Objective) -> tuple[torch.Tensor, ...]:
         threshold = entropy_threshold(entropy_N.detach().float(), objective.top_entropy_quantile)
         kept_N = entropy_N.detach() >= threshold
         num_kept = int(kept_N.sum())
-    loss, _ = policy_loss(objective, tokens, case.totals(num_kept), kept_N=kept_N)
+    loss, _ = policy_loss(objective, tokens, case.totals(num_kept), None, coefficient, kept_N)
     loss.backward()
     gradients = (torch.zeros_like(values) if values.grad is None else values.grad for values in (logprobs_N, entropy_N))
     return (loss.detach(), *gradients)
@@ -263,6 +274,31 @@ def test_an_objective_has_the_loss_and_gradient_of_trl(name: str, seed: int) -> 
     case = Case(seed)
     objective, settings = CASES[name]
     assert_same(our_loss(case, objective), trl_loss(case, **settings))
+
+
+def test_an_entropy_bonus_with_a_target_follows_trl_from_step_to_step() -> None:
+    bonus = EntropyBonus(0.03, target=0.7, delta=0.01, max_coefficient=0.045)
+    controller, objective = EntropyController(bonus), Objective(entropy=bonus, **CLIP)
+    theirs: dict[str, Any] = {"entropy_coef": 0.03, "_last_world_entropy": float("inf")}
+    applied = []
+    for step, scale in enumerate((0.5, 0.5, 0.5, 2.0, 2.0, 0.5, 0.5)):
+        case = Case(step)
+        case.entropy_CT *= scale
+        trainer, expected = trl_step(
+            case,
+            use_adaptive_entropy=True,
+            entropy_target=0.7,
+            entropy_coef_delta=0.01,
+            entropy_coef_max=0.045,
+            **theirs,
+        )
+        assert_same(our_loss(case, objective, controller.applied), expected)
+        applied.append(controller.applied)
+        controller.update(float(case.flat(case.entropy_CT).mean()))
+        theirs = {name: getattr(trainer, name) for name in theirs}
+        assert controller.coefficient == pytest.approx(theirs["entropy_coef"])
+        assert controller.last_entropy == pytest.approx(theirs["_last_world_entropy"])
+    assert applied == pytest.approx([0.0, 0.04, 0.045, 0.045, 0.0, 0.0, 0.035])
 
 
 CORRECTIONS = [
