@@ -20,7 +20,7 @@ from lit_grpo.update.advantages import (
     virtual_maximum_advantages,
 )
 from lit_grpo.update.estimator import SCALES, Advantages, GroupRewards
-from lit_grpo.update.smoothing import RewardHistory, Visits
+from lit_grpo.update.smoothing import RewardHistory
 from lit_grpo.update.turns import discounted_returns, step_advantages
 
 NAN = math.nan
@@ -263,7 +263,7 @@ def test_a_visit_without_rewards_does_not_count() -> None:
     history = RewardHistory()
     history.advantages(tensor([[0.0, 1.0]]), ["train/0"])
     assert history.advantages(tensor([[NAN, NAN]]), ["train/0"]).isnan().all()
-    assert history.visits["train/0"] == Visits(1, 0.5, pytest.approx(math.sqrt(0.5)))
+    assert history.visits["train/0"] == pytest.approx((1, 0.5, math.sqrt(0.5)))
 
 
 # ---- GiGPO: steps --------------------------------------------------------------------------------------
