@@ -235,6 +235,8 @@ def test_beta_grows_by_at_most_a_fifth_of_its_horizon_and_follows_the_target() -
     assert controller.beta == pytest.approx(0.11 * 0.9)
     controller.update(math.nan, 100)
     assert controller.beta == pytest.approx(0.11 * 0.9)
+    controller.update(0.0, 10_000)  # a hundred times the horizon
+    assert controller.beta == pytest.approx(0.11 * 0.9 * 0.8)
     fixed = KLController(KLTerm(0.1))
     fixed.update(5.0, 50)
     assert fixed.beta == 0.1

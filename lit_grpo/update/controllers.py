@@ -93,12 +93,13 @@ class KLController:
         """Follow the mean KL of a token over a batch of ``num_sequences`` completions on all ranks.
 
         ``beta *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon`` (Ziegler et al., arXiv 1909.08593,
-        section 2.2; verl's ``AdaptiveKLController``). A KL that is not a number (no tokens) changes nothing.
+        section 2.2; verl's ``AdaptiveKLController``), where more completions than ``horizon`` count as that many: beta
+        would turn negative otherwise. A KL that is not a number (no tokens) changes nothing.
         """
         if self.term.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.term.target - 1, -0.2), 0.2)
-        self.beta *= 1 + error * num_sequences / self.term.horizon
+        self.beta *= 1 + error * min(num_sequences / self.term.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps."""
