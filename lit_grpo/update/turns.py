@@ -30,7 +30,8 @@ def step_advantages(
 
     ``A = A_episode + weight A_step``; A_episode compares the episode's reward with those of its prompt, A_step the
     step's return with those of all steps, in episodes of the same prompt, that began in the same state (GiGPO, arXiv
-    2505.10978, eq. 3, 6, 7, 8). A step whose state was seen once has A_step 0. An episode whose reward is NaN has
+    2505.10978, eq. 3, 6, 7, 8; its code takes the episodes' mean over their steps, so that long ones count more; this
+    is the paper's). A step whose state was seen once has A_step 0. An episode whose reward is NaN has
     advantage NaN, and its steps take no part.
 
     Args:

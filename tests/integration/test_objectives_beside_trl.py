@@ -26,7 +26,6 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 MAX_TOKENS = 11
-CLIPPED = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 
 
 class Case:
@@ -63,45 +62,54 @@ def trl_loss(case: Case, correction: Correction | None = None, **settings: Any) 
 
 def trl_step(case: Case, correction: Correction | None = None, **settings: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """The stand-in after the step; and loss and gradients by log-prob and entropy, of TRL's own code."""
+    logprobs_CT, entropy_CT = case.logprobs_CT.clone().requires_grad_(), case.entropy_CT.clone().requires_grad_()
+    corrected = {"use_vllm": correction is not None, "vllm_importance_sampling_correction": correction is not None}
+    trainer = make_stand_in(logprobs_CT, entropy_CT, settings | corrected)
+    loss = trainer._compute_loss(None, trl_inputs(case, correction))
+    loss.backward()
+    gradients = (torch.zeros_like(logprobs_CT) if g is None else g for g in (logprobs_CT.grad, entropy_CT.grad))
+    return trainer, (loss.detach(), *(case.flat(gradient) for gradient in gradients))
+
+
+TRAINER = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "beta": 0.0,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "_last_world_entropy": float("inf"),
+    "_entropy_window_stats": None,
+    "aux_loss_enabled": False,
+    "max_completion_length": MAX_TOKENS,
+    "current_gradient_accumulation_steps": 1,
+}
+ARGUMENTS = {
+    "delta": None,
+    "use_bias_correction_kl": False,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "entropy_target": 0.0,
+    "entropy_coef_delta": 0.0,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "steps_per_generation": 1,
+    "report_to": [],
+}
+
+
+def make_stand_in(logprobs_CT: torch.Tensor, entropy_CT: torch.Tensor, settings: dict[str, Any]) -> Any:
+    """What ``_compute_loss`` reads of a trainer; settings are the trainer's own, or of its arguments."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    logprobs_CT, entropy_CT = case.logprobs_CT.clone().requires_grad_(), case.entropy_CT.clone().requires_grad_()
-    args = {
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-        "entropy_target": 0.0,
-        "entropy_coef_delta": 0.0,
-        "entropy_coef_min": 0.0,
-        "entropy_coef_max": 1.0,
-        "steps_per_generation": 1,
-        "report_to": [],
-    }
-    own = {
-        "loss_type": "dapo",
-        "importance_sampling_level": "token",
-        "beta": 0.0,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "entropy_coef": 0.0,
-        "use_adaptive_entropy": False,
-        "_last_world_entropy": float("inf"),
-        "_entropy_window_stats": None,
-        "use_vllm": correction is not None,
-        "vllm_importance_sampling_correction": correction is not None,
-        **CLIPPED,
-    }
-    for name, value in settings.items():
-        (args if name in args else own)[name] = value
-
     class StandIn(SimpleNamespace):
-        """What ``_compute_loss`` reads of a trainer."""
-
         get_off_policy_mask = staticmethod(GRPOTrainer.get_off_policy_mask)
         get_gamma_weights = staticmethod(GRPOTrainer.get_gamma_weights)
         get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask
@@ -118,18 +126,20 @@ def trl_step(case: Case, correction: Correction | None = None, **settings: Any) 
         gather=lambda tensor: tensor,
         pad_across_processes=lambda tensor, **_: tensor,
     )
-    trainer = StandIn(
+    own = TRAINER | {name: value for name, value in settings.items() if name not in ARGUMENTS}
+    return StandIn(
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(**args),
+        args=SimpleNamespace(**ARGUMENTS | {name: settings[name] for name in settings if name in ARGUMENTS}),
         accelerator=accelerator,
         state=SimpleNamespace(global_step=0),
-        aux_loss_enabled=False,
-        max_completion_length=MAX_TOKENS,
-        current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=own["entropy_coef"] != 0 or own["use_adaptive_entropy"],
         _metrics=defaultdict(lambda: defaultdict(list)),
         **own,
     )
+
+
+def trl_inputs(case: Case, correction: Correction | None) -> dict[str, torch.Tensor]:
+    """What TRL's generation and scoring would hand to the loss."""
     tokens = torch.zeros_like(case.mask_CT)
     inputs = {
         "prompt_ids": tokens[:, :1],
@@ -138,16 +148,13 @@ def trl_step(case: Case, correction: Correction | None = None, **settings: Any) 
         "completion_mask": case.mask_CT,
         "advantages": case.advantages_C,
         "num_items_in_batch": case.mask_CT.sum(),
-        "old_per_token_logps": case.old_CT if correction is not None else case.sampled_CT,
+        "old_per_token_logps": case.sampled_CT if correction is None else case.old_CT,
         "sampling_per_token_logps": case.sampled_CT,
         "ref_per_token_logps": case.reference_CT,
     }
     if correction is not None:
         inputs["importance_sampling_ratio"] = trl_correction(case, correction)
-    loss = trainer._compute_loss(None, inputs)
-    loss.backward()
-    gradients = (torch.zeros_like(logprobs_CT) if g is None else g for g in (logprobs_CT.grad, entropy_CT.grad))
-    return trainer, (loss.detach(), *(case.flat(gradient) for gradient in gradients))
+    return inputs
 
 
 def trl_correction(case: Case, correction: Correction) -> torch.Tensor:
