@@ -256,7 +256,7 @@ def test_the_same_reward_at_every_visit_never_teaches_anything(value: float) -> 
     """The running mean is off by rounding, which a deviation of 0 must not blow up."""
     history = RewardHistory()
     for _ in range(50):
-        assert (history.advantages(torch.full((1, 4), value), ["train/0"]) == 0).all()
+        assert (history.advantages(tensor([[value] * 4]), ["train/0"]) == 0).all()
 
 
 def test_a_visit_without_rewards_does_not_count() -> None:
