@@ -51,8 +51,14 @@ def one_sentence(message: str) -> str:
 
 
 def _nearest(argument: str, parser: Any) -> str:
-    option = argument.split("=")[0]
-    near = difflib.get_close_matches(option, _options(parser), n=3)
+    """The options that are spelled alike; else those whose last part is, wherever they are."""
+    option, options = argument.split("=")[0], _options(parser)
+    near = difflib.get_close_matches(option, options, n=3, cutoff=0.85)
+    if not near:
+        last = {name: name.rsplit(".", 1)[-1] for name in options}
+        parts = difflib.get_close_matches(option.rsplit(".", 1)[-1], set(last.values()), n=1, cutoff=0.8)
+        near = [name for name in last if last[name] in parts][:3]
+    near = near or difflib.get_close_matches(option, options, n=3)
     return f"; did you mean {' or '.join(near)}?" if near else "; --help lists all there are."
 
 

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from lit_grpo.types import PromptBatch
 from lit_grpo.update.advantages import uniform_groups
+from lit_grpo.update.corrections import gap_metrics, gap_sums
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Reduces a float64 tensor over ranks; every rank must call it, with as many elements."""
@@ -97,16 +98,19 @@ class PassAtK(Metric):
 class TokenMetrics:
     """Gathers what the optimizer steps on one batch did, over micro-batches and then over ranks.
 
-    Means are over tokens, however they are split. ``sampling/logprob_gap_*`` compares the trainer's log-probs
-    with the generator's before the first step, when they should agree.
+    Means are over tokens, however they are split. ``sampling/*`` compares the trainer's log-probs with the
+    generator's before the first step, when they should agree (see :func:`lit_grpo.update.corrections.gap_metrics`).
     """
 
     def __init__(self) -> None:
         self.num_updates = 0
         self._sums: dict[str, torch.Tensor | float] = defaultdict(float)
         self._num_tokens = 0
-        self._num_gap_tokens = 0
-        self._max_gap: torch.Tensor | float = 0.0
+        self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(
+            gap_sums(torch.empty(0), torch.empty(0, dtype=torch.int64)), 0.0
+        )
+        self._max_gap = 0.0
+        self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
     def add_means(self, **values_N: torch.Tensor) -> None:
@@ -120,12 +124,16 @@ class TokenMetrics:
         for name, value in values.items():
             self._sums[name] += value
 
-    def add_gap(self, difference_N: torch.Tensor) -> None:
-        """Add trainer minus generator log-probs of one micro-batch."""
-        self._sums["gap"] += difference_N.abs().sum()  # without tokens too: all ranks reduce the same names
-        self._num_gap_tokens += difference_N.numel()
+    def add_kl(self, kl_N: torch.Tensor) -> None:
+        """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
+        self._kl = (float(kl_N.sum()), float(kl_N.numel()))
+
+    def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor) -> None:
+        """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths."""
+        for name, value in gap_sums(difference_N, lengths_C).items():
+            self._gap_sums[name] += value
         if difference_N.numel():
-            self._max_gap = max(float(self._max_gap), float(difference_N.abs().max()))
+            self._max_gap = max(self._max_gap, float(difference_N.abs().max()))
 
     def finish_update(self, **values: float) -> None:
         """Count an optimizer step, with values that are the same on every rank."""
@@ -136,14 +144,19 @@ class TokenMetrics:
     def compute(self, reduce_sum: Reduce, reduce_max: Reduce) -> dict[str, float]:
         """Return the metrics by name; the reductions run over ranks."""
         names = sorted(self._sums)
-        counts = [float(self._num_tokens), float(self._num_gap_tokens)]
-        local = torch.tensor([float(self._sums[name]) for name in names] + counts, dtype=torch.float64)
-        *sums, num_tokens, num_gap_tokens = reduce_sum(local).tolist()
-        by_name = dict(zip(names, sums, strict=True))
+        local = [float(value) for value in (*(self._sums[name] for name in names), *self._gap_sums.values())]
+        local += self._kl or (0.0, 0.0)
+        *sums, kl, num_kl, num_tokens = reduce_sum(
+            torch.tensor([*local, self._num_tokens], dtype=torch.float64)
+        ).tolist()
+        by_name = dict(zip([*names, *self._gap_sums], sums, strict=True))
+        gap = {name: by_name.pop(name) for name in self._gap_sums}
         updates = max(self.num_updates, 1)
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
-        logs["sampling/logprob_gap_mean"] = by_name.pop("gap", 0.0) / max(num_gap_tokens, 1.0)
-        logs["sampling/logprob_gap_max"] = float(reduce_max(torch.tensor(float(self._max_gap), dtype=torch.float64)))
+        logs |= gap_metrics(gap)
+        logs["sampling/logprob_gap_max"] = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
         logs["update/tokens"] = num_tokens
+        if self._kl is not None:
+            logs["kl"] = kl / max(num_kl, 1.0)
         return logs | {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}

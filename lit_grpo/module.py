@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torchmetrics import MeanMetric
 
-from lit_grpo.metrics import PassAtK, TokenMetrics, rollout_metrics
+from lit_grpo.checks import check_minibatches, check_prompt_lengths, check_trainer, check_training_sampling
+from lit_grpo.evaluation import EvaluationModule
+from lit_grpo.metrics import TokenMetrics, rollout_metrics
 from lit_grpo.policy import check_token_logits, context_length, load_policy, load_tokenizer
+from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
-from lit_grpo.update.advantages import Scale, group_advantages
-from lit_grpo.update.kl import k3
-from lit_grpo.update.losses import Normalization, StepTotals, clipped_objective, token_weights
+from lit_grpo.update.estimator import Advantages, GroupRewards
+from lit_grpo.update.kl import KL_ESTIMATORS
+from lit_grpo.update.losses import StepTotals
+from lit_grpo.update.masks import entropy_threshold
 from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.objective import Objective
+from lit_grpo.update.policy_loss import policy_loss
 from lit_grpo.update.reference import Reference, micro_batch_logprobs
+from lit_grpo.update.state import ObjectiveState
+from lit_grpo.update.step import Key, Step, kl_sums, measure, taking_part_and_learnt
+from lit_grpo.update.tokens import Tokens
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EVAL_MEANS = ("reward", "completion_length", "truncated")
 
-
-class GRPOModule(pl.LightningModule):
+class GRPOModule(EvaluationModule):
     """Train a causal language model with GRPO (DeepSeekMath, arXiv 2402.03300).
 
     The batch comes in with whole rollout groups that :class:`callbacks.RolloutScheduler` has put there;
@@ -53,13 +59,8 @@ class GRPOModule(pl.LightningModule):
         eval_sampling: How completions are sampled in validation, test and predict; as in training by default.
         pass_at_k: The k of the pass@k reported in validation; each at most ``eval_num_generations``.
         pass_threshold: A completion passes when its first reward function gives at least this.
-        scale_rewards: What group-centred rewards are divided by: the standard deviation of the ``group``, of
-            the ``batch``, or ``none``.
-        epsilon: How far the probability ratio may fall below 1 before it is clipped.
-        epsilon_high: How far it may rise above 1; ``epsilon`` by default.
-        beta: Weight of the KL term to the first policy; 0 loads no reference model.
-        loss_normalization: ``token`` (each token alike), ``sequence`` (each completion alike) or
-            ``constant`` (by the limit on completion length).
+        advantages: How rewards become advantages.
+        objective: What an optimizer step minimises.
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
         max_tokens_per_micro_batch: Tokens, padding included, that go through the model at once.
@@ -89,11 +90,8 @@ class GRPOModule(pl.LightningModule):
         eval_sampling: SamplingParams | None = None,
         pass_at_k: tuple[int, ...] = (1,),
         pass_threshold: float = 1.0,
-        scale_rewards: Scale = "group",
-        epsilon: float = 0.2,
-        epsilon_high: float | None = None,
-        beta: float = 0.0,
-        loss_normalization: Normalization = "token",
+        advantages: Advantages = Advantages(),  # noqa: B008 (frozen)
+        objective: Objective = Objective(),  # noqa: B008 (frozen)
         num_iterations: int = 1,
         num_minibatches: int = 1,
         max_tokens_per_micro_batch: int = 8192,
@@ -104,23 +102,19 @@ class GRPOModule(pl.LightningModule):
         gradient_checkpointing: bool = False,
         sampling_seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(load_rewards(rewards or []), pass_at_k, pass_threshold)
         self.automatic_optimization = False
         self.policy_name = policy
         self.generator: Generator = generator or SlotGenerator()
-        self.rewards = load_rewards(rewards or [])
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
         self.reward_timeout_s = reward_timeout_s
         self.num_generations = num_generations
         self.sampling = sampling
         self.eval_num_generations = eval_num_generations
         self.eval_sampling = eval_sampling or sampling
-        self.pass_threshold = pass_threshold
-        self.scale_rewards: Scale = scale_rewards
-        self.epsilon = epsilon
-        self.epsilon_high = epsilon if epsilon_high is None else epsilon_high
-        self.beta = beta
-        self.loss_normalization: Normalization = loss_normalization
+        self.advantages = advantages
+        self.objective = objective
+        self.objective_state = ObjectiveState(objective)
         self.num_iterations = num_iterations
         self.num_minibatches = num_minibatches
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
@@ -132,8 +126,6 @@ class GRPOModule(pl.LightningModule):
         self.sampling_seed = sampling_seed
         self._check_arguments(pass_at_k)
         self.policy_version = 0
-        self.pass_metrics = torch.nn.ModuleDict({f"pass@{k}": PassAtK(k) for k in pass_at_k})
-        self.eval_metrics = torch.nn.ModuleDict({name: MeanMetric() for name in EVAL_MEANS})
         self._reference: Reference | None = None
 
     def _check_arguments(self, pass_at_k: Sequence[int]) -> None:
@@ -153,12 +145,9 @@ class GRPOModule(pl.LightningModule):
         for name in ("num_iterations", "num_minibatches", "max_tokens_per_micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name in ("epsilon", "epsilon_high", "beta", "max_grad_norm"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be a number >= 0, not {getattr(self, name)}.")
-        for name, choices in (("scale_rewards", get_args(Scale)), ("loss_normalization", get_args(Normalization))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}.")
+        if not self.max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must be a number >= 0, not {self.max_grad_norm}.")
+        self.advantages.check(self.num_generations, self.objective.kl.place)
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -167,39 +156,17 @@ class GRPOModule(pl.LightningModule):
         if not self.rewards and stage != "predict":
             raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
         if stage == "fit":
-            self._check_training_sampling()
-            self._check_minibatches(getattr(self._data(), "batch_size", self.num_minibatches))
-            if not isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-                strategy = type(self.trainer.strategy).__name__
-                raise ValueError(
-                    f"trainer.strategy {strategy} shards the policy, which cannot decode then; use one device, or ddp."
-                )
-            if self.trainer.precision in ("16-mixed", "16-true"):
-                raise ValueError(
-                    f"trainer.precision {self.trainer.precision!r} is not supported; use bf16-mixed or 32-true."
-                )
+            check_training_sampling(self.sampling)
+            check_minibatches(self.num_minibatches, getattr(self._data(), "batch_size", self.num_minibatches))
+            check_trainer(self.trainer)
 
     def _data(self) -> pl.LightningDataModule | None:
         return self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _check_minibatches(self, num_prompts: int) -> None:
-        if num_prompts < self.num_minibatches:
-            raise ValueError(
-                f"num_minibatches is {self.num_minibatches}, but a batch has {num_prompts} prompts; "
-                "lower it, or raise data.batch_size."
-            )
-
-    def _check_training_sampling(self) -> None:
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature is 0: greedy completions of a prompt are all the same, so there is nothing to "
-                "learn from; set it above 0, or set eval_sampling.temperature for greedy validation."
-            )
-        if self.sampling.truncates:
-            raise ValueError(
-                "sampling.top_p, top_k and min_p leave tokens out, which the objective's log-probs would not know of; "
-                "set them in eval_sampling, and leave them at 1, 0 and 0 for training."
-            )
+    @property
+    def ranks(self) -> Ranks:
+        """Reductions over the ranks of the run."""
+        return Ranks(self.trainer, self.device)
 
     def configure_model(self) -> None:
         """Load the policy and its tokenizer, and a reference where beta asks for one."""
@@ -209,7 +176,7 @@ class GRPOModule(pl.LightningModule):
             check_token_logits(self.policy)
             if self.gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.beta > 0 and self.trainer.training and self._reference is None:
+        if self.objective.kl.beta > 0 and self.trainer.training and self._reference is None:
             self._reference = Reference(load_policy(self.policy_name, self.policy_dtype))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
@@ -222,21 +189,7 @@ class GRPOModule(pl.LightningModule):
             ValueError: A prompt is too long for the model's context or for a micro-batch.
         """
         context = context_length(self.policy)
-        for split, rows in prompts.items():
-            max_tokens = (self.sampling if split == "train" else self.eval_sampling).max_tokens
-            longest = max(rows, key=lambda prompt: len(prompt.token_ids))
-            total = len(longest.token_ids) + max_tokens
-            said = f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {max_tokens} may follow"
-            if total > context:
-                raise ValueError(
-                    f"{said}, but the model's context is {context}; "
-                    "lower sampling.max_tokens or data.max_prompt_tokens."
-                )
-            if split == "train" and total > self.max_tokens_per_micro_batch:
-                raise ValueError(
-                    f"{said}, but max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; "
-                    f"the smallest that works is {total}."
-                )
+        check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context, self.max_tokens_per_micro_batch)
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
@@ -246,12 +199,14 @@ class GRPOModule(pl.LightningModule):
         return [optimizer], [self.make_lr_scheduler(optimizer)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the policy version."""
+        """Keep the policy version, and what the objective remembers."""
         checkpoint["policy_version"] = self.policy_version
+        checkpoint["objective_state"] = self.objective_state.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the policy version."""
+        """Restore them."""
         self.policy_version = checkpoint["policy_version"]
+        self.objective_state.load_state_dict(checkpoint["objective_state"])
 
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads."""
@@ -262,88 +217,166 @@ class GRPOModule(pl.LightningModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Learn from one batch of whole rollout groups."""
-        rewards_PG = self._rewards(batch)
-        advantages_PG = self._advantages(rewards_PG)
-        self._log_rollouts(rollout_metrics(batch, rewards_PG, self.policy_version, self._sum, self._max))
+        rewards = self._rewards(batch)
+        self._log_rollouts(
+            rollout_metrics(batch, rewards.rewards_PG, self.policy_version, self.ranks.sum, self.ranks.max)
+        )
         metrics = TokenMetrics()
+        advantages_PG = self._advantages(self._less_kl(batch, rewards, metrics))
+        old_logprobs = self._old_logprobs(batch)
         for rows in self._minibatches(len(batch.groups)):
             rollouts = [rollout for row in rows for rollout in batch.groups[row].rollouts]
-            self._update(rollouts, advantages_PG[rows].flatten().tolist(), metrics)
-        self.log_dict(metrics.compute(self._sum, self._max))
+            self._update(rollouts, advantages_PG[rows].flatten().tolist(), metrics, old_logprobs)
+        logs = metrics.compute(self.ranks.sum, self.ranks.max)
+        self.objective_state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(batch.rollouts))))
+        self.log_dict(logs | self.objective_state.coefficients())
         self.log("step", float(self.policy_version))
         batch.trained = True
 
-    def _rewards(self, batch: PromptBatch) -> torch.Tensor:
+    def _rewards(self, batch: PromptBatch) -> GroupRewards:
         if not batch.groups:
             raise RuntimeError("The batch has no rollouts; add callbacks.RolloutScheduler to the trainer's callbacks.")
-        return torch.tensor([[rollout.reward for rollout in group.rollouts] for group in batch.groups])
+        return GroupRewards.of(batch.groups, [function.name for function in self.rewards])
 
-    def _advantages(self, rewards_PG: torch.Tensor) -> torch.Tensor:
-        """Advantages of this rank's groups; on the scale of all ranks' rewards where that is asked for."""
-        if self.scale_rewards != "batch" or self.trainer.world_size == 1:
-            return group_advantages(rewards_PG, self.scale_rewards)
-        everyone = cast(torch.Tensor, self.all_gather(rewards_PG.to(self.device))).cpu()
-        advantages = group_advantages(everyone.flatten(0, 1), "batch").view_as(everyone)
-        return advantages[self.global_rank]
+    def _less_kl(self, batch: PromptBatch, rewards: GroupRewards, metrics: TokenMetrics) -> GroupRewards:
+        """Take the KL term out of the rewards, where its place is there; of the log-probs that were sampled with."""
+        if self.objective.kl.place == "loss" or self._reference is None:
+            return rewards
+        reference, temperature = self._reference, self.sampling.temperature
+        estimator = KL_ESTIMATORS[self.objective.kl.estimator]
+        kl = self._measure(
+            batch.rollouts, lambda micro: estimator(micro.sampled_logprobs_N, reference.logprobs(micro, temperature))
+        )
+        metrics.add_kl(torch.cat([torch.empty(0), *kl.values()]))
+        return rewards.less(kl_sums(batch.groups, kl) * self.objective_state.kl.beta)
+
+    def _advantages(self, rewards: GroupRewards) -> torch.Tensor:
+        """Advantages of this rank's groups; from all ranks' rewards where the estimator needs them."""
+        weights_K = torch.tensor([function.weight for function in self.rewards])
+        history = self.objective_state.history
+        if not self.advantages.needs_all_ranks:
+            return self.advantages.compute(rewards, weights_K, history)
+        ranks = self.ranks.gather(rewards)
+        advantages = self.advantages.compute(GroupRewards.concatenate(ranks), weights_K, history)
+        return advantages.split([len(rank.prompt_ids) for rank in ranks])[self.ranks.own]
+
+    def _old_logprobs(self, batch: PromptBatch) -> Mapping[Key, torch.Tensor] | None:
+        """The policy's log-probs before the first of several updates, where a correction compares with them."""
+        if not self.objective.correction.active or self.num_iterations * self.num_minibatches == 1:
+            return None
+        return self._measure(batch.rollouts, lambda micro: self._logprobs(micro)[0])
+
+    def _measure(
+        self, rollouts: Sequence[Rollout], measurement: Callable[[MicroBatch], torch.Tensor]
+    ) -> dict[Key, torch.Tensor]:
+        with_tokens = [rollout for rollout in rollouts if rollout.completion.num_tokens]
+        return measure(with_tokens, measurement, self.max_tokens_per_micro_batch, self.device)
+
+    def _logprobs(self, micro_batch: MicroBatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return micro_batch_logprobs(self.policy, micro_batch, self.sampling.temperature, entropy_gradient)
 
     def _minibatches(self, num_groups: int) -> Iterator[list[int]]:
         """Yield the groups of each optimizer step: whole groups, every one once in each iteration."""
-        self._check_minibatches(num_groups)
+        check_minibatches(self.num_minibatches, num_groups)
         for _ in range(self.num_iterations):
             for part in torch.arange(num_groups).tensor_split(self.num_minibatches):
                 yield part.tolist()
 
-    def _update(self, rollouts: Sequence[Rollout], advantages: Sequence[float], metrics: TokenMetrics) -> None:
-        """Take one optimizer step. Rollouts without a reward (NaN) count in nothing."""
-        valid = [(r, a) for r, a in zip(rollouts, advantages, strict=True) if a == a and r.completion.num_tokens]
-        totals = StepTotals(
-            num_tokens=int(self._sum(sum(r.completion.num_tokens for r, _ in valid))),
-            num_sequences=int(self._sum(len(valid))),
-            max_tokens=self.sampling.max_tokens,
-        )
-        micro_batches = self._micro_batches(valid)
+    def _update(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float],
+        metrics: TokenMetrics,
+        old_logprobs: Mapping[Key, torch.Tensor] | None,
+    ) -> None:
+        """Take one optimizer step."""
+        step = self._step_on(rollouts, advantages, old_logprobs)
+        micro_batches = self._micro_batches(step)
         optimizer = cast("LightningOptimizer", self.optimizers())
         optimizer.zero_grad()
         for index, micro_batch in enumerate(micro_batches):
             with optimizer.toggle_model(sync_grad=index == len(micro_batches) - 1):
-                loss = self._loss(micro_batch.to(self.device), totals, metrics)
+                loss = self._loss(micro_batch.to(self.device), step, metrics)
                 self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
         self._step(optimizer, metrics)
+        if self.objective.entropy.target is not None:
+            num_tokens = max(step.totals.num_entropy_tokens, 1)
+            self.objective_state.entropy.update(float(self.ranks.sum(step.entropy_sum)) / num_tokens)
 
-    def _micro_batches(self, valid: Sequence[tuple[Rollout, float]]) -> list[MicroBatch]:
-        """Cut into micro-batches, equally many on every rank.
+    def _step_on(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float],
+        old_logprobs: Mapping[Key, torch.Tensor] | None,
+    ) -> Step:
+        """Count what the step is normalised by, on all ranks, and choose what goes through the policy.
 
-        A rollout with advantage 0 has gradient 0 where there is no KL term, so it is left out; it counts in
-        the denominator all the same. A step in which no rank has anything to learn has no micro-batch.
+        A rollout without an advantage (NaN) counts in nothing. One with advantage 0 has gradient 0 unless the objective
+        has another term, so it is left out; it counts in the denominator all the same.
         """
-        if self.beta == 0:
-            valid = [(rollout, advantage) for rollout, advantage in valid if advantage != 0]
-        micro_batches = make_micro_batches(
-            [rollout for rollout, _ in valid], [advantage for _, advantage in valid], self.max_tokens_per_micro_batch
-        )
-        most = int(self._max(len(micro_batches)))
+        taking_part, learnt = taking_part_and_learnt(rollouts, advantages, self.objective.mask_truncated)
+        num_sequences = int(self.ranks.sum(len(taking_part)))
+        num_tokens = int(self.ranks.sum(sum(rollout.completion.num_tokens for rollout, _ in learnt)))
+        kept = self._highest_entropy([rollout for rollout, _ in learnt])
+        num_kept = num_tokens if kept is None else int(self.ranks.sum(float(sum(part.sum() for part in kept.values()))))
+        totals = StepTotals(num_tokens, num_sequences, self.sampling.max_tokens, num_kept)
+        if not self.objective.uses_every_completion:
+            learnt = [(rollout, advantage) for rollout, advantage in learnt if advantage != 0]
+        return Step([r for r, _ in learnt], [advantage for _, advantage in learnt], totals, old_logprobs, kept)
+
+    def _highest_entropy(self, rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor] | None:
+        """Which tokens are among those with the highest entropy of the whole step, where only those are learnt from."""
+        share = self.objective.top_entropy_quantile
+        if share == 1:
+            return None
+        entropy = self._measure(rollouts, lambda micro: self._logprobs(micro)[1])
+        everyone = self.ranks.gather(torch.cat([torch.empty(0), *entropy.values()]))
+        threshold = entropy_threshold(torch.cat(everyone), share)
+        return {key: entropy_T >= threshold for key, entropy_T in entropy.items()}
+
+    def _micro_batches(self, step: Step) -> list[MicroBatch]:
+        """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
+        micro_batches = make_micro_batches(step.rollouts, step.advantages, self.max_tokens_per_micro_batch)
+        most = int(self.ranks.max(len(micro_batches)))
         return micro_batches + [make_micro_batch([], []) for _ in range(most - len(micro_batches))]
 
-    def _loss(self, micro_batch: MicroBatch, totals: StepTotals, metrics: TokenMetrics) -> torch.Tensor:
+    def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
         """The micro-batch's share of the step's loss."""
         self._check_mode()
-        logprobs_N, entropy_N = micro_batch_logprobs(self.policy, micro_batch, self.sampling.temperature)
-        lengths_C = micro_batch.lengths_C
-        advantages_N = micro_batch.advantages_C.repeat_interleave(lengths_C)
-        loss_N, token_metrics = clipped_objective(
-            logprobs_N, micro_batch.sampled_logprobs_N, advantages_N, self.epsilon, self.epsilon_high
+        tokens = self._tokens(micro_batch, step)
+        kept_N = None if step.kept is None else step.of(step.kept, micro_batch)
+        state = self.objective_state
+        loss, token_metrics = policy_loss(
+            self.objective, tokens, step.totals, state.kl.beta, state.entropy.applied, kept_N
         )
-        if self._reference is not None:
-            kl_N = k3(logprobs_N, self._reference.logprobs(micro_batch, self.sampling.temperature))
-            loss_N = loss_N + self.beta * kl_N
-            token_metrics["kl"] = kl_N.detach()
-        weights_N = token_weights(lengths_C, totals, self.loss_normalization).repeat_interleave(lengths_C)
-        loss = (loss_N * weights_N).sum()
+        entropy_N = tokens.entropy_N.detach()
+        step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add_means(entropy=entropy_N, **token_metrics)
         metrics.add_sums(loss=loss.detach())
         if metrics.num_updates == 0:  # the weights are still those that sampled
-            metrics.add_gap(logprobs_N.detach() - micro_batch.sampled_logprobs_N)
+            metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C)
         return loss
+
+    def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
+        """What the objective sees of a micro-batch: the policy goes through it, and the reference where it counts."""
+        logprobs_N, entropy_N = self._logprobs(micro_batch, self.objective.entropy.active)
+        old_logprobs_N = micro_batch.sampled_logprobs_N
+        if step.old_logprobs is not None:
+            old_logprobs_N = step.of(step.old_logprobs, micro_batch)
+        elif self.objective.correction.active:  # before the only update on these rollouts
+            old_logprobs_N = logprobs_N.detach()
+        reference_logprobs_N = None
+        if self._reference is not None and self.objective.kl_in_loss:
+            reference_logprobs_N = self._reference.logprobs(micro_batch, self.sampling.temperature)
+        return Tokens(
+            logprobs_N,
+            micro_batch.sampled_logprobs_N,
+            old_logprobs_N,
+            entropy_N,
+            micro_batch.advantages_C,
+            micro_batch.lengths_C,
+            reference_logprobs_N,
+        )
 
     def _step(self, optimizer: LightningOptimizer, metrics: TokenMetrics) -> None:
         """Clip and step. Without a gradient (nothing to learn) the step counts, and changes no weight."""
@@ -372,69 +405,3 @@ class GRPOModule(pl.LightningModule):
     def _log_rollouts(self, logs: dict[str, float]) -> None:
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
-
-    def _sum(self, value: float | torch.Tensor) -> torch.Tensor:
-        return self._reduce(value, "sum")
-
-    def _max(self, value: float | torch.Tensor) -> torch.Tensor:
-        return self._reduce(value, "max")
-
-    def _reduce(self, value: float | torch.Tensor, operation: str) -> torch.Tensor:
-        """Reduce over ranks."""
-        tensor = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        return cast(torch.Tensor, self.trainer.strategy.reduce(tensor, reduce_op=operation))
-
-    # ---- validation, test, predict ----------------------------------------------------------------
-
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Count which completions of held-out prompts pass."""
-        for group in batch.groups:
-            first = self.rewards[0].name
-            passed = [(r.rewards[first] or 0.0) >= self.pass_threshold for r in group.rollouts]
-            for metric in self.pass_metrics.values():
-                cast(PassAtK, metric).update(len(passed), sum(passed))
-            for rollout in group.rollouts:
-                values = (rollout.reward, rollout.completion.num_tokens, rollout.completion.finish_reason == "length")
-                for name, value in zip(EVAL_MEANS, values, strict=True):
-                    cast(MeanMetric, self.eval_metrics[name]).update(value)
-
-    def on_validation_epoch_start(self) -> None:
-        """Begin the counts anew."""
-        for metric in (*self.pass_metrics.values(), *self.eval_metrics.values()):
-            cast("PassAtK | MeanMetric", metric).reset()
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def on_validation_epoch_end(self) -> None:
-        """Log pass@k and the means over all held-out prompts."""
-        self._log_evaluation("val")
-
-    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Do the same for the test prompts."""
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        """Log pass@k and the means over all test prompts."""
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, prefix: str) -> None:
-        for name, metric in (*self.pass_metrics.items(), *self.eval_metrics.items()):
-            value = cast("PassAtK | MeanMetric", metric).compute().float()
-            self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
-        self.log("step", float(self.policy_version), sync_dist=True)
-
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
-        """Return one row a completion, for :class:`callbacks.CompletionWriter`."""
-        return [
-            {
-                "prompt_id": rollout.prompt.prompt_id,
-                "sample_id": rollout.completion.request.sample_id,
-                "prompt": rollout.prompt.text,
-                "completion": rollout.completion.text,
-                "token_ids": rollout.completion.token_ids_T.tolist(),
-                "logprob": float(rollout.completion.logprobs_T.sum()),
-                "finish_reason": rollout.completion.finish_reason,
-                **({"reward": rollout.reward, "rewards": rollout.rewards} if rollout.rewards else {}),
-            }
-            for rollout in batch.rollouts
-        ]

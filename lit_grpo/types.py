@@ -183,7 +183,7 @@ class MicroBatch:
     so there is no attention mask, and no pad id can be mistaken for a token). The completion tokens of
     all rows, one after another, are the N axis: ``row_N`` and ``column_N`` say where the *predecessor*
     of each token stands, whose hidden state predicts it. ``advantages_C`` and ``lengths_C``, the number of its tokens,
-    are per completion, in the order of the N axis.
+    are per completion, in the order of the N axis; ``rows_C`` is each one's place among the rollouts of the step.
 
     Example:
         Two rows, prompt [5, 6] with completion [7, 8], and prompt [5] with completion [9]::
@@ -199,6 +199,7 @@ class MicroBatch:
     sampled_logprobs_N: torch.Tensor
     advantages_C: torch.Tensor
     lengths_C: torch.Tensor
+    rows_C: torch.Tensor
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``."""

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from lit_grpo.update.kl import k3
-from lit_grpo.update.losses import Normalization, StepTotals, clipped_objective, token_weights
+from lit_grpo.update.losses import Normalization, StepTotals, token_weights
+from lit_grpo.update.ratios import log_ratios
+from lit_grpo.update.surrogates import clipped
+from lit_grpo.update.tokens import Tokens
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2
 
@@ -19,9 +22,9 @@ def objective(
     """Losses, gradients by log-prob, and metrics, of tokens sampled with log-prob -1 whose ratios are these."""
     sampled_N = torch.full((len(ratios),), -1.0)
     logprobs_N = (sampled_N + torch.tensor(ratios).log()).requires_grad_()
-    loss_N, metrics = clipped_objective(
-        logprobs_N, sampled_N, torch.full_like(sampled_N, advantage), epsilon, epsilon_high
-    )
+    lengths_C = torch.tensor([len(ratios)])
+    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, torch.tensor([advantage]), lengths_C)
+    loss_N, metrics = clipped(log_ratios(tokens, "token"), tokens, epsilon=epsilon, epsilon_high=epsilon_high)
     loss_N.sum().backward()
     assert logprobs_N.grad is not None
     return loss_N.tolist(), logprobs_N.grad.tolist(), metrics
@@ -76,6 +79,7 @@ def test_on_the_policy_that_sampled_the_gradient_is_that_of_reinforce() -> None:
         ("token", [1 / 10, 1 / 10, 1 / 10]),
         ("sequence", [1 / (2 * 4), 1 / (5 * 4), 1 / (1 * 4)]),
         ("constant", [1 / (4 * 16), 1 / (4 * 16), 1 / (4 * 16)]),
+        ("sequence_sum", [1 / 4, 1 / 4, 1 / 4]),
     ],
 )
 def test_token_weights_of_rows_of_2_5_and_1_tokens(normalization: Normalization, weights: list[float]) -> None:

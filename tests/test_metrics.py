@@ -81,7 +81,7 @@ def test_token_means_do_not_depend_on_the_split() -> None:
         for entropy, gap in zip(entropy_N.tensor_split(cuts), gap_N.tensor_split(cuts), strict=True):
             metrics.add_means(entropy=entropy)
             metrics.add_sums(loss=entropy.sum() / 4)
-            metrics.add_gap(gap)
+            metrics.add_gap(gap, torch.ones_like(gap, dtype=torch.int64))
         metrics.finish_update(grad_norm=2.0, lr=0.5)
         return metrics.compute(alone, alone)
 
@@ -90,6 +90,9 @@ def test_token_means_do_not_depend_on_the_split() -> None:
         "loss": 3.0,
         "sampling/logprob_gap_mean": 0.15,
         "sampling/logprob_gap_max": 0.3,
+        "sampling/kl": (0.105170918 - 0.1 + 0.740818221 - 1 + 0.3 + 0.221402758 - 0.2) / 4,  # exp(d) - 1 - d
+        "sampling/ess_token": 4.067391897**2 / (4 * 4.262039092),  # of weights exp(0.1), exp(-0.3), 1, exp(0.2)
+        "sampling/ess_sequence": 4.067391897**2 / (4 * 4.262039092),  # each completion has one token
         "update/tokens": 4.0,
         "grad_norm": 2.0,
         "lr": 0.5,
@@ -117,6 +120,9 @@ def test_a_batch_without_tokens_gives_zeros() -> None:
         "loss": 0.0,
         "sampling/logprob_gap_mean": 0.0,
         "sampling/logprob_gap_max": 0.0,
+        "sampling/kl": 0.0,
+        "sampling/ess_token": 1.0,
+        "sampling/ess_sequence": 1.0,
         "update/tokens": 0.0,
     }
 
@@ -133,7 +139,7 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
         metrics = TokenMetrics()
         metrics.add_means(entropy=torch.ones(num_tokens))
         metrics.add_sums(loss=torch.tensor(0.0))
-        metrics.add_gap(torch.ones(num_tokens))
+        metrics.add_gap(torch.ones(num_tokens), torch.tensor([num_tokens]))
         metrics.finish_update(grad_norm=0.0)
         metrics.compute(count, alone)
     assert lengths[0] == lengths[1]

@@ -106,6 +106,8 @@ def test_nothing_is_lost_nothing_is_over_budget_and_the_longest_come_first(seed:
     rows = [row for micro_batch in micro_batches for row in rows_of(micro_batch)]
     assert sorted(rows) == sorted(map(row_of, rollouts, advantages))
     assert all(micro_batch.input_ids_BT.numel() <= budget for micro_batch in micro_batches)
+    places = [place for micro_batch in micro_batches for place in micro_batch.rows_C.tolist()]
+    assert rows == [row_of(rollouts[place], advantages[place]) for place in places]
     lengths = [len(prompt) + len(completion) for prompt, completion, _, _ in rows]
     assert lengths == sorted(lengths, reverse=True)
     for micro_batch in micro_batches:

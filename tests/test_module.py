@@ -31,12 +31,14 @@ from hand_made import (
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 
 from lit_grpo import module as module_file
-from lit_grpo.metrics import TokenMetrics
 from lit_grpo.module import GRPOModule
-from lit_grpo.types import MicroBatch, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages import Scale, group_advantages
+from lit_grpo.update.estimator import Advantages
+from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.losses import Normalization
-from lit_grpo.update.microbatch import make_micro_batch, num_row_tokens
+from lit_grpo.update.microbatch import num_row_tokens
+from lit_grpo.update.objective import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
@@ -125,23 +127,20 @@ def naive_step(
         ({"num_iterations": 0}, "num_iterations must be at least 1, not 0"),
         ({"num_minibatches": 0}, "num_minibatches must be at least 1, not 0"),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, not 0"),
-        ({"epsilon": -0.1}, r"epsilon must be a number >= 0, not -0\.1"),
-        ({"epsilon_high": -0.1}, r"epsilon_high must be a number >= 0, not -0\.1"),
-        ({"beta": -1.0}, r"beta must be a number >= 0, not -1\.0"),
-        ({"beta": NAN}, "beta must be a number >= 0, not nan"),
         ({"max_grad_norm": -1.0}, r"max_grad_norm must be a number >= 0, not -1\.0"),
-        ({"loss_normalization": "tokens"}, "loss_normalization must be one of token, sequence, constant, not 'tokens'"),
-        ({"scale_rewards": "std"}, "scale_rewards must be one of group, batch, none, not 'std'"),
+        (
+            {"advantages": Advantages("mc_grpo"), "num_generations": 2},
+            "num_generations is 2, .* the median is the mean",
+        ),
+        (
+            {"advantages": Advantages("gdpo"), "objective": Objective(kl=KLTerm(0.1, place="reward"))},
+            r"kl\.place is reward, but gdpo .* set kl\.place to loss",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_module("nowhere", **options)
-
-
-def test_epsilon_high_is_epsilon_by_default() -> None:
-    assert make_module("nowhere", epsilon=0.3).epsilon_high == 0.3
-    assert make_module("nowhere", epsilon=0.3, epsilon_high=0.0).epsilon_high == 0.0
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,9 @@ def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(
     groups = random_groups(policy, ALL_KINDS, noise=0.4)
     longest = max(num_row_tokens(rollout) for group in groups for rollout in group.rollouts)
     budgets = Budgets([longest, longest + 7, 3 * longest, 10_000])
-    module = make_module(policy_folder, loss_normalization=normalization, beta=beta, epsilon_high=0.3)
+    module = make_module(
+        policy_folder, objective=Objective(normalization=normalization, kl=KLTerm(beta), epsilon=0.2, epsilon_high=0.3)
+    )
     recorder = fit(module, *[groups] * 4, callbacks=[Nudge(), budgets])
 
     nudged = random_policy()
@@ -258,15 +259,8 @@ def test_the_gradient_is_that_of_the_formula_however_the_step_is_split(
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_each_scale_of_rewards_gives_its_own_gradient(policy_folder: Path, policy: Any, scale: Scale) -> None:
     groups = random_groups(policy, ALL_KINDS)
-    recorder = fit(make_module(policy_folder, scale_rewards=scale), groups)
+    recorder = fit(make_module(policy_folder, advantages=Advantages(scale=scale)), groups)
     assert relative_error(flat(recorder.gradients[0]), naive_step(policy, groups, scale=scale)[1]) < 1e-5
-
-
-class KeepsAll(GRPOModule):
-    """Does not leave out the rollouts with advantage 0; each is a micro-batch of its own."""
-
-    def _micro_batches(self, valid: Sequence[tuple[Rollout, float]]) -> list[MicroBatch]:
-        return [make_micro_batch([rollout], [advantage]) for rollout, advantage in valid]
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
@@ -274,9 +268,9 @@ def test_leaving_out_what_teaches_nothing_changes_no_gradient(
     policy_folder: Path, policy: Any, normalization: Normalization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = random_groups(policy, [[0.0, 1.0, 0.5, 0.5], [0.7, 0.7, 0.7, 0.7]])
-    lean = fit(make_module(policy_folder, loss_normalization=normalization), groups)
-    monkeypatch.setattr("hand_made.GRPOModule", KeepsAll)
-    full = fit(make_module(policy_folder, loss_normalization=normalization), groups)
+    lean = fit(make_module(policy_folder, objective=Objective(normalization=normalization)), groups)
+    monkeypatch.setattr(Objective, "uses_every_completion", True)
+    full = fit(make_module(policy_folder, objective=Objective(normalization=normalization)), groups)
     assert relative_error(flat(lean.gradients[0]), flat(full.gradients[0])) < 1e-5
     assert lean.logs[0]["loss"] == pytest.approx(full.logs[0]["loss"], rel=1e-4)
     trained = sum(rollout.completion.num_tokens for rollout in groups[0].rollouts[:2])
@@ -295,7 +289,7 @@ def test_a_rollout_without_a_reward_takes_no_part(policy_folder: Path, policy: A
     others[0].rollouts[2] = make_rollout([9, 9], [3, 3, 3], NAN, prompt_id="train/0", sample_id=2)
     alone = random_groups(policy, [[1.0, 0.0, NAN, 0.5]])
     del alone[0].rollouts[2]
-    recorder = fit(make_module(policy_folder, loss_normalization="sequence"), groups, others, alone)
+    recorder = fit(make_module(policy_folder, objective=Objective("grpo")), groups, others, alone)
     assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[1]))
     assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[2]))
     assert recorder.logs[0]["frac_no_reward"] == 0.25
@@ -306,7 +300,7 @@ def test_an_empty_completion_takes_no_part_in_the_update(policy_folder: Path, po
     empty = make_rollout(groups[0].prompt.token_ids, [], 0.0, prompt_id="train/0", sample_id=2, finish_reason="abort")
     groups[0].rollouts[2] = empty
     for normalization in ("token", "sequence", "constant"):
-        recorder = fit(make_module(policy_folder, loss_normalization=normalization), groups)
+        recorder = fit(make_module(policy_folder, objective=Objective(normalization=normalization)), groups)
         gradient = naive_step(policy, groups, normalization)[1]
         assert gradient.isfinite().all()
         assert relative_error(flat(recorder.gradients[0]), gradient) < 1e-5
@@ -317,7 +311,7 @@ def test_temperature_divides_the_logits_of_policy_and_reference(policy_folder: P
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         rollout.completion.logprobs_T = full_logprobs(policy, rollout, temperature=0.6)
     sampling = SamplingParams(temperature=0.6, max_tokens=MAX_TOKENS)
-    recorder = fit(make_module(policy_folder, sampling=sampling, beta=0.1), groups)
+    recorder = fit(make_module(policy_folder, sampling=sampling, objective=Objective(kl=KLTerm(0.1))), groups)
     assert recorder.logs[0]["sampling/logprob_gap_max"] < 1e-5
     assert recorder.logs[0]["kl"] == pytest.approx(0, abs=1e-6)
     gradient = naive_step(policy, groups, beta=0.1, reference=policy, temperature=0.6)[1]
@@ -396,9 +390,9 @@ class NotesUpdates(GRPOModule):
         super().__init__(**options)
         self.seen: list[list[str]] = []
 
-    def _update(self, rollouts: Sequence[Rollout], advantages: Sequence[float], metrics: TokenMetrics) -> None:
+    def _update(self, rollouts: Sequence[Rollout], advantages: Any, metrics: Any, old_logprobs: Any) -> None:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        super()._update(rollouts, advantages, metrics)
+        super()._update(rollouts, advantages, metrics, old_logprobs)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(
@@ -557,7 +551,7 @@ def test_the_reference_stays_as_it_was_and_out_of_parameters_and_checkpoints(
     policy_folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loads = count_loads(monkeypatch)
-    module = make_module(policy_folder, beta=0.1, optimizer=sgd(0.1))
+    module = make_module(policy_folder, objective=Objective(kl=KLTerm(0.1)), optimizer=sgd(0.1))
     trainer, recorder = make_trainer(recorder := StepRecorder()), recorder
     groups = random_groups(policy, MIXED, noise=0.0)
     trainer.fit(module, train_dataloaders=Batches([groups, groups]))
@@ -577,7 +571,10 @@ def test_the_reference_stays_as_it_was_and_out_of_parameters_and_checkpoints(
 
 def test_the_reference_is_loaded_for_fit_where_validation_came_first(policy_folder: Path, policy: Any) -> None:
     """The command line validates before it fits, with the same module."""
-    module, trainer = make_module(policy_folder, beta=0.1), make_trainer(recorder := StepRecorder())
+    module, trainer = (
+        make_module(policy_folder, objective=Objective(kl=KLTerm(0.1))),
+        make_trainer(recorder := StepRecorder()),
+    )
     trainer.validate(module, Batches([scored(random_groups(policy, MIXED))]), verbose=False)
     assert module._reference is None
     trainer.fit(module, train_dataloaders=Batches([random_groups(policy, MIXED)]))

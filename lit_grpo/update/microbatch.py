@@ -32,12 +32,18 @@ def make_micro_batches(rollouts: Sequence[Rollout], advantages_C: Sequence[float
     while order:
         rows = max_tokens // num_row_tokens(rollouts[order[0]])
         taken, order = order[:rows], order[rows:]
-        micro_batches.append(make_micro_batch([rollouts[row] for row in taken], [advantages_C[row] for row in taken]))
+        taken_rollouts, taken_advantages = [rollouts[row] for row in taken], [advantages_C[row] for row in taken]
+        micro_batches.append(make_micro_batch(taken_rollouts, taken_advantages, taken))
     return micro_batches
 
 
-def make_micro_batch(rollouts: Sequence[Rollout], advantages_C: Sequence[float]) -> MicroBatch:
-    """Lay rollouts out as rows, padded on the right to the longest; without rollouts, one row of one token."""
+def make_micro_batch(
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float], rows_C: Sequence[int] | None = None
+) -> MicroBatch:
+    """Lay rollouts out as rows, padded on the right to the longest; without rollouts, one row of one token.
+
+    ``rows_C`` are their places among the rollouts of the step; by default they are the step's.
+    """
     longest = max((num_row_tokens(rollout) for rollout in rollouts), default=1)
     input_ids_BT = torch.zeros((max(1, len(rollouts)), longest), dtype=torch.int64)
     rows, columns = [], []
@@ -56,4 +62,5 @@ def make_micro_batch(rollouts: Sequence[Rollout], advantages_C: Sequence[float])
         sampled_logprobs_N=torch.cat([*(rollout.completion.logprobs_T for rollout in rollouts), torch.empty(0)]),
         advantages_C=torch.tensor(advantages_C, dtype=torch.float32),
         lengths_C=torch.tensor([rollout.completion.num_tokens for rollout in rollouts], dtype=torch.int64),
+        rows_C=torch.tensor(range(len(rollouts)) if rows_C is None else rows_C, dtype=torch.int64),
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def micro_batch_logprobs(
-    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float
+    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy, shape N, of the completion tokens of a micro-batch under ``model``."""
     hidden_BTD = hidden_states(model, micro_batch.input_ids_BT)
@@ -26,6 +26,7 @@ def micro_batch_logprobs(
         head=lambda hidden: token_logits(model, hidden),
         vocab_size=model.config.get_text_config().vocab_size,
         temperature=temperature,
+        entropy_gradient=entropy_gradient,
     )
 
 

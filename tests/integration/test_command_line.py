@@ -168,11 +168,21 @@ def test_what_was_learned_of_lengths_is_in_the_checkpoint(folder: Path) -> None:
 
 def test_kl_scheduler_and_several_updates_a_batch_are_configurable(folder: Path) -> None:
     schedule = '{"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 4}}'
-    fit("--model.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
+    fit("--model.objective.kl.beta", "0.04", "--model.num_minibatches", "2", "--model.lr_scheduler", schedule)
     rows = metrics("task")[1:]
     assert [int(row["step"]) for row in rows] == [2, 4]
     assert float(rows[-1]["kl"]) > 0
     assert float(rows[0]["lr"]) < float(rows[1]["lr"])
+
+
+def test_an_objective_of_several_pieces_is_configurable_and_learns(folder: Path) -> None:
+    pieces = ["loss", "gspo", "epsilon_high", "0.28", "entropy.coefficient", "0.01", "kl.beta", "0.01"]
+    pieces += ["correction.mode", "token_truncate", "top_entropy_quantile", "0.5"]
+    options = [f"--model.objective.{word}" if index % 2 == 0 else word for index, word in enumerate(pieces)]
+    fit(*options, "--model.advantages.estimator", "rloo", "--model.num_minibatches", "2")
+    rows = metrics("task")[1:]
+    assert all(float(row["grad_norm"]) > 0 and float(row["correction/weight"]) > 0.9 for row in rows)
+    assert all(0 < float(row["sampling/ess_sequence"]) <= 1 for row in rows)
 
 
 def test_bfloat16_compute_runs_and_reports_its_gap(folder: Path) -> None:
@@ -222,7 +232,14 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
 
 
 BAD_INPUT = {
-    "unknown field": (["--model.betta", "1"], "did you mean --model.beta"),
+    "unknown field": (["--model.num_geneations", "1"], "did you mean --model.num_generations"),
+    "field elsewhere": (["--model.betta", "1"], "did you mean --model.objective.kl.beta?"),
+    "unknown loss": (["--model.objective.loss", "ppo"], "objective.loss must be one of grpo, dr_grpo, dapo"),
+    "sequence ratios of a token sum": (["--model.objective.ratio", "sequence"], "set normalization to sequence"),
+    "a median of two": (
+        ["--model.advantages.estimator", "mc_grpo", "--model.num_generations", "2"],
+        "num_generations is 2, but of two completions the median is the mean",
+    ),
     "unknown class": (["--model.generator", "lit_grpo.Nope"], "Problem with given class_path 'lit_grpo.Nope'"),
     "wrong type": (["--model.num_generations", "many"], 'Parser key "model.num_generations"'),
     "no config file": (["--config", "absent.yaml"], "File does not exist"),

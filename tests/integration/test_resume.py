@@ -38,7 +38,7 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
             "rewards": [{"function": "rewards.py:score"}],
             "num_generations": 4,
             "num_minibatches": 2,
-            "beta": 0.02,
+            "objective": {"kl": {"beta": 0.02}},
             "sampling": {"max_tokens": 12},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
             "lr_scheduler": scheduler,

@@ -29,7 +29,12 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
 )
 
 from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
+from lit_grpo.update.estimator import Advantages, ScaleBy
+from lit_grpo.update.kl import KLTerm
+from lit_grpo.update.losses import Normalization
+from lit_grpo.update.objective import Objective
 
 trl = pytest.importorskip("trl")
 
@@ -38,6 +43,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 2.0, -1.5, 0.25], [0.0, 0.0, 1.0, 0.1]]
 TEMPERATURE = 0.9
+WEIGHTS = {"narrow": 1.0, "wide": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,9 @@ def trl_step(folder: Path, groups: Sequence[RolloutGroup], output: Path, **setti
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts]
+    names = list(rollouts[0].rewards)
+    by_function = [[rollout.rewards[name] for rollout in rollouts] for name in names]
+    values = by_function or [[rollout.reward for rollout in rollouts]]
 
     def hand_over(prompts: list[str], trainer: Any) -> dict[str, Any]:
         return {
@@ -94,7 +102,7 @@ def trl_step(folder: Path, groups: Sequence[RolloutGroup], output: Path, **setti
     )
     trainer = GRPOTrainer(
         model=str(folder),
-        reward_funcs=[lambda **_: rewards],  # pyright: ignore[reportArgumentType]
+        reward_funcs=[lambda rewards=rewards, **_: rewards for rewards in values],  # pyright: ignore[reportArgumentType]
         args=config,
         train_dataset=Dataset.from_list(rows),
         rollout_func=hand_over,
@@ -126,10 +134,10 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
     policy_folder: Path,
     policy: Any,
     tmp_path: Path,
-    normalization: str,
+    normalization: Normalization,
     epsilon_high: float | None,
     beta: float,
-    scale: str,
+    scale: ScaleBy,
 ) -> None:
     nudged = random_policy()
     nudge(nudged)
@@ -143,10 +151,8 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
     module = make_module(
         policy_folder,
         sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS),
-        loss_normalization=normalization,
-        epsilon_high=epsilon_high,
-        beta=beta,
-        scale_rewards=scale,
+        objective=Objective(normalization=normalization, epsilon=0.2, epsilon_high=epsilon_high, kl=KLTerm(beta)),
+        advantages=Advantages(scale=scale),
         max_tokens_per_micro_batch=60,  # several micro-batches; TRL's is one
     )
     ours = fit(module, groups, callbacks=[Nudge(), NotesAdvantages()])
@@ -172,3 +178,36 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
     if beta:
         assert metrics["kl"] > 1e-3
         assert ours.logs[0]["kl"] == pytest.approx(metrics["kl"], rel=1e-5)
+
+
+def test_advantages_of_several_rewards_are_those_of_trl(policy_folder: Path, policy: Any, tmp_path: Path) -> None:
+    """GDPO: TRL normalises each reward function's values, some of them missing, before it adds them up."""
+    groups = random_groups(policy, REWARDS, temperature=TEMPERATURE)
+    wide = torch.randn(16, generator=torch.Generator().manual_seed(3)).tolist()
+    for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        rollout.rewards = {
+            "narrow": None if index % 5 == 2 else rollout.reward,
+            "wide": None if index % 4 == 2 else 50 * wide[index],
+        }
+    module = make_module(
+        policy_folder,
+        rewards=[RewardSpec("lit_grpo.rewards.exact_match", weight, name) for name, weight in WEIGHTS.items()],
+        advantages=Advantages("gdpo"),
+    )
+    recorded: list[torch.Tensor] = []
+
+    class NotesAdvantages(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            recorded.append(pl_module._advantages(pl_module._rewards(batch)))
+
+    fit(module, groups, callbacks=[NotesAdvantages()])
+    _, inputs, _ = trl_step(
+        policy_folder,
+        groups,
+        tmp_path,
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=list(WEIGHTS.values()),
+    )
+    ours = recorded[0].flatten()
+    assert ours.isnan().tolist() == [index == 2 for index in range(16)]  # no function had a value
+    torch.testing.assert_close(ours.nan_to_num(0.0), inputs["advantages"], rtol=1e-5, atol=1e-6)

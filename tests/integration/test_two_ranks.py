@@ -32,6 +32,12 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.update.controllers import EntropyBonus
+from lit_grpo.update.corrections import Correction
+from lit_grpo.update.estimator import SCALES, Advantages
+from lit_grpo.update.kl import KLTerm
+from lit_grpo.update.objective import Objective
+from lit_grpo.update.recipes import RECIPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -51,18 +57,39 @@ MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0,
 RANK_1_UNIFORM = [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.3, 0.1, 0.0, 0.0], [0.7] * 4]
 RANK_0_MISSING = [[NAN] * 4, [1.0, NAN, 0.0, 1.0], [NAN] * 4, [0.0, 1.0, 0.0, NAN]]
 ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
+ADAPTIVE_KL = Objective(kl=KLTerm(0.1, "k1", place="reward", target=0.001, horizon=50))
+ADAPTIVE_ENTROPY = Objective(entropy=EntropyBonus(0.05, target=3.0, delta=0.01))
 CASES = {
     "token": Case([MIXED]),
-    "sequence": Case([MIXED], {"loss_normalization": "sequence"}),
-    "constant_with_kl": Case([MIXED, MIXED], {"loss_normalization": "constant", "beta": 0.2}),
-    "batch_scale_and_clipping": Case([MIXED], {"scale_rewards": "batch", "max_grad_norm": 0.05}),
+    "sequence": Case([MIXED], {"objective": Objective("grpo")}),
+    "constant_with_kl": Case([MIXED, MIXED], {"objective": Objective("dr_grpo", kl=KLTerm(0.2))}),
+    "batch_scale_and_clipping": Case([MIXED], {"advantages": Advantages(scale="batch"), "max_grad_norm": 0.05}),
     "one_rank_uniform": Case([RANK_1_UNIFORM, MIXED]),
-    "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"beta": 0.2}),
+    "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"objective": Objective(kl=KLTerm(0.2))}),
     "one_rank_missing": Case([RANK_0_MISSING]),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
+    "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
+    "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
 }
+
+for name in RECIPES:
+    mode = "token_truncate" if name == "vespo" else "sequence_mask"
+    composed = Objective(
+        name,
+        kl=KLTerm(0.1, importance_weighted=True),
+        entropy=EntropyBonus(0.05),
+        correction=Correction(mode),
+        mask_truncated=True,
+        top_entropy_quantile=0.5,
+        off_policy_threshold=0.1,
+    )
+    CASES[f"loss_{name}"] = Case([MIXED], {"objective": Objective(name)})
+    CASES[f"loss_{name}_composed"] = Case([MIXED, RANK_1_UNIFORM], {"objective": composed, "num_minibatches": 2})
+for estimator in SCALES:
+    options = {"advantages": Advantages(estimator, max_reward=3.0)}  # pyright: ignore[reportArgumentType]
+    CASES[f"advantages_{estimator}"] = Case([MIXED, RANK_0_MISSING, MIXED[::-1]], options)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -79,6 +106,9 @@ def rank_and_world_size() -> tuple[int, int]:
 def uneven_groups(rewards_PG: list[list[float]]) -> list[RolloutGroup]:
     """Ragged groups; those of rank 1 have at most two tokens a completion."""
     groups = random_groups(random_policy(), rewards_PG, noise=0.2)
+    for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        rollout.rewards = {"exact_match": None if math.isnan(rollout.reward) else rollout.reward}
+        rollout.completion.finish_reason = "length" if index % 3 == 2 else "stop"
     for rollout in (rollout for group in groups[1::2] for rollout in group.rollouts):
         completion = rollout.completion
         completion.token_ids_T, completion.logprobs_T = completion.token_ids_T[:2], completion.logprobs_T[:2]
@@ -176,7 +206,7 @@ def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     python_path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
-    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=200)
+    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=400)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 

@@ -1,0 +1,91 @@
+"""Checks of a training run's settings before anything expensive starts; each says what does not fit, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lit_grpo.types import Prompt, SamplingParams
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse strategies that shard the policy, and float16.
+
+    Raises:
+        ValueError: The trainer has one of these.
+    """
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        strategy = type(trainer.strategy).__name__
+        raise ValueError(
+            f"trainer.strategy {strategy} shards the policy, which cannot decode then; use one device, or ddp."
+        )
+    if trainer.precision in ("16-mixed", "16-true"):
+        raise ValueError(f"trainer.precision {trainer.precision!r} is not supported; use bf16-mixed or 32-true.")
+
+
+def check_training_sampling(sampling: SamplingParams) -> None:
+    """Refuse sampling that the objective cannot learn from.
+
+    Raises:
+        ValueError: It is greedy, or leaves tokens out.
+    """
+    if sampling.temperature == 0:
+        raise ValueError(
+            "sampling.temperature is 0: greedy completions of a prompt are all the same, so there is nothing to "
+            "learn from; set it above 0, or set eval_sampling.temperature for greedy validation."
+        )
+    if sampling.truncates:
+        raise ValueError(
+            "sampling.top_p, top_k and min_p leave tokens out, which the objective's log-probs would not know of; "
+            "set them in eval_sampling, and leave them at 1, 0 and 0 for training."
+        )
+
+
+def check_minibatches(num_minibatches: int, num_prompts: int) -> None:
+    """Refuse a batch that has fewer prompts than optimizer steps are taken on it.
+
+    Raises:
+        ValueError: It has.
+    """
+    if num_prompts < num_minibatches:
+        raise ValueError(
+            f"num_minibatches is {num_minibatches}, but a batch has {num_prompts} prompts; "
+            "lower it, or raise data.batch_size."
+        )
+
+
+def check_prompt_lengths(
+    prompts: Mapping[str, Sequence[Prompt]],
+    sampling: SamplingParams,
+    eval_sampling: SamplingParams,
+    context: int,
+    max_tokens_per_micro_batch: int,
+) -> None:
+    """Check that every prompt leaves room for its completion, before anything is sampled.
+
+    Args:
+        prompts: By split; ``train`` is sampled with ``sampling``, all others with ``eval_sampling``.
+        sampling: For training.
+        eval_sampling: For all else.
+        context: The most tokens that the model takes.
+        max_tokens_per_micro_batch: The most that go through it at once in training.
+
+    Raises:
+        ValueError: A prompt is too long for the model's context or for a micro-batch.
+    """
+    for split, rows in prompts.items():
+        max_tokens = (sampling if split == "train" else eval_sampling).max_tokens
+        longest = max(rows, key=lambda prompt: len(prompt.token_ids))
+        total = len(longest.token_ids) + max_tokens
+        said = f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {max_tokens} may follow"
+        if total > context:
+            raise ValueError(
+                f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
+            )
+        if split == "train" and total > max_tokens_per_micro_batch:
+            raise ValueError(
+                f"{said}, but max_tokens_per_micro_batch is {max_tokens_per_micro_batch}; "
+                f"the smallest that works is {total}."
+            )

@@ -1,0 +1,88 @@
+"""Validation, test and predict of a module that finds rollouts in its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torchmetrics import MeanMetric
+
+from lit_grpo.metrics import PassAtK
+from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.types import PromptBatch
+
+EVAL_MEANS = ("reward", "completion_length", "truncated")
+
+
+class EvaluationModule(pl.LightningModule):
+    """Counts which completions of held-out prompts pass, and hands rows to a writer.
+
+    Args:
+        rewards: Reward functions; the first decides who passes.
+        pass_at_k: The k of the pass@k reported.
+        pass_threshold: A completion passes when its first reward function gives at least this.
+    """
+
+    policy_version: int
+
+    def __init__(self, rewards: Sequence[RewardFunction], pass_at_k: Sequence[int], pass_threshold: float) -> None:
+        super().__init__()
+        self.rewards = rewards
+        self.pass_threshold = pass_threshold
+        self.pass_metrics = torch.nn.ModuleDict({f"pass@{k}": PassAtK(k) for k in pass_at_k})
+        self.eval_metrics = torch.nn.ModuleDict({name: MeanMetric() for name in EVAL_MEANS})
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Count which completions of held-out prompts pass."""
+        for group in batch.groups:
+            first = self.rewards[0].name
+            passed = [(r.rewards[first] or 0.0) >= self.pass_threshold for r in group.rollouts]
+            for metric in self.pass_metrics.values():
+                cast(PassAtK, metric).update(len(passed), sum(passed))
+            for rollout in group.rollouts:
+                values = (rollout.reward, rollout.completion.num_tokens, rollout.completion.finish_reason == "length")
+                for name, value in zip(EVAL_MEANS, values, strict=True):
+                    cast(MeanMetric, self.eval_metrics[name]).update(value)
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin the counts anew."""
+        for metric in (*self.pass_metrics.values(), *self.eval_metrics.values()):
+            cast("PassAtK | MeanMetric", metric).reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        """Log pass@k and the means over all held-out prompts."""
+        self._log_evaluation("val")
+
+    def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Do the same for the test prompts."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log pass@k and the means over all test prompts."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, prefix: str) -> None:
+        for name, metric in (*self.pass_metrics.items(), *self.eval_metrics.items()):
+            value = cast("PassAtK | MeanMetric", metric).compute().float()
+            self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
+        self.log("step", float(self.policy_version), sync_dist=True)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
+        """Return one row a completion, for :class:`callbacks.CompletionWriter`."""
+        return [
+            {
+                "prompt_id": rollout.prompt.prompt_id,
+                "sample_id": rollout.completion.request.sample_id,
+                "prompt": rollout.prompt.text,
+                "completion": rollout.completion.text,
+                "token_ids": rollout.completion.token_ids_T.tolist(),
+                "logprob": float(rollout.completion.logprobs_T.sum()),
+                "finish_reason": rollout.completion.finish_reason,
+                **({"reward": rollout.reward, "rewards": rollout.rewards} if rollout.rewards else {}),
+            }
+            for rollout in batch.rollouts
+        ]

@@ -1,0 +1,332 @@
+"""Advantage estimators beside the group's mean: the formulas with the standard library, and every edge case."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.update.advantages import (
+    group_advantages,
+    leave_one_out_advantages,
+    median_advantages,
+    per_reward_advantages,
+    virtual_maximum_advantages,
+)
+from lit_grpo.update.estimator import SCALES, Advantages, GroupRewards
+from lit_grpo.update.smoothing import RewardHistory
+from lit_grpo.update.turns import discounted_returns, step_advantages
+
+NAN = math.nan
+Rewards = list[list[float]]
+
+
+def tensor(rewards: Any) -> torch.Tensor:
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def assert_close(actual: torch.Tensor, expected: Any, rtol: float = 1e-9) -> None:
+    torch.testing.assert_close(actual, tensor(expected), rtol=rtol, atol=1e-12, equal_nan=True)
+
+
+def of(estimator: str) -> Callable[[Rewards], torch.Tensor]:
+    """The estimator as the module calls it, on float32: one reward function, of weight 1, and no earlier visit."""
+
+    def compute(rewards: Rewards) -> torch.Tensor:
+        rewards_PG = torch.tensor(rewards)
+        prompt_ids = [f"train/{row}" for row in range(len(rewards))]
+        groups = GroupRewards(rewards_PG, rewards_PG[..., None], prompt_ids)
+        return Advantages(estimator).compute(groups, torch.ones(1), RewardHistory())  # pyright: ignore[reportArgumentType]
+
+    return compute
+
+
+# ---- edge cases of all of them -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.0, 1.0])
+@pytest.mark.parametrize("size", [2, 3, 7, 16])
+@pytest.mark.parametrize("estimator", SCALES)
+def test_equal_rewards_teach_nothing_but_what_ngrpo_says_of_failure(estimator: str, size: int, value: float) -> None:
+    result = of(estimator)([[value] * size, [value] * size])
+    if estimator == "ngrpo" and value < 1:
+        assert (result < 0).all()
+    else:
+        assert (result.nan_to_num(0.0) == 0).all()
+    assert int(result.isnan().sum()) == (2 if estimator == "mc_grpo" and size % 2 else 0)  # the median itself
+
+
+@pytest.mark.parametrize("estimator", SCALES)
+def test_one_member_with_a_reward_has_advantage_zero_or_is_compared_with_the_virtual_one(estimator: str) -> None:
+    alone = float(of(estimator)([[NAN, 0.5, NAN], [NAN] * 3])[0, 1])
+    expected = {"mc_grpo": NAN, "ngrpo": (0.5 - 0.75) / (math.sqrt(0.125) + 1e-6)}.get(estimator, 0.0)
+    assert alone == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("estimator", SCALES)
+def test_missing_rewards_take_no_part(estimator: str) -> None:
+    rewards = [[1.0, 0.0, 0.25, 0.5], [0.0, 0.0, 0.75, 0.5]]
+    full = of(estimator)(rewards)
+    with_gaps = of(estimator)([[NAN, *row[:2], NAN, *row[2:]] for row in rewards])
+    assert with_gaps[:, [0, 3]].isnan().all()
+    torch.testing.assert_close(with_gaps[:, [1, 2, 4, 5]], full, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("estimator", SCALES)
+def test_a_group_without_rewards_harms_no_other(estimator: str) -> None:
+    group = [1.0, 0.0, 0.25, 0.5]
+    result = of(estimator)([[NAN] * 4, group])
+    assert result[0].isnan().all()
+    torch.testing.assert_close(result[1:], of(estimator)([group]), rtol=1e-12, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("estimator", SCALES)
+def test_the_order_of_members_and_groups_does_not_matter(estimator: str) -> None:
+    rewards = [[0.1, 0.9, NAN, 0.4], [1.0, 0.0, 0.2, 0.6]]
+    expected = of(estimator)(rewards)
+    for groups in itertools.permutations(range(2)):
+        for members in itertools.permutations(range(4)):
+            result = of(estimator)([[rewards[group][member] for member in members] for group in groups])
+            original = expected[list(groups)][:, list(members)]
+            torch.testing.assert_close(result, original, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+# ---- each by itself ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rloo_is_the_reward_minus_the_mean_of_the_others(seed: int) -> None:
+    rng = random.Random(seed)
+    rewards = [[rng.gauss(0, 2) for _ in range(rng.randint(2, 20))]]
+    (row,) = rewards
+    expected = [value - statistics.fmean(row[:i] + row[i + 1 :]) for i, value in enumerate(row)]
+    assert_close(leave_one_out_advantages(tensor(rewards)), [expected])
+    deviation = statistics.stdev(row) + 1e-4
+    assert_close(leave_one_out_advantages(tensor(rewards), "group"), [[value / deviation for value in expected]])
+
+
+def median_reference(row: list[float]) -> list[float]:
+    """MC-GRPO by the standard library; of an odd group the first median is left out."""
+    middle = statistics.median(row)
+    deviation = statistics.median([abs(value - middle) for value in row])
+    deviation = deviation or statistics.fmean([abs(value - middle) for value in row])
+    result = [(value - middle) / (deviation + 1e-3) for value in row]
+    if len(row) % 2:
+        result[row.index(middle)] = NAN
+    return result
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_mc_grpo_is_the_distance_from_the_median_in_median_distances(seed: int) -> None:
+    rng = random.Random(seed)
+    draw = rng.choice([lambda: rng.gauss(0, 3), lambda: float(rng.random() < 0.4), lambda: float(rng.randint(0, 3))])
+    row = [draw() for _ in range(rng.randint(3, 17))]
+    assert_close(median_advantages(tensor([row])), [median_reference(row)])
+
+
+def test_mc_grpo_of_literal_numbers() -> None:
+    # median 3, distances 2 1 0 2 7, their median 2
+    assert_close(median_advantages(tensor([[1, 2, 3, 5, 10]])), [[-2 / 2.001, -1 / 2.001, NAN, 2 / 2.001, 7 / 2.001]])
+    # median (2 + 4) / 2, distances 2 1 1 5, their median 1.5
+    assert_close(median_advantages(tensor([[1, 2, 4, 8]])), [[v / 1.501 for v in (-2, -1, 1, 5)]])
+    assert_close(median_advantages(tensor([[1, 2, 3, 5, 10]]), "none"), [[-2, -1, NAN, 2, 7]])
+
+
+@pytest.mark.parametrize("size", [3, 5, 9])
+def test_where_the_median_distance_is_zero_mc_grpo_divides_by_the_mean_distance(size: int) -> None:
+    """Every odd group of zeros and ones: the formula with its 1e-3 alone would give 1000."""
+    rewards = [1.0] + [0.0] * (size - 1)
+    result = median_advantages(tensor([rewards]))[0]
+    assert float(result[0]) == pytest.approx(1 / (1 / size + 1e-3))
+    assert int(result.isnan().sum()) == 1 and result[1:].nan_to_num(0.0).tolist() == [0.0] * (size - 1)
+
+
+def test_ngrpo_of_literal_numbers() -> None:
+    # eight failures and one virtual success: mean 1/9, deviation 1/3
+    assert_close(virtual_maximum_advantages(tensor([[0.0] * 8]), 1.0), [[-(1 / 9) / (1 / 3 + 1e-6)] * 8])
+    assert_close(virtual_maximum_advantages(tensor([[2.0, 2.0]]), 2.0), [[0.0, 0.0]])
+    assert_close(virtual_maximum_advantages(tensor([[0.0, 1.0]]), 2.0, "none"), [[-1.0, 0.0]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ngrpo_takes_its_statistics_with_the_virtual_member(seed: int) -> None:
+    rng = random.Random(seed)
+    row = [rng.random() for _ in range(rng.randint(1, 12))]
+    mean, deviation = statistics.fmean([*row, 1.5]), statistics.stdev([*row, 1.5])
+    expected = [(value - mean) / (deviation + 1e-6) for value in row]
+    assert_close(virtual_maximum_advantages(tensor([row]), 1.5), [expected])
+
+
+def test_a_reward_above_the_maximum_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"advantages\.max_reward is 1\.0, but a completion has reward 1\.5; set it to"
+    ):
+        virtual_maximum_advantages(tensor([[0.0, 1.5, NAN]]), 1.0)
+
+
+def gdpo_reference(rewards: list[list[list[float]]], weights: list[float]) -> list[list[float]]:
+    """GDPO by the standard library; functions that gave nothing (NaN) add nothing."""
+
+    def present(values: list[float]) -> list[float]:
+        return [value for value in values if not math.isnan(value)]
+
+    summed: list[list[float]] = []
+    for group in rewards:
+        row = []
+        for member in group:
+            terms = []
+            for k, value in enumerate(member):
+                others = present([other[k] for other in group])
+                deviation = statistics.stdev(others) if len(others) > 1 else 0.0
+                if not math.isnan(value):
+                    terms.append(weights[k] * (value - statistics.fmean(others)) / (deviation + 1e-4))
+            row.append(sum(terms) if terms else NAN)
+        summed.append(row)
+    everything = present([value for row in summed for value in row])
+    mean, deviation = statistics.fmean(everything), statistics.stdev(everything)
+    return [[(value - mean) / (deviation + 1e-4) for value in row] for row in summed]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gdpo_normalises_each_reward_function_by_itself(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def draw(scale: float) -> float:
+        return NAN if rng.random() < 0.15 else rng.gauss(0, scale)
+
+    rewards = [[[draw(1.0), draw(100.0), draw(0.01)] for _ in range(6)] for _ in range(4)]
+    weights = [1.0, 0.5, 2.0]
+    result = per_reward_advantages(tensor(rewards), tensor(weights))
+    assert_close(result, gdpo_reference(rewards, weights), rtol=1e-8)
+
+
+def test_a_narrow_reward_counts_as_much_as_a_wide_one_in_gdpo_alone() -> None:
+    rewards = [[[0.0, 100.0], [0.01, 0.0]] * 2]
+    weights = tensor([1.0, 0.9])
+    assert group_advantages((tensor(rewards) * weights).sum(-1))[0, 1] < 0  # the wide one decides
+    assert per_reward_advantages(tensor(rewards), weights)[0, 1] > 0  # the weights decide
+
+
+# ---- DCPO: earlier visits ------------------------------------------------------------------------------
+
+
+def smoothed_reference(visits: list[list[float]]) -> list[float]:
+    """DCPO's smoothed standardisation of the last visit, from all rewards; visits have equally many."""
+
+    def standard(row: list[float], mean: float, deviation: float) -> list[float]:
+        return [(value - mean) / deviation if deviation > 1e-9 else 0.0 for value in row]
+
+    count, last = len(visits), visits[-1]
+    means, variances = [statistics.fmean(row) for row in visits], [statistics.variance(row) for row in visits]
+    # Unbiased within visits, and between them by their number: the running formula in closed form.
+    total = statistics.fmean(variances) + statistics.pvariance(means)
+    new = standard(last, means[-1], math.sqrt(variances[-1]))
+    all_visits = standard(last, statistics.fmean(means), math.sqrt(total))
+    first = [((count - 1) * a + b) / count for a, b in zip(new, all_visits, strict=True)]
+    second = [(a + (count - 1) * b) / count for a, b in zip(new, all_visits, strict=True)]
+    return [a if abs(a) < abs(b) else b for a, b in zip(first, second, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dcpo_smooths_over_all_visits_of_a_prompt(seed: int) -> None:
+    rng = random.Random(seed)
+    history, visits = RewardHistory(), []
+    for visit in range(6):
+        row = [float(rng.randint(0, 4)) for _ in range(8)] if visit != 2 else [2.0] * 8
+        visits.append(row)
+        result = history.advantages(tensor([row, [0.0] * 8]), ["train/0", "train/1"])
+        assert_close(result, [smoothed_reference(visits), [0.0] * 8])
+    assert history.visits["train/0"].num_visits == 6
+
+
+def test_a_prompt_that_had_other_rewards_before_teaches_though_all_are_equal_now() -> None:
+    history = RewardHistory()
+    history.advantages(tensor([[0.0, 1.0, 0.0, 1.0]]), ["train/0"])
+    assert (history.advantages(tensor([[1.0] * 4]), ["train/0"]) > 0).all()
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e5 / 3])
+def test_the_same_reward_at_every_visit_never_teaches_anything(value: float) -> None:
+    """The running mean is off by rounding, which a deviation of 0 must not blow up."""
+    history = RewardHistory()
+    for _ in range(50):
+        assert (history.advantages(tensor([[value] * 4]), ["train/0"]) == 0).all()
+
+
+def test_a_visit_without_rewards_does_not_count() -> None:
+    history = RewardHistory()
+    history.advantages(tensor([[0.0, 1.0]]), ["train/0"])
+    assert history.advantages(tensor([[NAN, NAN]]), ["train/0"]).isnan().all()
+    assert history.visits["train/0"] == pytest.approx((1, 0.5, math.sqrt(0.5)))
+
+
+# ---- GiGPO: steps --------------------------------------------------------------------------------------
+
+
+def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
+    assert discounted_returns([1.0, 0.0, 2.0], 0.5) == [1.5, 1.0, 2.0]
+    assert discounted_returns([], 0.5) == []
+
+
+EPISODES = [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 1)]
+ANCHORS = ["start", "door", "start", "start", "start", "key"]
+RETURNS = [4.0, 2.0, 1.0, 1.0, 7.0, 5.0]
+
+
+def test_steps_are_compared_with_those_of_the_same_prompt_that_began_in_the_same_state() -> None:
+    rewards = tensor([[1.0, 0.0], [3.0, 1.0]])
+    # episodes: 0.5, -0.5, 1, -1; "start" of prompt 0: returns 4, 1, 1 of mean 2; all others are alone
+    expected = [0.5 + 2, 0.5, -0.5 - 1, -0.5 - 1, 1.0, -1.0]
+    assert_close(step_advantages(rewards, tensor(RETURNS), EPISODES, ANCHORS), expected)
+    halved = [0.5 + 1, 0.5, -0.5 - 0.5, -0.5 - 0.5, 1.0, -1.0]
+    assert_close(step_advantages(rewards, tensor(RETURNS), EPISODES, ANCHORS, weight=0.5), halved)
+
+
+def test_scaled_steps_are_divided_by_the_deviations_of_their_groups() -> None:
+    episode, start = 0.5 / (math.sqrt(0.5) + 1e-4), math.sqrt(3.0) + 1e-4
+    result = step_advantages(tensor([[1.0, 0.0]]), tensor(RETURNS[:4]), EPISODES[:4], ANCHORS[:4], scale=True)
+    assert_close(result, [episode + 2 / start, episode, -episode - 1 / start, -episode - 1 / start])
+
+
+def test_steps_of_an_episode_without_a_reward_take_no_part() -> None:
+    result = step_advantages(tensor([[1.0, NAN, 0.0]]), tensor([4.0, 9.0, 2.0]), [(0, 0), (0, 1), (0, 2)], ["s"] * 3)
+    assert_close(result, [0.5 + 1, NAN, -0.5 - 1])
+    assert step_advantages(tensor([[1.0]]), tensor([]), [], []).tolist() == []
+
+
+def test_steps_that_do_not_match_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"have 1, 2 and 1 steps; give one of each for every step"):
+        step_advantages(tensor([[1.0]]), tensor([1.0]), [(0, 0)] * 2, ["s"])
+
+
+# ---- the configuration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "ppo"}, r"advantages\.estimator must be one of grpo, rloo, .*, not 'ppo'"),
+        ({"scale": "std"}, r"advantages\.scale must be one of group, batch, none for estimator grpo, not 'std'"),
+        ({"estimator": "mc_grpo", "scale": "group"}, r"must be one of mad, none for estimator mc_grpo"),
+        ({"estimator": "gdpo", "scale": "none"}, r"must be one of batch for estimator gdpo"),
+        ({"estimator": "ngrpo", "max_reward": NAN}, r"advantages\.max_reward must be a finite number, not nan"),
+    ],
+)
+def test_an_estimator_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Advantages(**options)
+
+
+def test_a_median_of_two_is_refused_and_a_kl_term_where_rewards_have_no_room_for_it() -> None:
+    with pytest.raises(ValueError, match=r"num_generations is 2, but of two .*; set it to at least 3, or .* rloo"):
+        Advantages("mc_grpo").check(2, "loss")
+    for estimator in ("gdpo", "ngrpo"):
+        with pytest.raises(ValueError, match=r"kl\.place is reward, but .*; set kl\.place to loss, or .* to grpo"):
+            Advantages(estimator).check(8, "reward")
+    Advantages("mc_grpo").check(3, "reward")

@@ -1,0 +1,360 @@
+"""The objective as a whole: what splitting must not change, its terms, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.update.controllers import EntropyBonus, EntropyController, KLController
+from lit_grpo.update.corrections import Correction, correction_weights, gap_metrics, gap_sums
+from lit_grpo.update.kl import KLTerm, k1, k2, k3
+from lit_grpo.update.losses import StepTotals
+from lit_grpo.update.masks import entropy_threshold, on_policy_completions
+from lit_grpo.update.objective import Objective
+from lit_grpo.update.policy_loss import policy_loss
+from lit_grpo.update.recipes import RECIPES
+from lit_grpo.update.state import ObjectiveState
+from lit_grpo.update.tokens import Tokens
+
+EVERYTHING: dict[str, Any] = {
+    "kl": KLTerm(0.1, "k2", importance_weighted=True),
+    "entropy": EntropyBonus(0.02),
+    "top_entropy_quantile": 0.5,
+    "off_policy_threshold": 0.1,
+}
+
+
+def random_tokens(lengths: list[int], seed: int = 0) -> Tokens:
+    """Ragged float64 tokens with all log-probs that an objective can ask for."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(count: int) -> torch.Tensor:
+        return torch.randn(count, generator=random, dtype=torch.float64)
+
+    total = sum(lengths)
+    old_N = -normal(total).abs() - 0.1
+    return Tokens(
+        (old_N + 0.5 * normal(total)).requires_grad_(),
+        old_N + 0.3 * normal(total),
+        old_N,
+        normal(total).abs().requires_grad_(),
+        normal(len(lengths)),
+        torch.tensor(lengths, dtype=torch.int64),
+        old_N + 0.5 * normal(total),
+    )
+
+
+def cut(tokens: Tokens, rows: list[int]) -> Tokens:
+    """These completions alone, with the same leaves."""
+    parts_N = torch.arange(len(tokens.logprobs_N)).split(tokens.lengths_C.tolist())
+    places_N = torch.cat([torch.empty(0, dtype=torch.int64), *(parts_N[row] for row in rows)])
+    assert tokens.reference_logprobs_N is not None
+    return Tokens(
+        tokens.logprobs_N[places_N],
+        tokens.sampled_logprobs_N[places_N],
+        tokens.old_logprobs_N[places_N],
+        tokens.entropy_N[places_N],
+        tokens.advantages_C[rows],
+        tokens.lengths_C[rows],
+        tokens.reference_logprobs_N[places_N],
+    )
+
+
+LENGTHS = [3, 1, 7, 2, 5, 4]
+SPLITS = [[[0, 1, 2, 3, 4, 5]], [[5], [4], [3], [2], [1], [0]], [[2, 0], [], [1, 5, 3, 4]]]
+COMPOSED = {name: Objective(name) for name in RECIPES} | {
+    f"{name}_with_everything": Objective(
+        name,
+        correction=Correction("token_mask" if name == "vespo" else "sequence_truncate", 0.5, 2.0),
+        **EVERYTHING,
+    )
+    for name in RECIPES
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_loss_and_gradient_do_not_depend_on_how_a_step_is_split(name: str) -> None:
+    objective = COMPOSED[name]
+    results = []
+    for split in SPLITS:
+        tokens = random_tokens(LENGTHS)
+        kept_N = tokens.entropy_N.detach() >= entropy_threshold(
+            tokens.entropy_N.detach(), objective.top_entropy_quantile
+        )
+        totals = StepTotals(sum(LENGTHS), len(LENGTHS), 9, int(kept_N.sum()))
+        whole = replace(tokens, old_logprobs_N=kept_N.double())  # carries the mask through the cut
+        loss = torch.zeros((), dtype=torch.float64)
+        for rows in split:
+            part = cut(tokens, rows)
+            kept = None if objective.top_entropy_quantile == 1 else cut(whole, rows).old_logprobs_N.bool()
+            loss = loss + policy_loss(objective, part, totals, kept_N=kept)[0]
+        gradients = torch.autograd.grad(loss, [tokens.logprobs_N, tokens.entropy_N], allow_unused=True)
+        results.append((loss.detach(), *(torch.zeros(0) if g is None else g for g in gradients)))
+    for result in results[1:]:
+        for ours, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
+    assert results[0][1].norm() > 1e-3
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_on_the_policy_that_sampled_each_objective_has_the_gradient_of_reinforce(name: str) -> None:
+    """All of them agree where the ratio is 1: the advantage, times what a token counts."""
+    tokens = random_tokens([2, 3])
+    on_policy = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach())
+    objective = Objective(name)
+    loss, _ = policy_loss(objective, on_policy, StepTotals(5, 2, 9))
+    (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
+    counts_for = {
+        "token": [1 / 5] * 5,
+        "sequence": [1 / 4] * 2 + [1 / 6] * 3,
+        "constant": [1 / 18] * 5,
+        "sequence_sum": [1 / 2] * 5,
+    }[objective.normalized_by]
+    expected_N = -torch.tensor(counts_for, dtype=torch.float64) * tokens.advantages_N
+    torch.testing.assert_close(gradient_N, expected_N, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_no_tokens_give_a_loss_of_zero_with_a_graph(name: str) -> None:
+    tokens = cut(random_tokens([2]), [])
+    kept_N = torch.empty(0, dtype=torch.bool) if "everything" in name else None
+    loss, metrics = policy_loss(COMPOSED[name], tokens, StepTotals(0, 0, 9), kept_N=kept_N)
+    assert loss.detach() == 0 and loss.requires_grad
+    assert all(values.shape == (0,) for values in metrics.values())
+
+
+# ---- terms ---------------------------------------------------------------------------------------------
+
+
+def test_k1_and_k2_of_literal_numbers() -> None:
+    policy_N, reference_N = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0, -1.0, -3.0])
+    assert k1(policy_N, reference_N).tolist() == [0.0, -1.0, 2.0]
+    assert k2(policy_N, reference_N).tolist() == [0.0, 0.5, 2.0]
+
+
+def test_the_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_nothing() -> None:
+    """Exactly, over a distribution of four tokens; importance weighted, that of k1 and k3 is right too."""
+    logits_V = torch.tensor([0.3, -0.2, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
+    reference_V = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
+
+    def gradient(values_V: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(values_V.sum(), logits_V, retain_graph=True)[0]
+
+    logprobs_V = logits_V.log_softmax(-1)
+    sampled_V = logprobs_V.exp().detach()
+    exact = gradient(logprobs_V.exp() * (logprobs_V - reference_V))
+    weight_V = (logprobs_V - logprobs_V.detach()).exp()
+    torch.testing.assert_close(gradient(sampled_V * k2(logprobs_V, reference_V)), exact)
+    torch.testing.assert_close(gradient(sampled_V * k1(logprobs_V, reference_V)), torch.zeros(4, dtype=torch.float64))
+    for estimator in (k1, k3):
+        torch.testing.assert_close(gradient(sampled_V * weight_V * estimator(logprobs_V, reference_V)), exact)
+
+
+def test_a_kl_term_without_reference_logprobs_is_an_error() -> None:
+    tokens = replace(random_tokens([2]), reference_logprobs_N=None)
+    with pytest.raises(
+        ValueError, match=r"kl\.beta is 0\.1, but there are no reference log-probs; .* set kl\.beta to 0"
+    ):
+        policy_loss(Objective(kl=KLTerm(0.1)), tokens, StepTotals(2, 1, 9))
+
+
+def test_a_kl_term_in_the_reward_is_not_in_the_loss() -> None:
+    tokens, totals = random_tokens([2, 3]), StepTotals(5, 2, 9)
+    with_kl = policy_loss(Objective(kl=KLTerm(0.5, place="reward")), tokens, totals)
+    assert torch.equal(with_kl[0], policy_loss(Objective(), tokens, totals)[0])
+
+
+def test_a_bad_completion_that_the_policy_has_left_is_masked_and_a_good_one_is_not() -> None:
+    sampled_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0])
+    logprobs_N = sampled_N - torch.tensor([0.2, 0.0, 0.2, 0.0, 0.3, 0.1])
+    advantages_C = torch.tensor([-1.0, 1.0, -1.0])
+    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, advantages_C, torch.tensor([2, 2, 2]))
+    assert on_policy_completions(tokens, 0.15).tolist() == [True, True, False]
+    assert on_policy_completions(tokens, 0.05).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_the_entropy_threshold_is_torchs_quantile(share: float, count: int) -> None:
+    entropy_N = torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    expected = float(torch.quantile(entropy_N, 1 - share))
+    assert entropy_threshold(entropy_N, share) == pytest.approx(expected, rel=1e-12)
+
+
+def test_no_token_is_above_the_threshold_of_nothing() -> None:
+    assert entropy_threshold(torch.empty(0), 0.2) == math.inf
+
+
+def test_token_weights_correct_an_expectation_over_another_distribution() -> None:
+    """Untruncated, the weighted mean over samples of q is the mean over p."""
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    value_V, one_each = torch.tensor([1.0, -2.0, 4.0]).double(), torch.ones(3, dtype=torch.int64)
+    weights_V = correction_weights(p_V.log(), q_V.log(), one_each, Correction("token_truncate", high=None))
+    assert float((q_V * weights_V * value_V).sum()) == pytest.approx(float((p_V * value_V).sum()))
+    capped_V = correction_weights(p_V.log(), q_V.log(), one_each, Correction("token_truncate", high=2.0))
+    masked_V = correction_weights(p_V.log(), q_V.log(), one_each, Correction("token_mask", low=0.5, high=2.0))
+    assert capped_V.tolist() == pytest.approx([2.0, 1.5, 1 / 3])
+    assert masked_V.tolist() == pytest.approx([0.0, 1.5, 0.0])
+
+
+def test_the_gap_is_told_by_its_mean_its_divergence_and_effective_sample_sizes() -> None:
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    counts = torch.tensor([2, 2, 6])  # ten tokens as q has them
+    difference_N = (p_V.log() - q_V.log()).repeat_interleave(counts)
+    logs = gap_metrics(
+        {name: float(v) for name, v in gap_sums(difference_N, torch.ones(10, dtype=torch.int64)).items()}
+    )
+    divergence = float((q_V * (q_V / p_V).log()).sum())
+    weights = (p_V / q_V).repeat_interleave(counts)
+    assert logs["sampling/kl"] == pytest.approx(divergence)
+    assert logs["sampling/logprob_gap_mean"] == pytest.approx(float(difference_N.abs().mean()))
+    assert logs["sampling/ess_token"] == pytest.approx(float(weights.sum() ** 2 / (10 * weights.square().sum())))
+    assert logs["sampling/ess_sequence"] == pytest.approx(logs["sampling/ess_token"])
+    in_two = gap_sums(difference_N, torch.tensor([9, 1]))
+    product = float(weights[:9].prod()), float(weights[9])
+    expected = sum(product) ** 2 / (2 * sum(w * w for w in product))
+    assert gap_metrics({name: float(v) for name, v in in_two.items()})["sampling/ess_sequence"] == pytest.approx(
+        expected
+    )
+
+
+# ---- coefficients that adapt ---------------------------------------------------------------------------
+
+
+def test_beta_grows_by_at_most_a_fifth_of_its_horizon_and_follows_the_target() -> None:
+    """The numbers of verl's AdaptiveKLController, worked out by hand."""
+    controller = KLController(KLTerm(0.1, target=0.5, horizon=100))
+    controller.update(5.0, 50)  # error 9, held to 0.2
+    assert controller.beta == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    controller.update(0.45, 100)  # error -0.1
+    assert controller.beta == pytest.approx(0.11 * 0.9)
+    controller.update(math.nan, 100)
+    assert controller.beta == pytest.approx(0.11 * 0.9)
+    controller.update(0.0, 10_000)  # a hundred times the horizon
+    assert controller.beta == pytest.approx(0.11 * 0.9 * 0.8)
+    fixed = KLController(KLTerm(0.1))
+    fixed.update(5.0, 50)
+    assert fixed.beta == 0.1
+
+
+def test_the_entropy_coefficient_steps_towards_the_target_and_counts_only_below_it() -> None:
+    controller = EntropyController(EntropyBonus(0.1, target=0.5, delta=0.04, max_coefficient=0.15))
+    assert controller.applied == 0.0  # nothing measured yet
+    applied, coefficients = [], []
+    for entropy in (0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.1):
+        controller.update(entropy)
+        applied.append(controller.applied)
+        coefficients.append(controller.coefficient)
+    assert coefficients == pytest.approx([0.14, 0.15, 0.11, 0.07, 0.03, 0.0, 0.04])
+    assert applied == pytest.approx([0.14, 0.15, 0.0, 0.0, 0.0, 0.0, 0.04])
+    fixed = EntropyController(EntropyBonus(0.1))
+    fixed.update(9.0)
+    assert fixed.applied == 0.1
+
+
+def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> None:
+    def state(beta: float, target: float | None) -> ObjectiveState:
+        return ObjectiveState(Objective(kl=KLTerm(beta, target=target), entropy=EntropyBonus(0.1, target=0.5)))
+
+    before = state(0.1, 0.5)
+    before.kl.update(5.0, 5000)
+    before.entropy.update(0.2)
+    before.history.advantages(torch.tensor([[0.0, 1.0]]), ["train/0"])
+    after, fixed = state(0.1, 0.5), state(0.3, None)
+    for restored in (after, fixed):
+        restored.load_state_dict(before.state_dict())
+    assert after.coefficients() == before.coefficients()
+    assert before.coefficients() == pytest.approx({"kl_beta": 0.11, "entropy_coefficient": 0.105})
+    assert after.entropy.applied == before.entropy.applied == pytest.approx(0.105)
+    assert after.history.visits == before.history.visits
+    assert fixed.kl.beta == 0.3
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "ppo"}, r"objective\.loss must be one of grpo, dr_grpo, .*, not 'ppo'"),
+        ({"ratio": "word"}, r"objective\.ratio must be one of token, sequence, not 'word'"),
+        ({"normalization": "tokens"}, r"objective\.normalization must be one of token, .*, not 'tokens'"),
+        ({"epsilon": -0.1}, r"objective\.epsilon must be a number >= 0, not -0\.1"),
+        ({"epsilon_high": math.nan}, r"objective\.epsilon_high must be a number >= 0, not nan"),
+        ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile must be in \(0, 1\], not 0\.0; 1 keeps all"),
+        ({"off_policy_threshold": -1.0}, r"off_policy_threshold must be a number >= 0, not -1\.0"),
+        ({"loss": "sapo", "epsilon": 0.2}, r"epsilon has no meaning for loss sapo; .* temperature_positive"),
+        ({"loss": "cispo", "epsilon": 0.2}, r"epsilon has no meaning for loss cispo; .* epsilon_high"),
+        ({"k_positive": 2.0}, r"k_positive has no meaning for loss dapo"),
+        ({"loss": "sapo", "temperature_negative": 0.0}, r"temperature_negative must be above 0"),
+        ({"loss": "cispo", "epsilon_high": 0.28}, r"largest weight itself.* what verl calls 0\.28 is 1\.28 here"),
+        ({"delta": 1.1}, r"delta is 1\.1, inside the clip range, which ends at 1\.2; set it above"),
+        ({"ratio": "sequence"}, r"ratio is sequence, but normalization token adds up tokens.* loss to gspo or luspo"),
+        ({"loss": "gspo", "normalization": "constant"}, r"normalization constant adds up tokens"),
+        ({"normalization": "sequence_sum"}, r"sequence_sum is that of sequence ratios \(LUSPO\)"),
+        ({"loss": "vespo", "ratio": "sequence"}, r"vespo is weighted by the sequence already; set ratio to token"),
+        (
+            {"loss": "dcpo", "ratio": "sequence"},
+            r"dcpo is clipped by the probability of each token; set ratio to token",
+        ),
+        ({"loss": "luspo", "ratio": "token"}, r"luspo is GSPO with .*; set ratio to sequence"),
+    ],
+)
+def test_an_objective_that_means_something_else_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Objective(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (KLTerm, {"beta": -1.0}, r"kl\.beta must be a number >= 0, not -1\.0"),
+        (KLTerm, {"beta": math.nan}, r"kl\.beta must be a number >= 0, not nan"),
+        (KLTerm, {"beta": 0.1, "estimator": "k4"}, r"kl\.estimator must be one of k1, k2, k3, not 'k4'"),
+        (KLTerm, {"beta": 0.1, "place": "prompt"}, r"kl\.place must be loss or reward"),
+        (KLTerm, {"beta": 0.1, "estimator": "k1"}, r"expected gradient is 0\. Take k3 or k2"),
+        (KLTerm, {"beta": 0.1, "place": "reward", "importance_weighted": True}, r"a reward has no gradient"),
+        (KLTerm, {"beta": 0.1, "target": 0.0}, r"kl\.target must be a number above 0"),
+        (KLTerm, {"beta": 0.1, "target": 0.1, "horizon": 0}, r"kl\.horizon must be at least 1"),
+        (KLTerm, {"target": 0.1}, r"kl\.target is 0\.1, but kl\.beta is 0"),
+        (KLTerm, {"place": "reward"}, r"need a KL term; set kl\.beta above 0"),
+        (EntropyBonus, {"coefficient": math.inf}, r"entropy\.coefficient must be a finite number"),
+        (EntropyBonus, {"target": 0.0}, r"entropy\.target and delta must be above 0"),
+        (
+            EntropyBonus,
+            {"target": 0.1, "coefficient": 2.0},
+            r"entropy\.coefficient is 2\.0, outside of .*; begin inside",
+        ),
+        (Correction, {"mode": "tis"}, r"correction\.mode must be one of none, token_truncate, .*, not 'tis'"),
+        (
+            Correction,
+            {"mode": "token_mask", "low": 4.0},
+            r"correction\.low is 4\.0 and correction\.high 3\.0; set low below",
+        ),
+    ],
+)
+def test_a_term_that_cannot_be_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_epsilon_set_alone_holds_on_both_sides() -> None:
+    assert Objective(epsilon=0.3).parameters == {"epsilon": 0.3, "epsilon_high": 0.3, "delta": None}
+    assert Objective(epsilon=0.3, epsilon_high=0.0).parameters["epsilon_high"] == 0.0
+    assert Objective("gspo").parameters == {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}
+    assert Objective("gspo", epsilon=0.1).parameters["epsilon_high"] == 0.1
+    assert Objective("gspo", epsilon_high=0.1).parameters["epsilon"] == 3e-4
+
+
+def test_the_docs_have_each_objective_with_its_source_and_defaults() -> None:
+    lines = (Path(__file__).parents[1] / "docs" / "objectives.md").read_text().splitlines()
+    for name, recipe in RECIPES.items():
+        line = next(line for line in lines if line.startswith(f"| `{name}` |"))  # the advantages come later
+        assert recipe.source in line, name
+        for parameter, value in recipe.parameters.items():
+            assert value is None or f"`{parameter}` {value:g}" in line, (name, parameter)

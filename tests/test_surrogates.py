@@ -1,0 +1,141 @@
+"""Surrogates that TRL has not, beside a float64 reference: the formula of the source, one token after another.
+
+The references are written with the standard library from the formulas (GPPO: arXiv 2508.07629 and its README; DCPO:
+arXiv 2509.02333 and its README; dual clip: arXiv 1912.09729, eq. 5). Each gives the loss of a token and its
+derivative by the log-prob.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lit_grpo.update.objective import Objective
+from lit_grpo.update.ratios import log_ratios
+from lit_grpo.update.tokens import Tokens, completion_means, completion_sums, spread
+
+Token = tuple[float, float]
+LOW, HIGH, C = 0.2, 0.28, 3.0
+
+
+def clip_reference(ratio: float, advantage: float, low: float, high: float, c: float) -> Token:
+    """PPO's clip between two bounds, and dual clip beyond ``c``."""
+    if advantage >= 0:
+        return (-advantage * ratio, -advantage * ratio) if ratio <= high else (-advantage * high, 0.0)
+    if ratio < low:
+        return -advantage * low, 0.0
+    return (-advantage * ratio, -advantage * ratio) if ratio <= c else (-advantage * c, 0.0)
+
+
+def dual_clip_reference(logprob: float, old: float, advantage: float) -> Token:
+    return clip_reference(math.exp(logprob - old), advantage, 1 - LOW, 1 + HIGH, C)
+
+
+def gppo_reference(logprob: float, old: float, advantage: float) -> Token:
+    """The value of the clip; where it clips, the derivative is the bound times the advantage."""
+    ratio = math.exp(logprob - old)
+    value, slope = clip_reference(ratio, advantage, 1 - LOW, 1 + HIGH, C)
+    if advantage >= 0 and ratio > 1 + HIGH:
+        slope = -advantage * (1 + HIGH)
+    if advantage < 0 and ratio < 1 - LOW:
+        slope = -advantage * (1 - LOW)
+    return value, slope
+
+
+def dcpo_reference(logprob: float, old: float, advantage: float) -> Token:
+    q = math.exp(old)
+    low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * 0.16 / q, 0.0))
+    high = min(0.5 + 0.5 * math.sqrt(1 + 4 * 0.2 / q), 10.0)
+    return clip_reference(math.exp(logprob - old), advantage, low, high, 10.0)
+
+
+REFERENCES: dict[str, tuple[Objective, Callable[[float, float, float], Token]]] = {
+    "dual_clip": (Objective("dual_clip", epsilon=LOW, epsilon_high=HIGH, delta=C), dual_clip_reference),
+    "gppo": (Objective("gppo", epsilon=LOW, epsilon_high=HIGH), gppo_reference),
+    "dcpo": (Objective("dcpo"), dcpo_reference),
+}
+
+
+def tokens_of(rows: list[tuple[float, float, float]], lengths: list[int]) -> Tokens:
+    """Tokens with these log-probs, old log-probs and advantages (those of a completion's first token)."""
+    logprobs_N, old_N, advantages_N = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    starts = [sum(lengths[:row]) for row in range(len(lengths))]
+    return Tokens(logprobs_N.clone().requires_grad_(), old_N, old_N, old_N, advantages_N[starts], torch.tensor(lengths))
+
+
+def losses_and_gradients(
+    objective: Objective, tokens: Tokens
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    log_ratio_N = log_ratios(tokens, objective.ratio_level)
+    loss_N, metrics = objective.recipe.surrogate(log_ratio_N, tokens, **objective.parameters)
+    loss_N.sum().backward()
+    assert tokens.logprobs_N.grad is not None
+    return loss_N.tolist(), tokens.logprobs_N.grad.tolist(), metrics
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_surrogate_and_its_gradient_are_those_of_the_formula(name: str, seed: int) -> None:
+    objective, reference = REFERENCES[name]
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(400):
+        old = -abs(rng.gauss(0, 2)) - 1e-3
+        rows.append((min(old + rng.gauss(0, 1.2), -1e-4), old, rng.gauss(0, 1)))
+    losses, gradients, metrics = losses_and_gradients(objective, tokens_of(rows, [1] * len(rows)))
+    expected = [reference(*row) for row in rows]
+    assert losses == pytest.approx([value for value, _ in expected], rel=1e-12)
+    assert gradients == pytest.approx([slope for _, slope in expected], rel=1e-12)
+    assert metrics["clip_ratio/low"].sum() > 5 and metrics["clip_ratio/high"].sum() > 5
+
+
+def test_gppo_learns_from_what_ppo_clips_away_and_has_its_loss() -> None:
+    rows = [(-1 + math.log(2), -1.0, 1.0), (-1 + math.log(0.5), -1.0, -1.0), (-1.0, -1.0, 1.0)]
+    gppo = losses_and_gradients(Objective("gppo"), tokens_of(rows, [1, 1, 1]))
+    ppo = losses_and_gradients(Objective("dapo"), tokens_of(rows, [1, 1, 1]))
+    assert gppo[0] == ppo[0] == pytest.approx([-1.2, 0.8, -1.0])
+    assert ppo[1] == pytest.approx([0.0, 0.0, -1.0])
+    assert gppo[1] == pytest.approx([-1.2, 0.8, -1.0])
+
+
+def test_the_bounds_of_dcpo_are_wider_for_unlikely_tokens() -> None:
+    """Of the table in DCPO's README: q = 0.9 leaves 0.69 to 1.06 / 0.9, q = 0.01 up to 5 and down to 0.5."""
+    rows = [(math.log(q * r), math.log(q), 1.0) for q, r in ((0.9, 1.17), (0.9, 1.19), (0.01, 4.9), (0.01, 5.1))]
+    high = losses_and_gradients(Objective("dcpo"), tokens_of(rows, [1] * 4))[2]["clip_ratio/high"]
+    assert high.tolist() == [0, 1, 0, 1]
+    rows = [(math.log(q * r), math.log(q), -1.0) for q, r in ((0.9, 0.77), (0.9, 0.76), (0.01, 0.51), (0.01, 0.49))]
+    low = losses_and_gradients(Objective("dcpo"), tokens_of(rows, [1] * 4))[2]["clip_ratio/low"]
+    assert low.tolist() == [0, 1, 0, 1]
+    assert losses_and_gradients(Objective("dcpo"), tokens_of([(-1.0, -1000.0, 1.0)], [1]))[0] == [-10.0]
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
+    rows = [(-1.0, -1.5, 1.0), (-2.0, -1.0, 1.0), (-1.0, -4.0, 2.0)]
+    ratios = log_ratios(tokens_of(rows, [2, 1]), "sequence").exp().tolist()
+    assert ratios == pytest.approx([math.exp(-0.25), math.exp(-0.25), math.exp(3.0)])
+
+
+def test_the_gradient_of_gspo_is_that_of_gspo_token() -> None:
+    """GSPO-token (eq. 13): the sequence's ratio without gradient, times each token's own; as verl computes GSPO."""
+    rows = [(-1.0, -1.1, 1.0), (-2.0, -1.9, 1.0), (-1.5, -1.5, 1.0), (-1.0, -1.05, -2.0), (-0.4, -0.3, -2.0)]
+    tokens, twin = tokens_of(rows, [3, 2]), tokens_of(rows, [3, 2])
+    weights_N = spread(1 / torch.tensor([3.0, 2.0]), tokens.lengths_C)
+    (log_ratios(tokens, "sequence").exp() * tokens.advantages_N * weights_N).sum().backward()
+    sequence_N = log_ratios(twin, "sequence").detach()
+    token_N = (sequence_N + twin.logprobs_N - twin.logprobs_N.detach()).exp()
+    (token_N * twin.advantages_N * weights_N).sum().backward()
+    assert tokens.logprobs_N.grad is not None and twin.logprobs_N.grad is not None
+    torch.testing.assert_close(tokens.logprobs_N.grad, twin.logprobs_N.grad, rtol=1e-12, atol=0)
+
+
+def test_sums_and_means_over_completions_take_empty_ones_and_none_at_all() -> None:
+    values_N, lengths_C = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 1])
+    assert completion_sums(values_N, lengths_C).tolist() == [3, 0, 4]
+    assert completion_means(values_N, lengths_C).tolist() == [1.5, 0, 4]
+    assert spread(torch.tensor([5.0, 6.0, 7.0]), lengths_C).tolist() == [5, 5, 7]
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert completion_sums(torch.empty(0), nothing).tolist() == []
