@@ -152,7 +152,7 @@ def _planned(
 
 
 def _row(name: str, epoch: int, batches: list[tuple[Order, Order, int]]) -> Row:
-    own, ours = (sum(batch[order].steps for batch in batches) for order in (0, 1))
+    own, ours = sum(own.steps for own, _, _ in batches), sum(ours.steps for _, ours, _ in batches)
     bound = sum(bound for _, _, bound in batches)
     return {
         "workload": name,
@@ -163,7 +163,7 @@ def _row(name: str, epoch: int, batches: list[tuple[Order, Order, int]]) -> Row:
         "own_over_bound": own / bound,
         "our_over_bound": ours / bound,
         "steps_ratio": own / ours,
-        "time_ratio": statistics.median(own.seconds / ours.seconds for own, ours, _ in batches),
+        "time_ratio": statistics.median(first.seconds / second.seconds for first, second, _ in batches),
     }
 
 

@@ -25,7 +25,7 @@ class FakeGenerator:
     version = 0
     feature_points = ()
     decodes_on_policy = True
-    weights_dtype = None
+    weights_dtype: torch.dtype | None = None
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

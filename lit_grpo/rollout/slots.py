@@ -53,7 +53,7 @@ class SlotGenerator:
     """
 
     decodes_on_policy = True
-    weights_dtype = None
+    weights_dtype: torch.dtype | None = None
 
     def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:

@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def case(request: pytest.FixtureRequest) -> tuple[Any, bool]:
     return request.param
 

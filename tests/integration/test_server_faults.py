@@ -148,7 +148,7 @@ class KillAll(Callback):
     def __init__(self, generator: VLLMServerGenerator, after: int) -> None:
         self.generator, self.after = generator, after
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.policy_version == self.after:
             for pid in pids(self.generator):
                 os.killpg(pid, signal.SIGKILL)
