@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import MeanMetric
 
 from lit_grpo.metrics import PassAtK, TokenMetrics, rollout_metrics
@@ -22,7 +24,9 @@ from lit_grpo.update.advantages import Scale, group_advantages
 from lit_grpo.update.kl import k3
 from lit_grpo.update.losses import Normalization, StepTotals, clipped_objective, token_weights
 from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.prefix_support import prefix_refusal
 from lit_grpo.update.reference import Reference, micro_batch_logprobs
+from lit_grpo.update.shared_prefix import shared_prefixes
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -62,7 +66,8 @@ class GRPOModule(pl.LightningModule):
             ``constant`` (by the limit on completion length).
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
-        max_tokens_per_micro_batch: Tokens, padding included, that go through the model at once.
+        max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and their prompt once for
+            all of its completions among them.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
         optimizer: Any torch optimizer.
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
@@ -207,10 +212,19 @@ class GRPOModule(pl.LightningModule):
             self.tokenizer = load_tokenizer(self.policy_name)
             self.policy = load_policy(self.policy_name, self.policy_dtype).train()
             check_token_logits(self.policy)
+            self._shares_prefix = self._check_prefix()
             if self.gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         if self.beta > 0 and self.trainer.training and self._reference is None:
             self._reference = Reference(load_policy(self.policy_name, self.policy_dtype))
+
+    def _check_prefix(self) -> bool:
+        """Whether prompts are computed once for all of their completions; says so where they are not."""
+        refusal = prefix_refusal(self.policy)
+        if refusal is not None:
+            name = type(self.policy).__name__
+            rank_zero_warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
+        return refusal is None
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         """Check that every prompt leaves room for its completion, before anything is sampled.
@@ -304,10 +318,11 @@ class GRPOModule(pl.LightningModule):
         micro_batches = self._micro_batches(valid)
         optimizer = cast("LightningOptimizer", self.optimizers())
         optimizer.zero_grad()
-        for index, micro_batch in enumerate(micro_batches):
-            with optimizer.toggle_model(sync_grad=index == len(micro_batches) - 1):
-                loss = self._loss(micro_batch.to(self.device), totals, metrics)
-                self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
+        with shared_prefixes(self.policy) if self._shares_prefix else nullcontext():
+            for index, micro_batch in enumerate(micro_batches):
+                with optimizer.toggle_model(sync_grad=index == len(micro_batches) - 1):
+                    loss = self._loss(micro_batch.to(self.device), totals, metrics)
+                    self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
         self._step(optimizer, metrics)
 
     def _micro_batches(self, valid: Sequence[tuple[Rollout, float]]) -> list[MicroBatch]:
@@ -319,10 +334,13 @@ class GRPOModule(pl.LightningModule):
         if self.beta == 0:
             valid = [(rollout, advantage) for rollout, advantage in valid if advantage != 0]
         micro_batches = make_micro_batches(
-            [rollout for rollout, _ in valid], [advantage for _, advantage in valid], self.max_tokens_per_micro_batch
+            [rollout for rollout, _ in valid],
+            [advantage for _, advantage in valid],
+            self.max_tokens_per_micro_batch,
+            self._shares_prefix,
         )
         most = int(self._max(len(micro_batches)))
-        return micro_batches + [make_micro_batch([], []) for _ in range(most - len(micro_batches))]
+        return micro_batches + [make_micro_batch([], [], self._shares_prefix) for _ in range(most - len(micro_batches))]
 
     def _loss(self, micro_batch: MicroBatch, totals: StepTotals, metrics: TokenMetrics) -> torch.Tensor:
         """The micro-batch's share of the step's loss."""
