@@ -199,7 +199,10 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     for window in (None, 1, 2, 5, 11, 100):
         pieces = [piece for group in groups for piece in group_pieces(group, window)]
-        actual, expected = piecewise_attention(*ours, pieces, 0.3), dense_attention(*theirs, groups, window)
+        actual, expected = (
+            piecewise_attention(ours[0], ours[1], ours[2], pieces, 0.3),
+            dense_attention(theirs[0], theirs[1], theirs[2], groups, window),
+        )
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
         actual_grads, expected_grads = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,16 +31,12 @@ def packed(rollouts: Sequence[Rollout], advantages_C: Sequence[float]) -> MicroB
         sources.append(_sources(group, [len(ids_T) for ids_T in completions]))
         groups.append(group)
         start += group.prompt_tokens + sum(group.response_tokens)
-    row = {
-        "input_ids_BT": torch.cat(tokens)[None] if tokens else torch.zeros((1, 1), dtype=torch.int64),
-        "position_ids_BT": torch.cat(positions)[None] if tokens else torch.zeros((1, 1), dtype=torch.int64),
-        "source_N": torch.cat([*sources, _NONE]),
-    }
-    members = [rollouts[index] for index in order]
     return MicroBatch(
-        **row,
-        **_completions(members, [advantages_C[index] for index in order]),
+        input_ids_BT=torch.cat(tokens)[None] if tokens else torch.zeros((1, 1), dtype=torch.int64),
+        position_ids_BT=torch.cat(positions)[None] if tokens else torch.zeros((1, 1), dtype=torch.int64),
+        source_N=torch.cat([*sources, _NONE]),
         groups=tuple(groups) or (PackedGroup(0, 1, ()),),
+        **_completions([rollouts[index] for index in order], [advantages_C[index] for index in order]),
     )
 
 
@@ -76,7 +73,7 @@ def _sources(group: PackedGroup, num_targets: Sequence[int]) -> torch.Tensor:
     return torch.cat(sources)
 
 
-def _completions(rollouts: Sequence[Rollout], advantages_C: Sequence[float]) -> Mapping[str, torch.Tensor]:
+def _completions(rollouts: Sequence[Rollout], advantages_C: Sequence[float]) -> dict[str, Any]:
     """What the objective wants, completion after completion."""
     return {
         "target_ids_N": torch.cat([*(rollout.completion.token_ids_T for rollout in rollouts), _NONE]),
