@@ -18,15 +18,17 @@ from lit_grpo.metrics import PassAtK, TokenMetrics, rollout_metrics
 from lit_grpo.policy import check_token_logits, context_length, load_policy, load_tokenizer
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.advantages import Scale, group_advantages
 from lit_grpo.update.kl import k3
 from lit_grpo.update.losses import Normalization, StepTotals, clipped_objective, token_weights
-from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches, num_row_tokens
 from lit_grpo.update.prefix_support import prefix_refusal
 from lit_grpo.update.reference import Reference, micro_batch_logprobs
 from lit_grpo.update.shared_prefix import shared_prefixes
+from lit_grpo.update.token_budget import TokenBudget, estimate_tokens, free_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -67,7 +69,8 @@ class GRPOModule(pl.LightningModule):
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
         max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and their prompt once for
-            all of its completions among them.
+            all of its completions among them. ``auto`` estimates it from the free memory, and halves it and begins
+            the step anew when memory runs out all the same.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
         optimizer: Any torch optimizer.
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
@@ -101,7 +104,7 @@ class GRPOModule(pl.LightningModule):
         loss_normalization: Normalization = "token",
         num_iterations: int = 1,
         num_minibatches: int = 1,
-        max_tokens_per_micro_batch: int = 8192,
+        max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
         max_grad_norm: float = 1.0,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -128,7 +131,8 @@ class GRPOModule(pl.LightningModule):
         self.loss_normalization: Normalization = loss_normalization
         self.num_iterations = num_iterations
         self.num_minibatches = num_minibatches
-        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.max_tokens_per_micro_batch: int | Literal["auto"] = max_tokens_per_micro_batch
+        self._budget: TokenBudget | None = None
         self.max_grad_norm = max_grad_norm
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
@@ -156,7 +160,7 @@ class GRPOModule(pl.LightningModule):
                     "validation; give values between 1 and eval_num_generations."
                 )
         for name in ("num_iterations", "num_minibatches", "max_tokens_per_micro_batch"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         for name in ("epsilon", "epsilon_high", "beta", "max_grad_norm"):
             if not getattr(self, name) >= 0:
@@ -246,10 +250,10 @@ class GRPOModule(pl.LightningModule):
                     f"{said}, but the model's context is {context}; "
                     "lower sampling.max_tokens or data.max_prompt_tokens."
                 )
-            if split == "train" and total > self.max_tokens_per_micro_batch:
+            limit = self.max_tokens_per_micro_batch
+            if split == "train" and limit != "auto" and total > limit:
                 raise ValueError(
-                    f"{said}, but max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; "
-                    f"the smallest that works is {total}."
+                    f"{said}, but max_tokens_per_micro_batch is {limit}; the smallest that works is {total}."
                 )
 
     def configure_optimizers(self) -> Any:
@@ -315,15 +319,69 @@ class GRPOModule(pl.LightningModule):
             num_sequences=int(self._sum(len(valid))),
             max_tokens=self.sampling.max_tokens,
         )
-        micro_batches = self._micro_batches(valid)
         optimizer = cast("LightningOptimizer", self.optimizers())
+        self._prepare_budget()
+        before = metrics.state()
+        while not self._accumulate(self._micro_batches(valid), totals, metrics, optimizer):
+            self._halve_budget(valid)
+            metrics.restore(before)
+        self._step(optimizer, metrics)
+
+    def _accumulate(
+        self, micro_batches: list[MicroBatch], totals: StepTotals, metrics: TokenMetrics, optimizer: LightningOptimizer
+    ) -> bool:
+        """Gather the step's gradient; return whether the memory of all ranks sufficed, where the budget is open.
+
+        A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
+        beforehand, and exchange in the backward pass of an empty micro-batch.
+        """
         optimizer.zero_grad()
+        is_open, short = self._budget is not None, False
+        if is_open and micro_batches and self.trainer.world_size > 1:
+            micro_batches = [*micro_batches, make_micro_batch([], [], self._shares_prefix)]
         with shared_prefixes(self.policy) if self._shares_prefix else nullcontext():
             for index, micro_batch in enumerate(micro_batches):
-                with optimizer.toggle_model(sync_grad=index == len(micro_batches) - 1):
-                    loss = self._loss(micro_batch.to(self.device), totals, metrics)
-                    self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
-        self._step(optimizer, metrics)
+                is_last = index == len(micro_batches) - 1
+                if is_open and is_last and self._max(float(short)):
+                    return False
+                try:
+                    if not short:
+                        self._backward(micro_batch, totals, metrics, optimizer, sync=is_last)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_open or not is_out_of_memory(error):
+                        raise
+                    short = True
+        return not short
+
+    def _backward(
+        self,
+        micro_batch: MicroBatch,
+        totals: StepTotals,
+        metrics: TokenMetrics,
+        optimizer: LightningOptimizer,
+        sync: bool,
+    ) -> None:
+        with optimizer.toggle_model(sync_grad=sync):
+            loss = self._loss(micro_batch.to(self.device), totals, metrics)
+            self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
+
+    def _prepare_budget(self) -> None:
+        """Estimate a budget the first time that one is open, the same on every rank."""
+        if self.max_tokens_per_micro_batch == "auto" and self._budget is None:
+            tokens = estimate_tokens(self.policy, free_bytes(self.device), self._shares_prefix)
+            self._budget = TokenBudget(int(-self._max(-tokens)))
+
+    def _halve_budget(self, valid: Sequence[tuple[Rollout, float]]) -> None:
+        assert self._budget is not None
+        before = self._budget.tokens
+        self._budget.halve(int(self._max(max((num_row_tokens(rollout) for rollout, _ in valid), default=1))))
+        tokens = self._budget.tokens
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        rank_zero_warn(
+            f"Memory ran out with micro-batches of {before} tokens. They have at most {tokens} from now on and the "
+            f"step begins anew; max_tokens_per_micro_batch={tokens} would begin with that."
+        )
 
     def _micro_batches(self, valid: Sequence[tuple[Rollout, float]]) -> list[MicroBatch]:
         """Cut into micro-batches, equally many on every rank.
@@ -333,10 +391,12 @@ class GRPOModule(pl.LightningModule):
         """
         if self.beta == 0:
             valid = [(rollout, advantage) for rollout, advantage in valid if advantage != 0]
+        longest = max((num_row_tokens(rollout) for rollout, _ in valid), default=1)
+        budget = self.max_tokens_per_micro_batch if self._budget is None else max(self._budget.tokens, longest)
         micro_batches = make_micro_batches(
             [rollout for rollout, _ in valid],
             [advantage for _, advantage in valid],
-            self.max_tokens_per_micro_batch,
+            cast(int, budget),
             self._shares_prefix,
         )
         most = int(self._max(len(micro_batches)))

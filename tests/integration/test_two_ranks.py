@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
@@ -32,6 +33,7 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.update.token_budget import TokenBudget
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -41,10 +43,14 @@ TESTS = Path(__file__).parent.parent
 
 @dataclass
 class Case:
-    """A run on rewards_PG of each batch; of its groups rank r trains on every second one."""
+    """A run on rewards_PG of each batch; of its groups rank r trains on every second one.
+
+    ``scarce`` lets the memory of rank 1 run out, where the token budget is open.
+    """
 
     batches: list[list[list[float]]]
     options: dict[str, Any] = field(default_factory=dict)
+    scarce: bool = False
 
 
 MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0, 0.0, 2.0, 0.5]]
@@ -60,6 +66,7 @@ CASES = {
     "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"beta": 0.2}),
     "one_rank_missing": Case([RANK_0_MISSING]),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
+    "memory_runs_out_on_one_rank": Case([MIXED, MIXED], {"max_tokens_per_micro_batch": "auto"}, scarce=True),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
 }
@@ -94,6 +101,22 @@ class RankBatches(Batches):
         return iter(Batches([groups[rank::world_size] for groups in self.batches]))
 
 
+class ScarceRank(pl.Callback):
+    """Rank 1 runs out of memory the first time that its policy is given more than one token."""
+
+    num_raised = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module._budget = TokenBudget(40)
+        pl_module.policy.get_decoder().register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        if rank_and_world_size()[0] == 1 and kwargs["input_ids"].shape[1] > 1 and not self.num_raised:
+            self.num_raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
     """What must be the same on all ranks; what RolloutScheduler logs is each rank's own."""
     logs = [
@@ -109,9 +132,11 @@ def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
 
 def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     """Train on groups made by hand."""
-    module = make_module(policy, optimizer=momentum, max_tokens_per_micro_batch=24, **case.options)
-    trainer = make_trainer(recorder := StepRecorder(), **trainer_options)
+    module = make_module(policy, optimizer=momentum, **({"max_tokens_per_micro_batch": 24} | case.options))
+    scarce = ScarceRank()
+    trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
     trainer.fit(module, train_dataloaders=RankBatches([uneven_groups(rewards) for rewards in case.batches]))
+    assert scarce.num_raised == int(case.scarce and rank_and_world_size()[0] == 1)
     return outcome(module, recorder)
 
 
