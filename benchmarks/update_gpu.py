@@ -1,7 +1,7 @@
 """The update phase beside TRL's on one GPU: a Qwen3-1.7B configuration in bfloat16 with gradient checkpointing.
 
-The works are those of ``update_vs_trl``, with the vocabulary of Qwen3. Run it with ``--device cuda``; ``--quick`` takes a
-tiny policy and runs anywhere.
+The works are those of ``update_vs_trl``, with the vocabulary of Qwen3. Run it with ``--device cuda``; ``--quick`` takes
+a tiny policy and runs anywhere.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.types import PackedGroup, Rollout
 from lit_grpo.update import prefix_layout
+from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
 from lit_grpo.update.prefix_attention import piecewise_attention
 from lit_grpo.update.prefix_layout import group_pieces
@@ -209,6 +210,17 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
             torch.autograd.grad(out, tensors, upstream) for out, tensors in ((actual, ours), (expected, theirs))
         )
         torch.testing.assert_close(actual_grads, expected_grads, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
+    groups = [PackedGroup(0, 7, (4, 0, 9)), PackedGroup(20, 3, ()), PackedGroup(23, 1, (5, 200))]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 229, 16), (1, 2, 229, 16), (1, 2, 229, 16)]
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    mask = prefix_block_mask(groups, window, torch.device("cpu"))
+    actual = flex_prefix_attention(query, key, value, mask, 0.3)  # it has no backward pass on a CPU
+    torch.testing.assert_close(actual, dense_attention(query, key, value, groups, window), rtol=0, atol=1e-5)
 
 
 def test_the_pieces_of_a_group_repeat_no_key_and_pad_no_query() -> None:

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from lit_grpo.types import PackedGroup
+from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix_attention import piecewise_attention
 from lit_grpo.update.prefix_layout import Piece, group_pieces
 
@@ -27,17 +29,20 @@ class SharedPrefix:
 
     def __init__(self, groups: Sequence[PackedGroup]) -> None:
         self.groups = tuple(groups)
-        self._pieces: dict[int | None, list[Piece]] = {}
-
-    @property
-    def windows(self) -> set[int | None]:
+        self.windows: set[int | None] = set()
         """The sliding windows that layers have asked for so far, ``None`` for full attention."""
-        return set(self._pieces)
+        self._pieces: dict[int | None, list[Piece]] = {}
+        self._masks: dict[int | None, BlockMask] = {}
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scaling: float
     ) -> torch.Tensor:
         """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
+        self.windows.add(window)
+        if query.device.type != "cpu":
+            if window not in self._masks:
+                self._masks[window] = prefix_block_mask(self.groups, window, query.device)
+            return flex_prefix_attention(query, key, value, self._masks[window], scaling)
         if window not in self._pieces:
             self._pieces[window] = [piece for group in self.groups for piece in group_pieces(group, window)]
         return piecewise_attention(query, key, value, self._pieces[window], scaling)
