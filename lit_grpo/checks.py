@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -61,7 +62,7 @@ def check_prompt_lengths(
     sampling: SamplingParams,
     eval_sampling: SamplingParams,
     context: int,
-    max_tokens_per_micro_batch: int,
+    max_tokens_per_micro_batch: int | Literal["auto"],
 ) -> None:
     """Check that every prompt leaves room for its completion, before anything is sampled.
 
@@ -84,7 +85,7 @@ def check_prompt_lengths(
             raise ValueError(
                 f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
             )
-        if split == "train" and total > max_tokens_per_micro_batch:
+        if split == "train" and max_tokens_per_micro_batch != "auto" and total > max_tokens_per_micro_batch:
             raise ValueError(
                 f"{said}, but max_tokens_per_micro_batch is {max_tokens_per_micro_batch}; "
                 f"the smallest that works is {total}."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torchmetrics import Metric
@@ -134,6 +136,14 @@ class TokenMetrics:
             self._gap_sums[name] += value
         if difference_N.numel():
             self._max_gap = max(self._max_gap, float(difference_N.abs().max()))
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of all counts, for :meth:`restore`."""
+        return copy.deepcopy(vars(self))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Forget what was added since ``state`` was taken."""
+        vars(self).update(copy.deepcopy(state))
 
     def finish_update(self, **values: float) -> None:
         """Count an optimizer step, with values that are the same on every rank."""

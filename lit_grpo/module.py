@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.checks import check_minibatches, check_prompt_lengths, check_trainer, check_training_sampling
 from lit_grpo.evaluation import EvaluationModule
@@ -18,18 +20,22 @@ from lit_grpo.policy import check_token_logits, context_length, load_policy, loa
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.estimator import Advantages, GroupRewards
 from lit_grpo.update.kl import KL_ESTIMATORS
 from lit_grpo.update.losses import StepTotals
 from lit_grpo.update.masks import entropy_threshold
-from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches, num_row_tokens
 from lit_grpo.update.objective import Objective
 from lit_grpo.update.policy_loss import policy_loss
+from lit_grpo.update.prefix_support import prefix_refusal
 from lit_grpo.update.reference import Reference, micro_batch_logprobs
+from lit_grpo.update.shared_prefix import shared_prefixes
 from lit_grpo.update.state import ObjectiveState
 from lit_grpo.update.step import Key, Step, kl_sums, measure, taking_part_and_learnt
+from lit_grpo.update.token_budget import TokenBudget, estimate_tokens, free_bytes
 from lit_grpo.update.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -63,7 +69,9 @@ class GRPOModule(EvaluationModule):
         objective: What an optimizer step minimises.
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
-        max_tokens_per_micro_batch: Tokens, padding included, that go through the model at once.
+        max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and their prompt once for
+            all of its completions among them. ``auto`` estimates it from the free memory, and halves it and begins
+            the step anew when memory runs out all the same.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
         optimizer: Any torch optimizer.
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
@@ -94,7 +102,7 @@ class GRPOModule(EvaluationModule):
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         num_iterations: int = 1,
         num_minibatches: int = 1,
-        max_tokens_per_micro_batch: int = 8192,
+        max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
         max_grad_norm: float = 1.0,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -117,7 +125,8 @@ class GRPOModule(EvaluationModule):
         self.objective_state = ObjectiveState(objective)
         self.num_iterations = num_iterations
         self.num_minibatches = num_minibatches
-        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.max_tokens_per_micro_batch: int | Literal["auto"] = max_tokens_per_micro_batch
+        self._budget: TokenBudget | None = None
         self.max_grad_norm = max_grad_norm
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
@@ -143,7 +152,7 @@ class GRPOModule(EvaluationModule):
                     "validation; give values between 1 and eval_num_generations."
                 )
         for name in ("num_iterations", "num_minibatches", "max_tokens_per_micro_batch"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be a number >= 0, not {self.max_grad_norm}.")
@@ -174,10 +183,19 @@ class GRPOModule(EvaluationModule):
             self.tokenizer = load_tokenizer(self.policy_name)
             self.policy = load_policy(self.policy_name, self.policy_dtype).train()
             check_token_logits(self.policy)
+            self._shares_prefix = self._check_prefix()
             if self.gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         if self.objective.kl.beta > 0 and self.trainer.training and self._reference is None:
             self._reference = Reference(load_policy(self.policy_name, self.policy_dtype))
+
+    def _check_prefix(self) -> bool:
+        """Whether prompts are computed once for all of their completions; says so where they are not."""
+        refusal = prefix_refusal(self.policy)
+        if refusal is not None:
+            name = type(self.policy).__name__
+            rank_zero_warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
+        return refusal is None
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         """Check that every prompt leaves room for its completion, before anything is sampled.
@@ -270,7 +288,7 @@ class GRPOModule(EvaluationModule):
         self, rollouts: Sequence[Rollout], measurement: Callable[[MicroBatch], torch.Tensor]
     ) -> dict[Key, torch.Tensor]:
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_tokens]
-        return measure(with_tokens, measurement, self.max_tokens_per_micro_batch, self.device)
+        return measure(with_tokens, measurement, self._max_tokens(with_tokens), self.device, self._shares_prefix)
 
     def _logprobs(self, micro_batch: MicroBatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return micro_batch_logprobs(self.policy, micro_batch, self.sampling.temperature, entropy_gradient)
@@ -291,17 +309,65 @@ class GRPOModule(EvaluationModule):
     ) -> None:
         """Take one optimizer step."""
         step = self._step_on(rollouts, advantages, old_logprobs)
-        micro_batches = self._micro_batches(step)
         optimizer = cast("LightningOptimizer", self.optimizers())
-        optimizer.zero_grad()
-        for index, micro_batch in enumerate(micro_batches):
-            with optimizer.toggle_model(sync_grad=index == len(micro_batches) - 1):
-                loss = self._loss(micro_batch.to(self.device), step, metrics)
-                self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
+        before = metrics.state()
+        while not self._accumulate(self._micro_batches(step), step, metrics, optimizer):
+            self._halve_budget(step)
+            metrics.restore(before)
+            step.entropy_sum = 0.0
         self._step(optimizer, metrics)
         if self.objective.entropy.target is not None:
             num_tokens = max(step.totals.num_entropy_tokens, 1)
             self.objective_state.entropy.update(float(self.ranks.sum(step.entropy_sum)) / num_tokens)
+
+    def _accumulate(
+        self, micro_batches: list[MicroBatch], step: Step, metrics: TokenMetrics, optimizer: LightningOptimizer
+    ) -> bool:
+        """Gather the step's gradient; return whether the memory of all ranks sufficed, where the budget is open.
+
+        A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
+        beforehand, and exchange in the backward pass of an empty micro-batch.
+        """
+        optimizer.zero_grad()
+        is_open, short = self._budget is not None, False
+        if is_open and micro_batches and self.trainer.world_size > 1:
+            micro_batches = [*micro_batches, make_micro_batch([], [], self._shares_prefix)]
+        with shared_prefixes(self.policy) if self._shares_prefix else nullcontext():
+            for index, micro_batch in enumerate(micro_batches):
+                is_last = index == len(micro_batches) - 1
+                if is_open and is_last and self.ranks.max(float(short)):
+                    return False
+                try:
+                    if not short:
+                        with optimizer.toggle_model(sync_grad=is_last):
+                            loss = self._loss(micro_batch.to(self.device), step, metrics)
+                            self.manual_backward(loss * self.trainer.world_size)  # the strategy averages over ranks
+                except (RuntimeError, MemoryError) as error:
+                    if not is_open or not is_out_of_memory(error):
+                        raise
+                    short = True
+        return not short
+
+    def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        """The token budget of micro-batches; where it is open, estimated the first time, the same on every rank."""
+        if self.max_tokens_per_micro_batch != "auto":
+            return self.max_tokens_per_micro_batch
+        if self._budget is None:
+            tokens = estimate_tokens(self.policy, free_bytes(self.device), self._shares_prefix)
+            self._budget = TokenBudget(int(-self.ranks.max(-tokens)))
+        return max(self._budget.tokens, *map(num_row_tokens, rollouts), 1)
+
+    def _halve_budget(self, step: Step) -> None:
+        assert self._budget is not None
+        before = self._budget.tokens
+        self._budget.halve(int(self.ranks.max(max(map(num_row_tokens, step.rollouts), default=1))))
+        tokens = self._budget.tokens
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        rank_zero_warn(
+            f"Memory ran out with micro-batches of {before} tokens. They have at most {tokens} from now on and the "
+            f"step begins anew; max_tokens_per_micro_batch={tokens} would begin with that."
+        )
 
     def _step_on(
         self,
@@ -336,9 +402,10 @@ class GRPOModule(EvaluationModule):
 
     def _micro_batches(self, step: Step) -> list[MicroBatch]:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
-        micro_batches = make_micro_batches(step.rollouts, step.advantages, self.max_tokens_per_micro_batch)
+        max_tokens = self._max_tokens(step.rollouts)
+        micro_batches = make_micro_batches(step.rollouts, step.advantages, max_tokens, self._shares_prefix)
         most = int(self.ranks.max(len(micro_batches)))
-        return micro_batches + [make_micro_batch([], []) for _ in range(most - len(micro_batches))]
+        return micro_batches + [make_micro_batch([], [], self._shares_prefix) for _ in range(most - len(micro_batches))]
 
     def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
         """The micro-batch's share of the step's loss."""

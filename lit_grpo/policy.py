@@ -90,12 +90,13 @@ def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: 
 
 
 def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Apply the head to hidden states of any shape; the last axis becomes V, in float32.
+    """Apply the head to hidden states of any shape; the last axis becomes V, in float32 (float64 stays).
 
     :func:`check_token_logits` makes sure that this is what the model itself computes.
     """
     head = cast(torch.nn.Module, model.get_output_embeddings())
-    logits = head(hidden).float()
+    logits = head(hidden)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -175,32 +175,52 @@ class PromptBatch:
         return [rollout for group in self.groups for rollout in group.rollouts]
 
 
+@dataclass(frozen=True)
+class PackedGroup:
+    """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses behind it.
+
+    ``response_tokens`` counts what of each response goes through the model: all but its last token, which predicts
+    nothing.
+    """
+
+    start: int
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+
+
 @dataclass
 class MicroBatch:
-    """Rows that go through the policy at once.
+    """What goes through the policy at once, laid out in one of two ways.
 
-    ``input_ids_BT`` is padded on the right (under causal attention padding on the right is never seen,
-    so there is no attention mask, and no pad id can be mistaken for a token). The completion tokens of
-    all rows, one after another, are the N axis: ``row_N`` and ``column_N`` say where the *predecessor*
-    of each token stands, whose hidden state predicts it. ``advantages_C`` and ``lengths_C``, the number of its tokens,
-    are per completion, in the order of the N axis; ``rows_C`` is each one's place among the rollouts of the step.
+    *Packed*, for models that can share a prefix: one row without padding, in which each of ``groups`` stands as [prompt
+    | response 1 | response 2 | ...], every response counting its positions from the prompt's end. *In rows*, where
+    ``groups`` is empty: a completion a row behind a prompt of its own, padded on the right (under causal attention
+    padding on the right is never seen, so there is no attention mask, and no pad id can be mistaken for a token).
+
+    The completion tokens, one completion after another, are the N axis: ``source_N`` says where in the flattened
+    (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first token is
+    the prompt's last. ``advantages_C`` and ``lengths_C``, the number of its tokens, are per completion, in the order of
+    the N axis; ``rows_C`` is each one's place among the rollouts of the step.
 
     Example:
-        Two rows, prompt [5, 6] with completion [7, 8], and prompt [5] with completion [9]::
+        The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
 
-            input_ids_BT = [[5, 6, 7, 8], [5, 9, 0, 0]]
-            row_N = [0, 0, 1]    column_N = [1, 2, 0]    target_ids_N = [7, 8, 9]
+            input_ids_BT    = [[5, 6, 7, 9, 4]]    groups = (PackedGroup(0, 2, (1, 2)),)
+            position_ids_BT = [[0, 1, 2, 2, 3]]
+            source_N = [1, 2, 1, 3, 4]    target_ids_N = [7, 8, 9, 4, 3]    lengths_C = [2, 3]
     """
 
     input_ids_BT: torch.Tensor
-    row_N: torch.Tensor
-    column_N: torch.Tensor
+    position_ids_BT: torch.Tensor
+    source_N: torch.Tensor
     target_ids_N: torch.Tensor
     sampled_logprobs_N: torch.Tensor
     advantages_C: torch.Tensor
     lengths_C: torch.Tensor
     rows_C: torch.Tensor
+    groups: tuple[PackedGroup, ...] = ()
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``."""
-        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "groups"}
+        return MicroBatch(**tensors, groups=self.groups)

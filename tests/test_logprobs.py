@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from conftest import random_policy
+from hand_made import full_logprobs, make_rollout
 
-from lit_grpo.update import logprobs
+from lit_grpo.update import logit_blocks, logprobs
+from lit_grpo.update.linear_head import LinearHead, linear_head
+from lit_grpo.update.linear_logprobs import linear_logprobs
 from lit_grpo.update.logprobs import token_logprobs
+from lit_grpo.update.microbatch import make_micro_batch
+from lit_grpo.update.reference import micro_batch_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31
 
@@ -34,6 +42,125 @@ class CountingHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(hidden))
         return hidden @ self.weight_VD.T
+
+
+def categorical(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cap: float | None, temperature: float
+) -> torch.distributions.Categorical:
+    """The definition, in double precision."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    return torch.distributions.Categorical(logits=logits / temperature)
+
+
+@pytest.mark.parametrize(("tokens", "logits"), [(1, 1), (7, 50), (5, 5 * VOCAB), (1000, 2**20)])
+@pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (False, 3.0), (True, 3.0)])
+@pytest.mark.parametrize(("temperature", "entropy_weight"), [(1.0, 0.0), (0.7, 0.5), (2.5, -1.0)])
+def test_a_linear_head_gives_values_and_gradients_of_the_definition_however_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    logits: int,
+    bias: bool,
+    cap: float | None,
+    temperature: float,
+    entropy_weight: float,
+) -> None:
+    monkeypatch.setattr(logit_blocks, "TOKENS_PER_BLOCK", tokens)
+    monkeypatch.setattr(logit_blocks, "LOGITS_PER_BLOCK", {"cpu": logits})
+    hidden_ND, targets_N, weight_VD = make_inputs()
+    bias_V = torch.linspace(-2, 2, VOCAB).requires_grad_() if bias else None
+    ours = [tensor for tensor in (hidden_ND, weight_VD, bias_V) if tensor is not None]
+    theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
+    upstream_N = torch.linspace(-1, 2, NUM_TOKENS)
+
+    head = LinearHead(weight_VD, bias_V, cap)
+    logprobs_N, entropy_N = linear_logprobs(hidden_ND, targets_N, head, temperature, entropy_weight != 0)
+    expected = categorical(theirs[0], theirs[1], theirs[2] if bias else None, cap, temperature)
+    torch.testing.assert_close(logprobs_N.double(), expected.log_prob(targets_N), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy_N.double(), expected.entropy(), rtol=2e-6, atol=2e-6)
+    assert entropy_N.requires_grad == (entropy_weight != 0)
+    actual_loss = (logprobs_N * upstream_N + entropy_weight * upstream_N.flip(0) * entropy_N).sum()
+    exact_N = expected.log_prob(targets_N) * upstream_N
+    (exact_N + entropy_weight * upstream_N.flip(0) * expected.entropy()).sum().backward()
+    actual_loss.backward()
+    for actual, reference in zip(ours, theirs, strict=True):
+        assert actual.grad is not None and reference.grad is not None
+        error = (actual.grad.double() - reference.grad).norm() / reference.grad.norm()
+        assert error < 1e-6
+
+
+def test_a_linear_head_in_double_precision_is_exact() -> None:
+    hidden_ND, targets_N, weight_VD = (
+        tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in make_inputs()
+    )
+    inputs = (hidden_ND.requires_grad_(), weight_VD.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight: linear_logprobs(hidden, targets_N, LinearHead(weight, cap=2.0), 0.8, True), inputs
+    )
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_the_same() -> None:
+    hidden_ND, targets_N, weight_VD = make_inputs()
+    linear_logprobs(hidden_ND, targets_N, LinearHead(weight_VD))[0].sum().backward()
+    expected, hidden_ND.grad = hidden_ND.grad, None
+    linear_logprobs(hidden_ND, targets_N, LinearHead(weight_VD.detach()))[0].sum().backward()
+    assert expected is not None and hidden_ND.grad is not None
+    assert torch.equal(expected, hidden_ND.grad)
+
+
+def test_only_the_entropy_may_be_asked_for_its_gradient() -> None:
+    hidden_ND, targets_N, weight_VD = make_inputs()
+    linear_logprobs(hidden_ND, targets_N, LinearHead(weight_VD), entropy_gradient=True)[1].sum().backward()
+    generic_ND = hidden_ND.detach().clone().requires_grad_()
+    token_logprobs(generic_ND, targets_N, lambda hidden: hidden @ weight_VD.T, VOCAB, entropy_gradient=True)[
+        1
+    ].sum().backward()
+    assert hidden_ND.grad is not None and generic_ND.grad is not None
+    torch.testing.assert_close(hidden_ND.grad, generic_ND.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_head_under_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
+    hidden_ND, targets_N, weight_VD = make_inputs()
+    generic_ND, generic_VD = (tensor.detach().clone().requires_grad_() for tensor in (hidden_ND, weight_VD))
+    upstream_N = torch.linspace(-1, 2, NUM_TOKENS)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours_N, _ = linear_logprobs(hidden_ND, targets_N, LinearHead(weight_VD))
+        theirs_N, _ = token_logprobs(generic_ND, targets_N, lambda hidden: (hidden @ generic_VD.T).float(), VOCAB)
+    assert ours_N.dtype == torch.float32
+    torch.testing.assert_close(ours_N, theirs_N, rtol=1e-6, atol=1e-6)
+    (ours_N * upstream_N).sum().backward()
+    (theirs_N * upstream_N).sum().backward()
+    for actual, expected in ((hidden_ND.grad, generic_ND.grad), (weight_VD.grad, generic_VD.grad)):
+        assert actual is not None and expected is not None and actual.dtype == torch.float32
+        assert (actual - expected).norm() < 0.01 * expected.norm()
+
+
+def test_no_token_at_all_gives_a_linear_head_a_gradient_of_zero() -> None:
+    hidden_ND, targets_N, weight_VD = make_inputs(0)
+    logprobs_N, entropy_N = linear_logprobs(hidden_ND, targets_N, LinearHead(weight_VD))
+    assert logprobs_N.shape == entropy_N.shape == (0,)
+    logprobs_N.sum().backward()
+    assert hidden_ND.grad is not None and hidden_ND.grad.shape == (0, HIDDEN)
+    assert weight_VD.grad is not None and weight_VD.grad.abs().max() == 0
+
+
+def test_very_unequal_logits_neither_overflow_nor_lose_the_entropy() -> None:
+    logits_NV = torch.tensor([[1000.0, 0.0, 999.0, -1000.0], [-5e4, -5e4, -5e4, -5e4]])
+    logprobs_N, entropy_N = linear_logprobs(logits_NV, torch.tensor([0, 1]), LinearHead(torch.eye(4)))
+    assert logprobs_N.tolist() == pytest.approx([-0.3132617, -1.3862944])
+    assert entropy_N.tolist() == pytest.approx([0.5822031, 1.3862944])
+
+
+def test_a_head_with_adapters_goes_the_generic_way() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = random_policy()
+    assert linear_head(model) is not None
+    adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    assert linear_head(adapted) is None
+    rollout = make_rollout([3, 4], [5, 6, 7])
+    actual_N, _ = micro_batch_logprobs(adapted, make_micro_batch([rollout], [0.0]), 1.0)
+    torch.testing.assert_close(actual_N.detach(), full_logprobs(adapted, rollout), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 7, 22, 23, 24, 1000])

@@ -1,4 +1,4 @@
-"""Token log-probs and entropy without a full logits tensor."""
+"""Token log-probs and entropy of any head, without a full logits tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def token_logprobs(
     """Return the log-prob of each target token and the entropy of its distribution, both of shape N.
 
     Works through the tokens in chunks of ``2**24`` logits (64 MiB in float32) and computes each chunk again
-    in the backward pass, so that memory does not grow with N x V.
+    in the backward pass, so that memory does not grow with N x V. For a plain linear head
+    :func:`~lit_grpo.update.linear_logprobs.linear_logprobs` does the same at a third of the time.
 
     Args:
         hidden_ND: Hidden states that predict the targets.

@@ -4,63 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from lit_grpo.types import MicroBatch, Rollout
+from lit_grpo.update.layout import in_rows, packed
+from lit_grpo.update.packing import pack_groups, pack_rows
 
 
 def num_row_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout in the model: the prompt and the completion."""
+    """Tokens of a rollout by itself: the prompt and the completion."""
     return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
 
 
-def make_micro_batches(rollouts: Sequence[Rollout], advantages_C: Sequence[float], max_tokens: int) -> list[MicroBatch]:
-    """Sort rollouts by length and cut them into micro-batches of at most ``max_tokens``, padding included.
+def make_micro_batches(
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float], max_tokens: int, shared_prefix: bool = True
+) -> list[MicroBatch]:
+    """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
 
-    The longest come first, so that a shortage of memory shows at once.
+    Best fit by length packs them. A prompt counts once for all of its completions in a micro-batch. The largest come
+    first, so that a shortage of memory shows at once.
+
+    Args:
+        rollouts: In any order; those with the same prompt tokens share it.
+        advantages_C: One a rollout.
+        max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
+        shared_prefix: Lay them out packed; otherwise in rows (see :class:`~lit_grpo.types.MicroBatch`).
 
     Raises:
         ValueError: A rollout is longer than ``max_tokens``; the message says the smallest that works.
     """
-    order = sorted(range(len(rollouts)), key=lambda row: -num_row_tokens(rollouts[row]))
-    if order and (longest := num_row_tokens(rollouts[order[0]])) > max_tokens:
+    longest = max(map(num_row_tokens, rollouts), default=0)
+    if longest > max_tokens:
         raise ValueError(
             f"max_tokens_per_micro_batch is {max_tokens}, but a prompt with its completion has {longest} tokens; "
             f"set it to at least {longest}."
         )
-    micro_batches = []
-    while order:
-        rows = max_tokens // num_row_tokens(rollouts[order[0]])
-        taken, order = order[:rows], order[rows:]
-        taken_rollouts, taken_advantages = [rollouts[row] for row in taken], [advantages_C[row] for row in taken]
-        micro_batches.append(make_micro_batch(taken_rollouts, taken_advantages, taken))
-    return micro_batches
+    chosen = _packed_rows(rollouts, max_tokens) if shared_prefix else pack_rows(_lengths(rollouts), max_tokens)
+    return [
+        make_micro_batch([rollouts[row] for row in rows], [advantages_C[row] for row in rows], shared_prefix, rows)
+        for rows in chosen
+    ]
 
 
 def make_micro_batch(
-    rollouts: Sequence[Rollout], advantages_C: Sequence[float], rows_C: Sequence[int] | None = None
+    rollouts: Sequence[Rollout],
+    advantages_C: Sequence[float],
+    shared_prefix: bool = True,
+    rows_C: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Lay rollouts out as rows, padded on the right to the longest; without rollouts, one row of one token.
+    """Lay all these rollouts out as one micro-batch.
 
     ``rows_C`` are their places among the rollouts of the step; by default they are the step's.
     """
-    longest = max((num_row_tokens(rollout) for rollout in rollouts), default=1)
-    input_ids_BT = torch.zeros((max(1, len(rollouts)), longest), dtype=torch.int64)
-    rows, columns = [], []
+    places = range(len(rollouts)) if rows_C is None else rows_C
+    return (packed if shared_prefix else in_rows)(rollouts, advantages_C, places)
+
+
+def _lengths(rollouts: Sequence[Rollout]) -> list[int]:
+    return [num_row_tokens(rollout) for rollout in rollouts]
+
+
+def _packed_rows(rollouts: Sequence[Rollout], max_tokens: int) -> list[list[int]]:
+    """The rollouts of each packed micro-batch."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row, rollout in enumerate(rollouts):
-        prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids_T
-        input_ids_BT[row, : len(prompt)] = torch.tensor(prompt)
-        input_ids_BT[row, len(prompt) : len(prompt) + len(completion)] = completion
-        rows.append(torch.full_like(completion, row))
-        columns.append(torch.arange(len(completion)) + len(prompt) - 1)
-    none = torch.empty(0, dtype=torch.int64)
-    return MicroBatch(
-        input_ids_BT=input_ids_BT,
-        row_N=torch.cat([*rows, none]),
-        column_N=torch.cat([*columns, none]),
-        target_ids_N=torch.cat([*(rollout.completion.token_ids_T for rollout in rollouts), none]),
-        sampled_logprobs_N=torch.cat([*(rollout.completion.logprobs_T for rollout in rollouts), torch.empty(0)]),
-        advantages_C=torch.tensor(advantages_C, dtype=torch.float32),
-        lengths_C=torch.tensor([rollout.completion.num_tokens for rollout in rollouts], dtype=torch.int64),
-        rows_C=torch.tensor(range(len(rollouts)) if rows_C is None else rows_C, dtype=torch.int64),
-    )
+        by_prompt.setdefault(rollout.prompt.token_ids, []).append(row)
+    order = [row for rows in by_prompt.values() for row in rows]
+    lengths = [[rollouts[row].completion.num_tokens for row in rows] for rows in by_prompt.values()]
+    bins = pack_groups([len(prompt) for prompt in by_prompt], lengths, max_tokens)
+    return [[order[item] for part in parts for item in part] for parts in bins]

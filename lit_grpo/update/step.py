@@ -67,6 +67,7 @@ def measure(
     measurement: Callable[[MicroBatch], torch.Tensor],
     max_tokens: int,
     device: torch.device | str,
+    shared_prefix: bool = True,
 ) -> dict[Key, torch.Tensor]:
     """Measure every token of rollouts that have tokens, without gradient; by completion, on the CPU.
 
@@ -75,9 +76,10 @@ def measure(
         measurement: Returns one number for each token of a micro-batch, shape N.
         max_tokens: Of one micro-batch.
         device: Where micro-batches are measured.
+        shared_prefix: How they are laid out (see :class:`~lit_grpo.types.MicroBatch`).
     """
     values: dict[Key, torch.Tensor] = {}
-    for micro_batch in make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens):
+    for micro_batch in make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens, shared_prefix):
         parts = measurement(micro_batch.to(device)).cpu().split(micro_batch.lengths_C.tolist())
         for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
             values[rollouts[row].completion.request.key] = part

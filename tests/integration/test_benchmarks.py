@@ -73,6 +73,16 @@ def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder
     assert all(row["tokens_per_s"] > 0 and row["slots_over_it"] > 0 for row in result["rows"])
 
 
+def test_update_vs_trl_measures_ours_beside_each_size_of_trls_micro_batches(tmp_path: Path) -> None:
+    result, _ = run_quick("update_vs_trl", tmp_path / "result.json")
+    check_result(result, "update_vs_trl")
+    assert [(row["system"], row["micro-batch"]) for row in result["rows"]] == [
+        ("lit_grpo", "4096 tokens"), ("TRL", "2 rows"), ("TRL", "4 rows")
+    ]  # fmt: skip
+    assert all(row["tokens_per_s"] > 0 and row["peak_mib"] > 0 for row in result["rows"])
+    assert [claim["bound"] for claim in result["claims"]] == [">= 1", "<= 0.5"]
+
+
 @pytest.mark.parametrize(
     ("value", "relation", "limit", "holds"),
     [(1.0, "<=", 1.05, True), (1.06, "<=", 1.05, False), (2.0, ">=", 2.0, True), (1.9, ">=", 2.0, False),
@@ -150,6 +160,9 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
         "vllm_plan",
         "weight_sync",
         "vllm_learning",
+        "update_memory",
+        "shared_prefix",
+        "update_gpu",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
@@ -38,6 +39,7 @@ from lit_grpo.update.estimator import SCALES, Advantages
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.objective import Objective
 from lit_grpo.update.recipes import RECIPES
+from lit_grpo.update.token_budget import TokenBudget
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -47,10 +49,14 @@ TESTS = Path(__file__).parent.parent
 
 @dataclass
 class Case:
-    """A run on rewards_PG of each batch; of its groups rank r trains on every second one."""
+    """A run on rewards_PG of each batch; of its groups rank r trains on every second one.
+
+    ``scarce`` lets the memory of rank 1 run out, where the token budget is open.
+    """
 
     batches: list[list[list[float]]]
     options: dict[str, Any] = field(default_factory=dict)
+    scarce: bool = False
 
 
 MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0, 0.0, 2.0, 0.5]]
@@ -68,6 +74,7 @@ CASES = {
     "one_rank_uniform_with_kl": Case([RANK_1_UNIFORM], {"objective": Objective(kl=KLTerm(0.2))}),
     "one_rank_missing": Case([RANK_0_MISSING]),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
+    "memory_runs_out_on_one_rank": Case([MIXED, MIXED], {"max_tokens_per_micro_batch": "auto"}, scarce=True),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
     "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
@@ -124,6 +131,22 @@ class RankBatches(Batches):
         return iter(Batches([groups[rank::world_size] for groups in self.batches]))
 
 
+class ScarceRank(pl.Callback):
+    """Rank 1 runs out of memory the first time that its policy is given more than one token."""
+
+    num_raised = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module._budget = TokenBudget(40)
+        pl_module.policy.get_decoder().register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        if rank_and_world_size()[0] == 1 and kwargs["input_ids"].shape[1] > 1 and not self.num_raised:
+            self.num_raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
     """What must be the same on all ranks; what RolloutScheduler logs is each rank's own."""
     logs = [
@@ -139,9 +162,11 @@ def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
 
 def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     """Train on groups made by hand."""
-    module = make_module(policy, optimizer=momentum, max_tokens_per_micro_batch=24, **case.options)
-    trainer = make_trainer(recorder := StepRecorder(), **trainer_options)
+    module = make_module(policy, optimizer=momentum, **({"max_tokens_per_micro_batch": 24} | case.options))
+    scarce = ScarceRank()
+    trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
     trainer.fit(module, train_dataloaders=RankBatches([uneven_groups(rewards) for rewards in case.batches]))
+    assert scarce.num_raised == int(case.scarce and rank_and_world_size()[0] == 1)
     return outcome(module, recorder)
 
 

@@ -1,0 +1,104 @@
+"""One prefix, many responses: the attention that lets a packed row run through an unmodified Hugging Face decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from lit_grpo.types import PackedGroup
+from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
+from lit_grpo.update.prefix_attention import piecewise_attention
+from lit_grpo.update.prefix_layout import Piece, group_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION_NAME = "lit_grpo_shared_prefix"
+
+
+class SharedPrefix:
+    """What the attention of all layers must know of a packed row; travels with the forward as a keyword argument.
+
+    Args:
+        groups: Prompts and responses, and where they stand in the row.
+    """
+
+    def __init__(self, groups: Sequence[PackedGroup]) -> None:
+        self.groups = tuple(groups)
+        self.windows: set[int | None] = set()
+        """The sliding windows that layers have asked for so far, ``None`` for full attention."""
+        self._pieces: dict[int | None, list[Piece]] = {}
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scaling: float
+    ) -> torch.Tensor:
+        """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
+        self.windows.add(window)
+        if query.device.type != "cpu":
+            if window not in self._masks:
+                self._masks[window] = prefix_block_mask(self.groups, window, query.device)
+            return flex_prefix_attention(query, key, value, self._masks[window], scaling)
+        if window not in self._pieces:
+            self._pieces[window] = [piece for group in self.groups for piece in group_pieces(group, window)]
+        return piecewise_attention(query, key, value, self._pieces[window], scaling)
+
+
+def shared_prefix_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    shared_prefix: SharedPrefix,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend within the groups of ``shared_prefix``, in the signature of Hugging Face attention functions.
+
+    Raises:
+        ValueError: The model caps its attention scores, has attention sinks, or keys unlike its values.
+    """
+    if softcap is not None:
+        raise ValueError("it caps its attention scores")
+    if s_aux is not None:
+        raise ValueError("it has attention sinks")
+    if key.shape != value.shape:
+        raise ValueError("its keys and values differ in size")
+    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    # Autocast leaves normed queries and keys in float32; attention runs in the values' dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return shared_prefix.attend(query, key, value, sliding_window, scaling).transpose(1, 2), None
+
+
+def shares_prefix(model: PreTrainedModel) -> bool:
+    """Whether ``model`` is switched to :func:`shared_prefix_attention` now."""
+    return model.config._attn_implementation == ATTENTION_NAME
+
+
+@contextmanager
+def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
+    """Switch ``model`` to :func:`shared_prefix_attention` for a while.
+
+    With gradient checkpointing the backward pass runs the layers again, so it belongs inside as well.
+    """
+    from transformers import AttentionInterface
+
+    before = str(model.config._attn_implementation)
+    if before == ATTENTION_NAME:
+        yield
+        return
+    AttentionInterface.register(ATTENTION_NAME, shared_prefix_attention)
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,281 @@
+"""Packed rows beside the model's own forward, one rollout after another, on unmodified Hugging Face decoders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import random_policy
+from hand_made import make_rollout, relative_error
+from torch.nn.functional import scaled_dot_product_attention
+
+from lit_grpo.types import PackedGroup, Rollout
+from lit_grpo.update import prefix_layout
+from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
+from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.prefix_attention import piecewise_attention
+from lit_grpo.update.prefix_layout import group_pieces
+from lit_grpo.update.prefix_support import prefix_refusal
+from lit_grpo.update.reference import micro_batch_logprobs
+from lit_grpo.update.shared_prefix import shared_prefixes
+
+hf: Any = transformers
+SIZES: dict[str, Any] = {
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "initializer_range": 0.05,
+    "attention_dropout": 0.0,
+}
+WINDOW = {"sliding_window": 9}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES)),
+    "qwen3-sliding": lambda: hf.Qwen3ForCausalLM(
+        hf.Qwen3Config(**SIZES, **WINDOW, use_sliding_window=True, max_window_layers=1)
+    ),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "mistral-sliding": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, **WINDOW)),
+    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**SIZES)),
+    "gemma3-mixed": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**SIZES, **WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    ),
+}
+
+
+def family(name: str) -> Any:
+    """A random model in training mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return FAMILIES[name]().train()
+
+
+def with_lora(model: Any) -> Any:
+    """Adapters on attention and feed-forward, away from zero."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 0.1
+    return model
+
+
+def ragged_rollouts(seed: int = 0, group_sizes: tuple[int, ...] = (5, 1, 4)) -> list[Rollout]:
+    """Groups of rollouts; one response has a single token, and prompts are longer than the window of some models."""
+    rng = random.Random(seed)
+    rollouts = []
+    for number, size in enumerate(group_sizes):
+        prompt = [rng.randrange(2, 41) for _ in range(rng.choice([3, 8, 14, 25]))]
+        for sample in range(size):
+            length = 1 if sample == 1 else rng.randint(2, 24)
+            tokens = [rng.randrange(2, 41) for _ in range(length)]
+            rollouts.append(make_rollout(prompt, tokens, prompt_id=f"train/{number}", sample_id=sample))
+    return rollouts
+
+
+def upstream(rollout: Rollout) -> torch.Tensor:
+    """What the loss's gradient is at each of a rollout's log-probs."""
+    tokens_T = rollout.completion.token_ids_T.float()
+    return torch.sin(tokens_T + rollout.completion.request.sample_id + len(rollout.prompt.token_ids))
+
+
+def gradients(model: Any) -> torch.Tensor:
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(grad is not None for grad in grads)
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def plain(model: Any, rollouts: list[Rollout]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Log-probs of each rollout and the gradient, by the model's own forward on one rollout at a time."""
+    model.zero_grad()
+    logprobs = {}
+    for rollout in rollouts:
+        prompt, completion_T = rollout.prompt.token_ids, rollout.completion.token_ids_T
+        input_ids = torch.cat([torch.tensor(prompt), completion_T])[None]
+        logits_TV = model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
+        (logprobs_T * upstream(rollout)).sum().backward()
+        logprobs[id(rollout)] = logprobs_T.detach()
+    return logprobs, gradients(model)
+
+
+def check_against_plain(model: Any, max_tokens: int = 10_000, tolerance: float = 1e-6) -> int:
+    """Compare; return how many micro-batches there were."""
+    rollouts = ragged_rollouts()
+    expected, gradient = plain(model, rollouts)
+    model.zero_grad()
+    numbers = [float(number) for number in range(len(rollouts))]
+    micro_batches = make_micro_batches(rollouts, numbers, max_tokens)
+    with shared_prefixes(model):
+        for micro_batch in micro_batches:
+            members = [rollouts[int(number)] for number in micro_batch.advantages_C]
+            logprobs_N, _ = micro_batch_logprobs(model, micro_batch, 1.0)
+            expected_N = torch.cat([expected[id(rollout)] for rollout in members])
+            assert relative_error(logprobs_N.detach(), expected_N) < tolerance
+            (logprobs_N * torch.cat([upstream(rollout) for rollout in members])).sum().backward()
+    assert relative_error(gradients(model), gradient) < tolerance
+    return len(micro_batches)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_the_plain_path(name: str) -> None:
+    assert check_against_plain(family(name)) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_and_with_gradient_checkpointing(name: str) -> None:
+    model = family(name)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_against_plain(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_and_with_lora(name: str, checkpointing: bool) -> None:
+    model = with_lora(family(name))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_against_plain(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-mixed"])
+@pytest.mark.parametrize("max_tokens", [49, 60, 75])
+def test_and_with_groups_split_over_micro_batches(name: str, max_tokens: int) -> None:
+    assert check_against_plain(family(name), max_tokens) >= 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_double_precision_they_agree_ten_times_closer(name: str) -> None:
+    check_against_plain(family(name).double(), tolerance=1e-7)  # the models norm and rotate in float32 all the same
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[PackedGroup], window: int | None
+) -> torch.Tensor:
+    """The definition: one mask over the whole row, token by token."""
+    spans = []  # group, 0 for the prompt or the number of the response, position
+    for number, group in enumerate(groups):
+        spans += [(number, 0, position) for position in range(group.prompt_tokens)]
+        for index, length in enumerate(group.response_tokens):
+            spans += [(number, index + 1, group.prompt_tokens + position) for position in range(length)]
+
+    def sees(query: tuple[int, int, int], key: tuple[int, int, int]) -> bool:
+        near = 0 <= query[2] - key[2] < (window or 10**9)
+        return query[0] == key[0] and key[1] in (0, query[1]) and near
+
+    mask = torch.tensor([[sees(query, key) for key in spans] for query in spans])
+    return scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize("masked_rows", [4, 512])
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
+    seed: int, masked_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_layout, "MASKED_ROWS", masked_rows)
+    rng = random.Random(seed)
+    groups, start = [], 0
+    for _ in range(rng.randint(1, 3)):
+        responses = tuple(rng.randint(0, 12) for _ in range(rng.randint(0, 4)))
+        groups.append(PackedGroup(start, rng.randint(1, 15), responses))
+        start += groups[-1].prompt_tokens + sum(responses)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, 4, start, 8), (1, 2, start, 8), (1, 2, start, 8)]
+    ours = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    for window in (None, 1, 2, 5, 11, 100):
+        pieces = [piece for group in groups for piece in group_pieces(group, window)]
+        actual, expected = (
+            piecewise_attention(ours[0], ours[1], ours[2], pieces, 0.3),
+            dense_attention(theirs[0], theirs[1], theirs[2], groups, window),
+        )
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
+        actual_grads, expected_grads = (
+            torch.autograd.grad(out, tensors, upstream) for out, tensors in ((actual, ours), (expected, theirs))
+        )
+        torch.testing.assert_close(actual_grads, expected_grads, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
+    groups = [PackedGroup(0, 7, (4, 0, 9)), PackedGroup(20, 3, ()), PackedGroup(23, 1, (5, 200))]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 229, 16), (1, 2, 229, 16), (1, 2, 229, 16)]
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    mask = prefix_block_mask(groups, window, torch.device("cpu"))
+    actual = flex_prefix_attention(query, key, value, mask, 0.3)  # it has no backward pass on a CPU
+    torch.testing.assert_close(actual, dense_attention(query, key, value, groups, window), rtol=0, atol=1e-5)
+
+
+def test_the_pieces_of_a_group_repeat_no_key_and_pad_no_query() -> None:
+    group = PackedGroup(10, 4, (2, 0, 3))
+    pieces = [(piece.queries, piece.keys, piece.causal, piece.merges) for piece in group_pieces(group, None)]
+    prompt, first, second = slice(10, 14), slice(14, 16), slice(16, 19)
+    assert pieces == [
+        (prompt, prompt, True, False),
+        (first, first, True, False),
+        (second, second, True, False),
+        (slice(14, 19), prompt, False, True),
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_these_families_are_taken(name: str) -> None:
+    model = family(name)
+    assert prefix_refusal(model) is None
+    assert model.training and model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_cannot_share_a_prefix_says_why() -> None:
+    gemma2 = hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES))
+    assert prefix_refusal(gemma2) == "it caps its attention scores"
+    sizes = SIZES | {"num_hidden_layers": 2}
+    hybrid = hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(**sizes, layer_types=["linear_attention", "full_attention"], num_experts=0)
+    )
+    assert prefix_refusal(hybrid) == "it does not use transformers' attention interface"
+
+
+def test_gradient_checkpointing_outside_of_the_switch_is_refused_rather_than_wrong() -> None:
+    model = family("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    micro_batch = make_micro_batch(ragged_rollouts(), [0.0] * 10)
+    with pytest.raises(RuntimeError, match="put both passes into `with shared_prefixes"):
+        micro_batch_logprobs(model, micro_batch, 1.0)
+    with torch.no_grad():
+        micro_batch_logprobs(model, micro_batch, 1.0)
+
+
+def test_the_prompt_goes_through_the_model_once() -> None:
+    model, seen = random_policy(), []
+    model.get_decoder().register_forward_pre_hook(  # pyright: ignore[reportCallIssue]
+        lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    rollouts = [make_rollout([3] * 20, [4, 5, 6], sample_id=sample) for sample in range(8)]
+    micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 8), 1.0)  # pyright: ignore[reportArgumentType]
+    assert seen == [(1, 20 + 8 * 2)]
+
+
+def test_bfloat16_is_as_close_to_the_truth_as_the_plain_path() -> None:
+    rollouts, model = ragged_rollouts(), family("qwen3").eval()
+    exact, _ = micro_batch_logprobs(model.double(), make_micro_batch(rollouts, [0.0] * 10, False), 1.0)
+    model.bfloat16()
+    plain_N, _ = micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 10, False), 1.0)
+    ours_N, _ = micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 10), 1.0)
+    assert relative_error(ours_N.double(), exact) < 1.5 * relative_error(plain_N.double(), exact)

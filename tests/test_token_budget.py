@@ -1,0 +1,116 @@
+"""The open token budget: its estimate, and steps that begin anew when memory runs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import fit, flat, make_module, make_rollout, random_groups, relative_error
+
+from lit_grpo.module import GRPOModule
+from lit_grpo.update import token_budget
+from lit_grpo.update.layout import packed
+from lit_grpo.update.microbatch import num_row_tokens
+from lit_grpo.update.reference import micro_batch_logprobs
+from lit_grpo.update.token_budget import MOST_TOKENS, TokenBudget, estimate_tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]
+
+
+class ScarceMemory(pl.Callback):
+    """Raises what a full device raises, wherever more than ``room`` tokens go through the policy at once."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.sizes: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        pl_module._budget = TokenBudget(200)
+        pl_module.policy.get_decoder().layers[1].register_forward_hook(self._check)  # pyright: ignore
+
+    def _check(self, _: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> None:
+        self.sizes.append(inputs[0].shape[1])
+        if self.sizes[-1] > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_step_that_ran_out_of_memory_begins_anew_and_ends_the_same(policy_folder: Path) -> None:
+    groups = random_groups(random_policy(), REWARDS)
+    ample = fit(make_module(policy_folder), groups, groups)
+    scarce = ScarceMemory(room=40)
+    with pytest.warns(match="They have at most 50 from now on and the step begins anew") as warned:
+        recorder = fit(
+            make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, groups, callbacks=[scarce]
+        )
+    said = [str(warning.message) for warning in warned if "Memory ran out" in str(warning.message)]
+    assert len(said) == 2 and "of 200 tokens" in said[0] and "of 100 tokens" in said[1]
+    assert len([size for size in scarce.sizes if size > 40]) == 2  # and none in the second step
+    for actual, expected in zip(recorder.gradients, ample.gradients, strict=True):
+        assert relative_error(flat(actual), flat(expected)) < 1e-5
+    for name, value in ample.logs[0].items():
+        assert recorder.logs[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_where_one_completion_is_too_much_the_error_says_what_to_do(policy_folder: Path) -> None:
+    groups = random_groups(random_policy(), REWARDS)
+    longest = max(num_row_tokens(rollout) for group in groups for rollout in group.rollouts)
+    with (
+        pytest.warns(match="Memory ran out"),
+        pytest.raises(
+            torch.OutOfMemoryError, match=f"micro-batches of {longest} tokens, .* set gradient_checkpointing"
+        ),
+    ):
+        fit(make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, callbacks=[ScarceMemory(room=3)])
+
+
+def test_other_errors_and_a_fixed_budget_are_left_alone(policy_folder: Path) -> None:
+    class Broken(ScarceMemory):
+        def _check(self, _: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> None:
+            raise RuntimeError("shapes do not match")
+
+    groups = random_groups(random_policy(), REWARDS)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        fit(make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, callbacks=[Broken(40)])
+
+
+def test_the_budget_is_halved_down_to_the_longest_sequence() -> None:
+    budget = TokenBudget(100)
+    budget.halve(longest=40)
+    assert budget.tokens == 50
+    budget.halve(longest=40)
+    assert budget.tokens == 40
+    with pytest.raises(torch.OutOfMemoryError, match="micro-batches of 40 tokens"):
+        budget.halve(longest=40)
+
+
+@pytest.mark.parametrize("shares_prefix", [True, False])
+def test_the_estimate_grows_with_the_memory_and_with_checkpointing(shares_prefix: bool) -> None:
+    model: Any = random_policy().train()
+    some, more = (estimate_tokens(model, size, shares_prefix) for size in (4_000_000, 8_000_000))
+    assert 100 < some < more < 3 * some
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert some < estimate_tokens(model, 4_000_000, shares_prefix)
+    assert model.training
+    assert estimate_tokens(model, 10**15, shares_prefix) == MOST_TOKENS
+
+
+def test_the_estimate_counts_what_a_forward_pass_keeps() -> None:
+
+    model: Any = random_policy().train()
+    held: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logprobs_N, _ = micro_batch_logprobs(model, packed([make_rollout([3] * 100, [4] * 400)], [0.0], [0]), 1.0)
+    bytes_per_token = (sum(held.values()) - sum(p.nbytes for p in model.parameters())) / 499
+    assert logprobs_N.requires_grad
+    assert token_budget._kept_bytes(model, True) / 64 == pytest.approx(bytes_per_token, rel=0.15)
