@@ -46,9 +46,13 @@ def main(options: Options) -> int:
         for (name, tokens, work), one in zip(plan, figures, strict=True)
     ]
     claims = [_flat(name, [float(row["peak_mib"]) for row in rows if row["against"] == name]) for name in series]
-    settings: Row = {"policy": f"random Qwen3, {policy}", "prompt + mean completion": "32 + 64 tokens"}
+    settings: Row = {"policy": f"random Qwen3, {policy}", "prompt + mean completion": _shape(plan[0][2])}
     settings["environment"] = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
     return finish("update_memory", options, settings, rows, claims)
+
+
+def _shape(work: Work) -> str:
+    return f"{work.prompt_tokens} + {work.mean_tokens} tokens"
 
 
 def _flat(name: str, peaks: list[float]) -> Claim:
