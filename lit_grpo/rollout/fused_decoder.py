@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from lit_grpo.rollout.attention import Attention, AttentionInputs
-from lit_grpo.rollout.prefill import PrefillCache
+from lit_grpo.rollout.prefill import AttentionProbe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ class FusedDecoder:
         ValueError: It is, but with something in it that this does not know.
     """
 
-    def __init__(self, model: PreTrainedModel, seen: PrefillCache) -> None:
+    def __init__(self, model: PreTrainedModel, seen: AttentionProbe) -> None:
         decoder: Any = model.get_decoder()
         config = model.config.get_text_config()
         rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -66,7 +66,7 @@ class FusedDecoder:
         self._embedding = decoder.embed_tokens
         self._rotary = decoder.rotary_emb
         self._norm = _norm(decoder.norm)
-        self._head_size = seen.keys[0].shape[-1]
+        self._head_size = seen.shape.head_size
         self._layers = [
             _layer(layer, scaling, window)
             for layer, scaling, window in zip(decoder.layers, seen.scalings, seen.windows, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -324,14 +324,11 @@ class SlotGenerator:
         missing = [(key, prompt) for key, prompt in prompts.items() if key not in self._cache]
         if missing and not self._is_scarce():
             missing += self._ahead({key[:2] for key in prompts})
-        missing.sort(key=lambda item: len(item[1].token_ids))
-        while missing:
-            rows = max(1, self.prefill_tokens // len(missing[-1][1].token_ids))
-            batch, missing = missing[-rows:], missing[:-rows]
+        for batch in _batches(missing, self.prefill_tokens):
             sequences = [prompt.token_ids for _, prompt in batch]
-            prefilled, hidden_BD = prefill(self.policy, sequences, self.prefill_tokens)
-            for row, (key, prompt) in enumerate(batch):
-                self._cache.add_prompt(key, prefilled, row, len(prompt.token_ids))
+            writer = self._cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
+            hidden_BD = prefill(self.policy, sequences, self.prefill_tokens, writer)
+            for row, (key, _) in enumerate(batch):
                 self._prompt_states[key] = hidden_BD[row].clone()
             if 0 in self.feature_points:
                 assert self._sampling is not None
@@ -357,11 +354,10 @@ class SlotGenerator:
         """Compute the keys and values of all but the last token of a completion anew, and give it a row."""
         assert self._rows is not None and self._cache is not None
         completion = self._aside[request.key]
-        kept, prompt_ids = completion.num_tokens - 1, request.prompt.token_ids
-        sequence = [*prompt_ids, *completion.token_ids_T[:kept].tolist()]
-        source, _ = prefill(self.policy, [sequence], self.prefill_tokens)
         self._cache.admit([self._prompt_key(request)])
-        self._cache.fill(self._cache.num_rows - 1, source, 0, len(prompt_ids), kept)
+        if kept := completion.token_ids_T[:-1].tolist():
+            writer = self._cache.write_completion(self._cache.num_rows - 1, len(kept))
+            prefill(self.policy, [kept], self.prefill_tokens, writer, len(request.prompt.token_ids))
         self._rows.admit([request], [completion], self._version)
         del self._aside[request.key]
 
@@ -475,6 +471,16 @@ class SlotGenerator:
 
     def _prompt_key(self, request: Request) -> PromptKey:
         return (*request.key[:2], self._version)
+
+
+def _batches(missing: list[tuple[PromptKey, Prompt]], most_tokens: int) -> Iterator[list[tuple[PromptKey, Prompt]]]:
+    """Put prompts that take the same room together, so many at a time as come to at most ``most_tokens``."""
+    by_room: dict[int, list[tuple[PromptKey, Prompt]]] = {}
+    for key, prompt in missing:
+        by_room.setdefault(prompt_room(len(prompt.token_ids)), []).append((key, prompt))
+    for room, members in by_room.items():
+        rows = max(1, most_tokens // room)
+        yield from (members[first : first + rows] for first in range(0, len(members), rows))
 
 
 def _mib(num_bytes: int) -> str:

@@ -35,8 +35,10 @@ def tokenizer(policy_folder: Path) -> Any:
     return load_tokenizer(str(policy_folder))
 
 
-def make(policy: Any, tokenizer: Any, num_slots: int, kv_tokens: int | None = None) -> SlotGenerator:
-    generator = SlotGenerator(num_slots)
+def make(
+    policy: Any, tokenizer: Any, num_slots: int, kv_tokens: int | None = None, prefill_tokens: int = 8192
+) -> SlotGenerator:
+    generator = SlotGenerator(num_slots, prefill_tokens)
     generator.start(policy, tokenizer)
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
@@ -59,10 +61,11 @@ def test_lengths_are_of_all_kinds(expected: list[RolloutGroup]) -> None:
     assert min(lengths) < 30 and max(lengths) == 100 and 15 < sum(lengths) / len(lengths) < 90
 
 
+@pytest.mark.parametrize("prefill_tokens", [8192, 9])
 def test_what_is_set_aside_comes_out_the_same_with_its_logprobs(
-    policy: Any, tokenizer: Any, expected: list[RolloutGroup]
+    policy: Any, tokenizer: Any, expected: list[RolloutGroup], prefill_tokens: int
 ) -> None:
-    generator = make(policy, tokenizer, 6, kv_tokens=350)
+    generator = make(policy, tokenizer, 6, kv_tokens=350, prefill_tokens=prefill_tokens)
     held = []
     controller = RolloutController(generator, on_step=lambda _: held.append(generator.capacity().kv_tokens_in_use))
     controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
