@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from benchmarks.forced_lengths import ForcedGenerator, ForetoldLengths, started
+from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load, random_qwen3
+from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.scheduling.families import synthetic_lengths
 from lit_grpo.scheduling.jobs import Key
@@ -82,7 +83,7 @@ def main(options: Options) -> int:
     claims: list[Claim] = []
     policies = {"tiny": load("tiny", options.device)}
     if not options.quick:
-        policies["random Qwen3, 31 M"] = random_qwen3(options.device), policies["tiny"][1]
+        policies["random Qwen3, 31 M"] = random_qwen3(QWEN3_31M, options.device), policies["tiny"][1]
     for name, (policy, tokenizer) in policies.items():
         for num_prompts, group_size, num_rows in cases:
             rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ import torch
 
 from lit_grpo.policy import eos_token_ids, token_logits
 from lit_grpo.rollout.attention import use_slot_attention
+from lit_grpo.rollout.cuda_graphs import GraphedDecoder
 from lit_grpo.rollout.decode_step import decode_step
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents, WeightSyncError
 from lit_grpo.rollout.memory_budget import kv_budget_tokens
@@ -75,6 +76,9 @@ class SlotGenerator:
             ValueError: The policy is a model that the slots cannot decode.
         """
         self._shape, self._fused = check_slot_support(policy)
+        self._graphs: GraphedDecoder | None = None
+        if self._fused is not None and policy.device.type == "cuda":
+            self._fused = self._graphs = GraphedDecoder(self._fused, policy.parameters, self.num_slots)
         self._policy, self._tokenizer = policy, tokenizer
         self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer), device=policy.device)
         self._context = slot_context(policy)
@@ -95,6 +99,8 @@ class SlotGenerator:
         if missing := own.keys() - names:
             raise WeightSyncError(f"{len(missing)} of {len(own)} weights did not arrive, {min(missing)!r} among them.")
         self._version = version
+        if self._graphs is not None:
+            self._graphs.refresh()
         if self._rows is not None:
             self._rows.new_version(version)
         self._forget()
