@@ -140,7 +140,9 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     assert set(PLANS) - {"full_group"} <= measured
 
 
-@pytest.mark.parametrize("name", ["decode_throughput", "decode_efficiency", "kv_memory", "length_prediction"])
+@pytest.mark.parametrize(
+    "name", ["decode_throughput", "decode_efficiency", "kv_memory", "length_prediction", "decode_gpu"]
+)
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, printed = run_quick(name, tmp_path / "result.json")
     check_result(result, name)
