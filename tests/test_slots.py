@@ -494,7 +494,7 @@ def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
             rollouts.collect(PROMPTS, 3, sampling, seed=0)
     assert is_as_it_was(training_policy)
     assert generator.capacity().free_slots == 3
-    assert not generator._prompt_states and not generator._aside
+    assert not generator._prompts.states and not generator._aside
     again, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
     for before, after in zip(undisturbed, again, strict=True):
         for one, other in zip(before.rollouts, after.rollouts, strict=True):
@@ -540,10 +540,10 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
 def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
     generator, held = make(3), []
     many = [Prompt(f"train/{i}", (2, 3 + i % 30), "") for i in range(90)]
-    rollouts = RolloutController(generator, on_step=lambda _: held.append(len(generator._prompt_states)))
+    rollouts = RolloutController(generator, on_step=lambda _: held.append(len(generator._prompts.states)))
     rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
     assert 30 <= max(held) <= 33  # those of 512 tokens, 16 each, and what was needed first
-    assert not generator._prompt_states and not generator._released
+    assert not generator._prompts.states and not generator._prompts._released
 
 
 def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:

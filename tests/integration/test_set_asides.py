@@ -42,7 +42,8 @@ def make(
     generator.start(policy, tokenizer)
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
-        generator.kv_tokens = kv_tokens
+        assert generator.room is not None
+        generator.room.tokens = kv_tokens
     return generator
 
 
@@ -124,15 +125,16 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(slots_module, place, failing)
-    before = generator.kv_tokens
+    assert generator.room is not None
+    before = generator.room.tokens
     groups, stats = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
-    assert generator.kv_tokens is not None and before is not None and generator.kv_tokens < before
+    assert generator.room.tokens < before
     assert stats.num_set_aside > 1
     (message,) = stats.messages
     assert (
         message.startswith("Memory ran out with")
-        and f"at most {generator.kv_tokens}" in message
+        and f"at most {generator.room.tokens}" in message
         and generator.prefill_tokens == 4096
     )
 
