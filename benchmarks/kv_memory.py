@@ -1,9 +1,8 @@
 """Peak memory of a rollout against the group size, with 8 slots, beside full-group decoding.
 
-Every case runs one rollout of one prompt in a process of its own, on a random Qwen3 whose keys and values take as much
-as those of Qwen3-0.6B in float32 (224 KiB a token, here in 7 layers, which a CPU decodes sooner). All completions come
-to the limit, the most that they can take. Memory is the peak of the resident set above the idle process (model
-loaded); on a GPU, of the allocator. Keys and
+Every case runs one rollout of one prompt in a process of its own, on a random Qwen3 whose keys and values are those of
+Qwen3-0.6B in float32 (28 layers, 224 KiB a token). All completions come to the limit, the most that they can take.
+Memory is the peak of the resident set above the idle process (model loaded); on a GPU, of the allocator. Keys and
 values are compared with the least that any system holds which keeps the prompt once and every slot's completion whole.
 """
 
@@ -28,7 +27,7 @@ SIZES, FULL_GROUPS = (8, 32, 128, 512, 1024), (32,)
 
 def main(options: Options) -> int:
     """Measure all cases."""
-    layers, lengths = (2, {16: 8}) if options.quick else (7, CASES)
+    layers, lengths = (2, {16: 8}) if options.quick else (28, CASES)
     sizes, full_groups = ((8, 16), (16,)) if options.quick else (SIZES, FULL_GROUPS)
     systems: list[tuple[System, tuple[int, ...]]] = [("lit_grpo", sizes), ("full group", full_groups)]
     cases = [
