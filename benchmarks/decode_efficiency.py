@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks.forced_lengths import ForcedGenerator, started
+from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load, random_qwen3
+from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.scheduling.families import synthetic_lengths
 from lit_grpo.types import SamplingParams
@@ -33,7 +34,7 @@ def main(options: Options) -> int:
     tiny, tokenizer = load("tiny", options.device)
     policies: dict[str, Any] = {"tiny": tiny}
     if not options.quick:
-        policies["random Qwen3, 31 M"] = random_qwen3(options.device)
+        policies["random Qwen3, 31 M"] = random_qwen3(QWEN3_31M, options.device)
     rows: list[Row] = []
     claims = []
     for name, policy in policies.items():

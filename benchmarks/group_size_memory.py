@@ -2,8 +2,9 @@
 
 Every case runs one step of a real fit in a process of its own, with 8 slots. Memory is the peak of the process's
 resident set above the idle process (model and optimizer loaded, before the first step); on a GPU, of the allocator.
-Random rewards make every rollout count in the update. The policy is a random one: what a rollout needs on the host,
-some 3 KB of tokens and objects, would show beside the demo's policy, whose 8 slots take no more than 5 MiB.
+Random rewards make every rollout count in the update, and a case without one fails. The policy is a random one: what a
+completion needs on the host, about 1 KB and 8 bytes a token, would show beside the demo's policy (``--policy tiny``),
+whose 8 slots take no more than 5 MiB.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.memory_case import Case, to_argument
+from benchmarks.random_policies import save_random_policy
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import save_random_policy
 
 System = Literal["lit_grpo", "generate"]
 Figures = dict[str, float]

@@ -10,11 +10,12 @@ import json
 import logging
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from benchmarks.forced_lengths import ForcedGenerator, started
+from benchmarks.random_policies import QWEN3_WIDE, random_qwen3
 from lit_grpo.memory import PeakMemory
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.types import Prompt, SamplingParams
@@ -35,27 +36,6 @@ class Case:
     max_tokens: int
 
 
-def wide_qwen3(case: Case) -> Any:
-    """Return a random Qwen3 with the keys and values of Qwen3-0.6B (8 heads of 128 a layer), and little else."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=case.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).to(case.device).eval()  # pyright: ignore[reportArgumentType]
-
-
 def main(argument: str) -> None:
     """Run the case that is given as JSON."""
     from lit_grpo.tiny import make_tokenizer
@@ -63,7 +43,7 @@ def main(argument: str) -> None:
     case = Case(**json.loads(argument))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    policy = wide_qwen3(case)
+    policy = random_qwen3(QWEN3_WIDE | {"num_hidden_layers": case.layers}, case.device)
     prompt = Prompt("train/0", tuple(2 + i % 10 for i in range(case.prompt_tokens)), "")
     lengths = {("train/0", 0, sample): case.max_tokens for sample in range(case.group_size)}
     slots = case.num_slots if case.system == "lit_grpo" else case.group_size

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.workloads import NOISE_REWARD, arithmetic_prompts, arithmetic_rows, load, noise_reward
+from benchmarks.workloads import NOISE_REWARD, HardRows, arithmetic_prompts, load, noise_reward
 from callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data import PromptDataModule
 from lit_grpo.memory import PeakMemory
@@ -67,6 +67,11 @@ class PhaseProbe(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The process is idle: model and optimizer are loaded."""
         self.phases = Phases(pl_module.device)
+        self.learns = False
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """See whether there is something to learn."""
+        self.learns = any(weight.grad is not None and bool(weight.grad.any()) for weight in pl_module.parameters())
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -79,6 +84,8 @@ class PhaseProbe(pl.Callback):
     ) -> None:
         """The update has ended."""
         self.phases.end("update")
+        if not self.learns:
+            raise RuntimeError("All rewards were equal, so there was no update to measure; take another prompt.")
         self.phases.report(sum(rollout.completion.num_tokens for rollout in batch.rollouts))
 
 
@@ -103,7 +110,7 @@ def run_lit_grpo(case: Case) -> None:
         enable_model_summary=False,
         callbacks=[RolloutScheduler(), WeightSync(), PhaseProbe()],
     )
-    data = PromptDataModule(policy=case.policy, train=arithmetic_rows(case.num_prompts), batch_size=case.num_prompts)
+    data = PromptDataModule(policy=case.policy, train=HardRows(case.num_prompts), batch_size=case.num_prompts)
     trainer.fit(module, datamodule=data)
 
 
@@ -112,7 +119,7 @@ def run_generate(case: Case) -> None:
     model: Any
     model, tokenizer = load(case.policy, case.device)
     optimizer = torch.optim.AdamW(model.parameters())
-    prompts = arithmetic_prompts(tokenizer, case.num_prompts)
+    prompts = arithmetic_prompts(tokenizer, case.num_prompts, HardRows(case.num_prompts))
     inputs = tokenizer([prompt.text for prompt in prompts], return_tensors="pt", padding=True, padding_side="left")
     input_ids, mask = inputs["input_ids"].to(case.device), inputs["attention_mask"].to(case.device)
     phases = Phases(model.device)

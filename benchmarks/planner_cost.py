@@ -16,8 +16,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load, random_qwen3
+from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, Lengths
@@ -60,7 +61,9 @@ def main(options: Options) -> int:
 def _shares(options: Options) -> dict[str, float]:
     """The share of scheduling in the last rollout of some, by policy."""
     tiny, tokenizer = load("tiny", options.device)
-    policies: dict[str, Any] = {"tiny": tiny} if options.quick else {"tiny": tiny, "31 M": random_qwen3(options.device)}
+    policies: dict[str, Any] = (
+        {"tiny": tiny} if options.quick else {"tiny": tiny, "31 M": random_qwen3(QWEN3_31M, options.device)}
+    )
     num_prompts, group_size, limit, visits = (2, 4, 8, 2) if options.quick else (16, 16, 128, 4)
     shares = {}
     for name, policy in policies.items():

@@ -17,15 +17,28 @@ K     reward functions
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from lit_grpo.completion import Completion, FinishReason
 
 if TYPE_CHECKING:
     import torch
 
     from lit_grpo.scheduling.spans import Span
 
-FinishReason = Literal["stop", "length", "abort"]
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "MicroBatch",
+    "Prompt",
+    "PromptBatch",
+    "Request",
+    "Rollout",
+    "RolloutGroup",
+    "SamplingParams",
+]
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Prompt:
     visit: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One completion to sample. Its random numbers depend on its ``key``, ``seed`` and position alone."""
 
@@ -99,32 +112,7 @@ class Request:
         return (self.prompt.prompt_id, self.prompt.visit, self.sample_id)
 
 
-@dataclass
-class Completion:
-    """The tokens of one sample.
-
-    ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from) and
-    ``versions_T`` (int64, the policy version that sampled each token) lie on the CPU and have equal
-    length. ``finish_reason`` is ``stop`` (an end-of-sequence token or a stop string; the token is
-    kept), ``length`` (the limit) or ``abort``. ``entropy`` is the mean entropy, in nats, of the distributions that its
-    tokens were sampled from; NaN where the generator does not tell.
-    """
-
-    request: Request
-    token_ids_T: torch.Tensor
-    logprobs_T: torch.Tensor
-    versions_T: torch.Tensor
-    finish_reason: FinishReason
-    text: str = ""
-    entropy: float = math.nan
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return int(self.token_ids_T.numel())
-
-
-@dataclass
+@dataclass(slots=True)
 class Rollout:
     """A completion and what it earned.
 
@@ -161,8 +149,8 @@ class PromptBatch:
         self.prompts = prompts
         self.groups: list[RolloutGroup] = []
         self.metrics: dict[str, float] = {}
-        self.spans: list[tuple[tuple[str, int, int], Span]] = []
-        self.predicted: dict[tuple[str, int, int], float] = {}
+        self.spans: Sequence[tuple[tuple[str, int, int], Span]] = []
+        self.predicted: Mapping[tuple[str, int, int], float] = {}
         self.trained = False
 
     def to(self, device: torch.device | str) -> PromptBatch:

@@ -421,17 +421,15 @@ def test_function_that_exits_is_an_error_and_not_the_end(make_runner: MakeRunner
 def test_stuck_functions_do_not_keep_the_process_from_exiting() -> None:
     code = """
         import asyncio, time, types
+        import torch
         from lit_grpo.rewards import RewardFunction, RewardRunner
         from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
         def stuck(completion): time.sleep(60)
         async def stuck_async(completion): await asyncio.sleep(60)
 
-        class NoTokens:
-            def numel(self): return 0
-
         prompt = Prompt("train/0", (1,), "p")
-        request, no = Request(prompt, 0, SamplingParams()), NoTokens()
+        request, no = Request(prompt, 0, SamplingParams()), torch.empty(0)
         completion = Completion(request, no, no, no, "stop")
         group = RolloutGroup(prompt, [Rollout(prompt, completion)])
         functions = [RewardFunction.of(stuck, "stuck"), RewardFunction.of(stuck_async, "stuck_async")]

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_grpo.arithmetic import ALPHABET, Remainder, working
-from lit_grpo.tiny import EOS, Muon, TinyRecipe, default_cache_dir, make_tokenizer, tiny_policy, warm_start
+from lit_grpo.muon import Muon
+from lit_grpo.tiny import EOS, TinyRecipe, default_cache_dir, make_tokenizer, tiny_policy, warm_start
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=6, crowd_steps=2, batch_tokens=256

@@ -109,9 +109,9 @@ class RewardFunction:
             names = (names | columns.keys()) - self.bound
         if self.signature.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-            rows = [{**lists, **group_inputs(group)}]
+            rows = iter([{**lists, **group_inputs(group)}])
         else:
-            rows = [{**columns, **rollout_inputs(rollout)} for rollout in group.rollouts]
+            rows = ({**columns, **rollout_inputs(rollout)} for rollout in group.rollouts)
         return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:

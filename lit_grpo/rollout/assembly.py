@@ -20,9 +20,8 @@ class GroupAssembly:
         self._prompts = {(prompt.prompt_id, prompt.visit): prompt for prompt in prompts}
         if len(self._prompts) != len(prompts):
             raise ValueError("A batch holds the same visit of a prompt twice; give its rows distinct prompt ids.")
-        requests = [Request(p, sample_id, sampling, seed) for p in prompts for sample_id in range(num_generations)]
-        self._requests = {request.key: request for request in requests}
-        self._num_generations = num_generations
+        self._sampling, self._seed = sampling, seed
+        self.num_generations = num_generations
         self._unadmitted = dict.fromkeys(self._prompts, num_generations)
         self._completions: dict[tuple[str, int], dict[int, Completion]] = {key: {} for key in self._prompts}
         self._groups: dict[tuple[str, int], RolloutGroup] = {}
@@ -40,11 +39,12 @@ class GroupAssembly:
     @property
     def jobs(self) -> list[Job]:
         """All requests, as plans see them."""
-        return [job_of(request) for request in self._requests.values()]
+        most, samples = self._sampling.max_tokens, range(self.num_generations)
+        return [Job((*key, n), len(prompt.token_ids), most) for key, prompt in self._prompts.items() for n in samples]
 
     def admit(self, jobs: Sequence[Job]) -> tuple[list[Request], list[Prompt]]:
         """Note what is in flight; return its requests, and the prompts of which no request is left to admit."""
-        requests = [self._requests[job.key] for job in jobs]
+        requests = [Request(self._prompts[job.group], job.key[2], self._sampling, self._seed) for job in jobs]
         complete = []
         for request in requests:
             self.in_flight.add(request.key)
@@ -65,11 +65,12 @@ class GroupAssembly:
         self.in_flight.remove(request_key)
         members = self._completions[request_key[:2]]
         members[sample_id] = completion
-        if len(members) < self._num_generations:
+        if len(members) < self.num_generations:
             return None
         prompt = completion.request.prompt
         group = RolloutGroup(prompt, [Rollout(prompt, members[sample]) for sample in sorted(members)])
         self._groups[request_key[:2]] = group
+        del self._completions[request_key[:2]]
         return group
 
     def groups(self) -> list[RolloutGroup]:

@@ -15,6 +15,7 @@ from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.in_flight import InFlight
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans import Plan, make_plan
+from lit_grpo.scheduling.sample_values import SampleValues
 from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -113,7 +114,10 @@ class _Rollout:
         jobs = self._assembly.jobs
         self._lengths.begin(jobs)
         self._reports = LengthReports(self._lengths, jobs)
-        self.stats.predicted = dict(zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True))
+        groups = [(prompt.prompt_id, prompt.visit) for prompt in self._assembly.prompts]
+        self.stats.predicted = SampleValues(
+            groups, self._lengths.estimate(jobs).reshape(len(groups), self._assembly.num_generations)
+        )
         self._plan.add(jobs)
         self._generator.expect(self._assembly.prompts)
         self.stats.scheduling_s = time.perf_counter() - self.start

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lit_grpo.policy import hidden_states
 from lit_grpo.rollout.attention import Attention
-from lit_grpo.rollout.fused_decoder import FusedDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class DecoderStep(Protocol):
+    """A decoder that takes one token a row."""
+
+    def __call__(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
+    ) -> torch.Tensor:
+        """Return the last hidden states, shape (rows, hidden size); no position is larger than ``longest``."""
+        ...
+
+
 def decode_step(
     policy: PreTrainedModel,
-    fused: FusedDecoder | None,
+    fused: DecoderStep | None,
     tokens_B: torch.Tensor,
     positions_B: torch.Tensor,
     longest: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import cast
 
@@ -26,18 +27,18 @@ class LengthReports:
     def __init__(self, lengths: LearntLengths, jobs: Sequence[Job]) -> None:
         self._lengths = lengths
         self._portion = max(len(jobs) // _PORTIONS, 1)
-        self._groups: dict[tuple[str, int], list[Key]] = {}
+        self._samples: dict[tuple[str, int], array[int]] = {}  # by group
         for job in jobs:
-            self._groups.setdefault(job.group, []).append(job.key)
+            self._samples.setdefault(job.group, array("q")).append(job.key[2])
         self._observations: dict[int, list[Observation]] = {}
         self._finished: list[tuple[Job, int]] = []
 
     def observe(self, observation: Observation) -> None:
         """Note what the policy shows of some completions; what it shows of prompts is passed on for all of theirs."""
         if not observation.num_tokens:
-            groups = [self._groups[key[:2]] for key in observation.keys]
-            features = np.repeat(observation.features, [len(group) for group in groups], axis=0)
-            self._lengths.observe([key for group in groups for key in group], 0, features)
+            samples = {key[:2]: self._samples[key[:2]] for key in observation.keys}
+            features = np.repeat(observation.features, [len(ids) for ids in samples.values()], axis=0)
+            self._lengths.observe([(*group, n) for group, ids in samples.items() for n in ids], 0, features)
             return
         self._observations.setdefault(observation.num_tokens, []).append(observation)
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from lit_grpo.rollout.attention import AttentionInputs
-from lit_grpo.rollout.prefill import PrefillCache
 from lit_grpo.rollout.shelf import KVShape, Shelf
 from lit_grpo.rollout.shelf_reader import ShelfReader
+from lit_grpo.rollout.shelf_writer import CompletionWriter, PromptWriter, Stretch
 from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
 
 
@@ -46,16 +46,15 @@ class SlotCache:
     def __contains__(self, prompt: Hashable) -> bool:
         return prompt in self._prompts
 
-    def add_prompt(self, prompt: Hashable, source: PrefillCache, row: int, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` of a prefilled row as ``prompt``."""
-        room = prompt_room(num_tokens)
+    def write_prompts(self, prompts: Sequence[Hashable], lengths: Sequence[int]) -> PromptWriter:
+        """Make room for new prompts of these lengths, which all take the same room; return what is to fill it."""
+        (room,) = {prompt_room(num_tokens) for num_tokens in lengths}
         shelf = self._prompt_shelves.setdefault(room, Shelf(room, self.shape))
-        (entry,) = shelf.add(1)
-        self._prompts[prompt] = (room, entry, num_tokens)
-        for layer in range(self.shape.num_layers):
-            shelf.keys[layer][entry, :, :num_tokens] = source.keys[layer][row, :, :num_tokens]
-            shelf.values[layer][entry, :, :num_tokens] = source.values[layer][row, :, :num_tokens]
+        entries = shelf.add(len(lengths))
+        for entry, prompt, num_tokens in zip(entries, prompts, lengths, strict=True):
+            self._prompts[prompt] = (room, entry, num_tokens)
         self._readers = None
+        return PromptWriter(shelf, entries)
 
     def drop_prompt(self, prompt: Hashable) -> None:
         """Free a prompt that no row uses."""
@@ -91,19 +90,17 @@ class SlotCache:
         self._prompt_of += prompts
         self._readers = None
 
-    def fill(self, row: int, source: PrefillCache, source_row: int, begin: int, num_tokens: int) -> None:
-        """Give a row its first ``num_tokens``, which stand in ``source_row`` from column ``begin`` on."""
+    def write_completion(self, row: int, num_tokens: int) -> CompletionWriter:
+        """Give a row that is empty the pieces of its first ``num_tokens``; return what is to fill them."""
+        pieces = []
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
-            count = min(num_tokens - start, shelf.num_tokens)
-            if count <= 0:
+            if start >= num_tokens:
                 break
             if piece:
                 self._extend(piece, [row])
-            entry = self._entries_of[row][piece]
-            columns = slice(begin + start, begin + start + count)
-            for layer in range(self.shape.num_layers):
-                shelf.keys[layer][entry, :, :count] = source.keys[layer][source_row, :, columns]
-                shelf.values[layer][entry, :, :count] = source.values[layer][source_row, :, columns]
+            pieces.append(Stretch(shelf, self._entries_of[row][piece], min(num_tokens - start, shelf.num_tokens)))
+        room, entry, length = self._prompts[self._prompt_of[row]]
+        return CompletionWriter(Stretch(self._prompt_shelves[room], entry, length), pieces)
 
     def remove(self, row: int) -> int:
         """Free a row: the last one takes its place. Returns the number that the moved row had."""

@@ -10,12 +10,17 @@ import numpy as np
 import torch
 
 from lit_grpo.policy import eos_token_ids, token_logits
-from lit_grpo.rollout.attention import use_slot_attention
+from lit_grpo.rollout.cuda_graphs import GraphedDecoder
 from lit_grpo.rollout.decode_step import decode_step
-from lit_grpo.rollout.generator import Capacity, Observation, StepEvents, WeightSyncError
+from lit_grpo.rollout.decoding_mode import DecodingMode
+from lit_grpo.rollout.generator import Capacity, StepEvents, WeightSyncError
+from lit_grpo.rollout.kv_room import KVRoom, take_out
 from lit_grpo.rollout.memory_budget import kv_budget_tokens
+from lit_grpo.rollout.observations import observe_prompts, observe_rows
 from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.prefill import prefill
+from lit_grpo.rollout.prompt_states import PromptKey, PromptStates, batches
+from lit_grpo.rollout.request_checks import check_request
 from lit_grpo.rollout.sampling import entropy, sample_tokens
 from lit_grpo.rollout.shelf import KVShape
 from lit_grpo.rollout.slot_cache import SlotCache
@@ -24,17 +29,10 @@ from lit_grpo.rollout.support import check_slot_support, slot_context
 from lit_grpo.rollout.token_rows import TokenRows
 from lit_grpo.rollout.weights import SyncReport, check_complete, digest
 from lit_grpo.scheduling.budget import MemoryBudget
-from lit_grpo.scheduling.in_flight import smallest_budget
-from lit_grpo.scheduling.rooms import prompt_room
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_SHRINKAGE = 0.8
-_AHEAD_TOKENS = 512
-PromptKey = tuple[str, int, int]
-"""``(prompt_id, visit, policy version)``: keys and values of an older version are another prompt's."""
 
 
 class SlotGenerator:
@@ -64,10 +62,10 @@ class SlotGenerator:
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryBudget(kv_memory)
         self.feature_points: tuple[int, ...] = ()
-        self.kv_tokens: int | None = None
+        self.room: KVRoom | None = None
         self._version = -1
         self._policy: PreTrainedModel | None = None
-        self._attention: str | None = None
+        self._mode: DecodingMode | None = None
         self._clear()
 
     # ---- life -------------------------------------------------------------------------------------
@@ -79,11 +77,14 @@ class SlotGenerator:
             ValueError: The policy is a model that the slots cannot decode.
         """
         self._shape, self._fused = check_slot_support(policy)
+        self._graphs: GraphedDecoder | None = None
+        if self._fused is not None and policy.device.type == "cuda":
+            self._fused = self._graphs = GraphedDecoder(self._fused, policy.parameters, self.num_slots)
         self._policy, self._tokenizer = policy, tokenizer
         self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer), device=policy.device)
         self._context = slot_context(policy)
-        self._granted_tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
-        self.kv_tokens = self._granted_tokens
+        self._mode = DecodingMode(policy)
+        self.room = KVRoom(kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Check that every weight is the policy's own tensor, then take ``version``."""
@@ -98,6 +99,8 @@ class SlotGenerator:
             report.digests[name] = digest(tensor)
         check_complete(own, report.digests)
         self._version = version
+        if self._graphs is not None:
+            self._graphs.refresh()
         if self._rows is not None:
             self._rows.new_version(version)
         self._forget()
@@ -128,28 +131,17 @@ class SlotGenerator:
         self._clear()
         self._end()
 
-    def _begin(self) -> None:
-        """Switch the policy to slot attention, without gradients, from the first request in flight on."""
-        if self._attention is None:
-            self._training = self.policy.training
-            self.policy.eval()
-            self._attention = use_slot_attention(self.policy)
-
     def _end(self) -> None:
         """Give the policy back as it was, once nothing is in flight."""
-        if self._attention is not None and not self._in_flight:
-            self.policy.set_attn_implementation(self._attention)
-            self.policy.train(self._training)
-            self._attention = None
+        if self._mode is not None and not self._in_flight:
+            self._mode.end()
 
     def _clear(self) -> None:
         self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
         self._incoming: list[Request] = []
         self._aside: dict[tuple[str, int, int], Completion] = {}
-        self._prompt_states: dict[PromptKey, torch.Tensor] = {}  # the last hidden state of each prompt in the cache
-        self._expected: dict[tuple[str, int], Prompt] = {}
-        self._released: set[tuple[str, int]] = set()
+        self._prompts = PromptStates()
         self._sampling: SamplingParams | None = None
 
     # ---- requests ---------------------------------------------------------------------------------
@@ -162,7 +154,7 @@ class SlotGenerator:
         """Slots and KV memory, and how much of them is free."""
         in_flight = (0 if self._rows is None else len(self._rows)) + len(self._incoming)
         in_use = 0 if self._cache is None else self._cache.allocated_tokens
-        return Capacity(self.num_slots, self.num_slots - in_flight, self.kv_tokens, in_use)
+        return Capacity(self.num_slots, self.num_slots - in_flight, self.room and self.room.tokens, in_use)
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
@@ -179,9 +171,11 @@ class SlotGenerator:
             )
         in_flight = capacity.free_slots < capacity.slots
         sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
+        assert self.room is not None and self._mode is not None
+        limits = self._context, self.room.granted_tokens, self._shape.bytes_per_token
         for request in requests:
-            self._check(request, sampling)
-        self._begin()
+            check_request(request, sampling, *limits)
+        self._mode.begin()
         self._sampling = sampling
         self._incoming += requests
 
@@ -189,49 +183,20 @@ class SlotGenerator:
         if self._version < 0:
             raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
 
-    def _check(self, request: Request, sampling: SamplingParams) -> None:
-        if request.sampling != sampling:
-            raise ValueError("Requests in flight at the same time must share their sampling parameters.")
-        if not request.prompt.token_ids:
-            raise ValueError(f"Prompt {request.prompt.prompt_id!r} has no tokens; a completion needs at least one.")
-        total = len(request.prompt.token_ids) + request.sampling.max_tokens
-        if total > self._context:
-            raise ValueError(
-                f"Prompt {request.prompt.prompt_id!r} has {len(request.prompt.token_ids)} tokens and up to "
-                f"{request.sampling.max_tokens} are to follow, but the model's context is {self._context}; "
-                "lower sampling.max_tokens or data.max_prompt_tokens."
-            )
-        smallest = smallest_budget(len(request.prompt.token_ids), request.sampling.max_tokens)
-        if smallest > self._granted_tokens:
-            raise ValueError(
-                f"Prompt {request.prompt.prompt_id!r} and {request.sampling.max_tokens} tokens of completion take "
-                f"{_mib(smallest * self._shape.bytes_per_token)} of keys and values, but kv_memory allows "
-                f"{_mib(self._granted_tokens * self._shape.bytes_per_token)}; give at least the former."
-            )
-
     def expect(self, prompts: Iterable[Prompt]) -> None:
         """Prefill these prompts some at a time: whenever one is needed, the next ones go through the model with it."""
-        self._expected |= {(prompt.prompt_id, prompt.visit): prompt for prompt in prompts}
+        self._prompts.expect(prompts)
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Keep these prompts no longer than the requests that are in flight need them."""
-        released = {(prompt.prompt_id, prompt.visit) for prompt in prompts}
-        for key in released:
-            self._expected.pop(key, None)
-        self._released |= released
+        self._prompts.release(prompts)
         self._forget()
 
     def _forget(self) -> None:
         """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
         needed = {self._prompt_key(request) for request in self._incoming}
-        used = set() if self._cache is None else self._cache.prompts_in_use
         with torch.inference_mode():
-            for key in [key for key in self._prompt_states if key not in needed | used]:
-                if key[:2] in self._released or key[2] != self._version:
-                    assert self._cache is not None
-                    self._cache.drop_prompt(key)
-                    del self._prompt_states[key]
-        self._released &= {key[:2] for key in needed | set(self._prompt_states)}
+            self._prompts.forget(self._cache, needed, self._version)
 
     def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
         """Stop requests and return their partial completions; those not yet begun come back empty."""
@@ -241,7 +206,8 @@ class SlotGenerator:
         with torch.inference_mode():
             rows = [] if self._rows is None else self._rows.requests
             for row in reversed([row for row, request in enumerate(rows) if request.key in wanted]):
-                partial.append(self._take_out(row))
+                assert self._rows is not None and self._cache is not None
+                partial.append(take_out(self._rows, self._cache, row))
         for request in [request for request in self._incoming if request.key in wanted]:
             self._incoming.remove(request)
             if request.key not in begun:
@@ -276,13 +242,13 @@ class SlotGenerator:
 
     def _step(self, events: StepEvents) -> None:
         self._open(events)
-        self._make_room(events)
         rows, cache = self._rows, self._cache
-        assert rows is not None and cache is not None and self._sampling is not None
+        assert rows is not None and cache is not None and self.room is not None and self._sampling is not None
+        self.room.make(rows, cache, self._incoming, events.set_aside, self._aside)
         hidden = [self._decode(rows, cache)] if len(rows) else []
         if fresh := self._incoming:
             prompts = [self._prompt_key(request) for request in fresh]
-            hidden.append(torch.stack([self._prompt_states[prompt] for prompt in prompts]))
+            hidden.append(torch.stack([self._prompts.states[prompt] for prompt in prompts]))
             cache.admit(prompts)
             rows.admit(fresh, [None] * len(fresh), self._version)
             self._incoming = []
@@ -290,10 +256,10 @@ class SlotGenerator:
         counts_B = rows.counts_B
         logits_BV = token_logits(self.policy, hidden_BD)
         tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, self._sampling, rows.uniform_B)
-        events.observations += self._observe(rows, counts_B, hidden_BD, entropies_B)
+        events.observations += observe_rows(self.feature_points, rows, counts_B, hidden_BD, entropies_B)
         rows.append(tokens_B, logprobs_B, entropies_B)
         events.num_active = events.num_tokens = len(rows)
-        events.finished = self._finish(rows, tokens_B, logprobs_B)
+        events.finished = self._finish(rows, cache, tokens_B, logprobs_B)
         if events.finished or events.set_aside:
             self._forget()
 
@@ -313,7 +279,7 @@ class SlotGenerator:
         if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (max_tokens, shape)):
             self._rows = TokenRows(self.num_slots, max_tokens, self.policy.device)
             self._cache = SlotCache(shape, max_tokens, self.num_slots)
-            self._prompt_states.clear()
+            self._prompts.states.clear()
         assert self._rows is not None
         self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming}, events)
         for request in [request for request in self._incoming if request.key in self._aside]:
@@ -330,71 +296,35 @@ class SlotGenerator:
         )
 
     def _prefill_prompts(self, prompts: dict[PromptKey, Prompt], events: StepEvents) -> None:
-        """Compute the keys and values of the prompts that are not there yet, some rows of like length at a time."""
-        assert self._cache is not None
-        missing = [(key, prompt) for key, prompt in prompts.items() if key not in self._cache]
-        if missing and not self._is_scarce():
-            missing += self._ahead({key[:2] for key in prompts})
-        missing.sort(key=lambda item: len(item[1].token_ids))
-        while missing:
-            rows = max(1, self.prefill_tokens // len(missing[-1][1].token_ids))
-            batch, missing = missing[-rows:], missing[:-rows]
+        """Compute the keys and values of the prompts that are not there yet, some of like length at a time."""
+        rows, cache = self._rows, self._cache
+        assert rows is not None and cache is not None and self.room is not None and self._sampling is not None
+        ahead = not self.room.is_scarce(rows, cache, len(self._incoming))
+        for batch in batches(self._prompts.missing(prompts, cache, ahead, self._version), self.prefill_tokens):
             sequences = [prompt.token_ids for _, prompt in batch]
-            prefilled, hidden_BD = prefill(self.policy, sequences, self.prefill_tokens)
-            for row, (key, prompt) in enumerate(batch):
-                self._cache.add_prompt(key, prefilled, row, len(prompt.token_ids))
-                self._prompt_states[key] = hidden_BD[row].clone()
+            writer = cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
+            hidden_BD = prefill(self.policy, sequences, self.prefill_tokens, writer)
+            for row, (key, _) in enumerate(batch):
+                self._prompts.states[key] = hidden_BD[row].clone()
             if 0 in self.feature_points:
-                assert self._sampling is not None
-                entropies_B1 = entropy(token_logits(self.policy, hidden_BD), self._sampling.temperature)[:, None]
-                parts = (hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1)
+                entropies_B = entropy(token_logits(self.policy, hidden_BD), self._sampling.temperature)
                 keys = [key[:2] for key, _ in batch]
-                events.observations.append(Observation(keys, 0, torch.cat(parts, -1).cpu().numpy()))
-
-    def _ahead(self, needed: set[tuple[str, int]]) -> list[tuple[PromptKey, Prompt]]:
-        """Choose the prompts that are prefilled before they are needed: a few, and short ones."""
-        assert self._cache is not None
-        chosen, num_tokens = [], 0
-        for key, prompt in list(self._expected.items()):
-            num_tokens += prompt_room(len(prompt.token_ids))
-            if num_tokens > _AHEAD_TOKENS:
-                break
-            del self._expected[key]
-            if key not in needed and (*key, self._version) not in self._cache:
-                chosen.append(((*key, self._version), prompt))
-        return chosen
+                events.observations.append(observe_prompts(keys, hidden_BD, entropies_B))
 
     def _resume(self, request: Request) -> None:
         """Compute the keys and values of all but the last token of a completion anew, and give it a row."""
         assert self._rows is not None and self._cache is not None
         completion = self._aside[request.key]
-        kept, prompt_ids = completion.num_tokens - 1, request.prompt.token_ids
-        sequence = [*prompt_ids, *completion.token_ids_T[:kept].tolist()]
-        source, _ = prefill(self.policy, [sequence], self.prefill_tokens)
         self._cache.admit([self._prompt_key(request)])
-        self._cache.fill(self._cache.num_rows - 1, source, 0, len(prompt_ids), kept)
+        if kept := completion.token_ids_T[:-1].tolist():
+            writer = self._cache.write_completion(self._cache.num_rows - 1, len(kept))
+            prefill(self.policy, [kept], self.prefill_tokens, writer, len(request.prompt.token_ids))
         self._rows.admit([request], [completion], self._version)
         del self._aside[request.key]
 
-    def _observe(
-        self, rows: TokenRows, counts_B: np.ndarray, hidden_BD: torch.Tensor, entropies_B: torch.Tensor
-    ) -> list[Observation]:
-        """Tell what the policy shows of the rows that have come to one of the ``feature_points``."""
-        observations = []
-        for point in self.feature_points:
-            if not point or not len(chosen := np.flatnonzero(counts_B == point)):
-                continue
-            index = torch.from_numpy(chosen).to(hidden_BD.device)
-            parts = [
-                hidden_BD[index].float().cpu(),
-                rows.mean_logprobs(chosen.tolist()),
-                entropies_B[index, None].cpu(),
-            ]
-            keys = [rows.requests[row].key for row in chosen]
-            observations.append(Observation(keys, point, torch.cat(parts, -1).numpy()))
-        return observations
-
-    def _finish(self, rows: TokenRows, tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> list[Completion]:
+    def _finish(
+        self, rows: TokenRows, cache: SlotCache, tokens_B: torch.Tensor, logprobs_B: torch.Tensor
+    ) -> list[Completion]:
         """Take the rows that have ended out of their slots."""
         assert self._sampling is not None
         stopped_B = self._stopped(rows, tokens_B)
@@ -409,7 +339,8 @@ class SlotGenerator:
             ids = completion.token_ids_T.tolist()
             completion.text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         for row in reversed(ended):
-            self._remove(row)
+            cache.remove(row)
+            rows.remove(row)
         return finished
 
     def _stopped(self, rows: TokenRows, tokens_B: torch.Tensor) -> np.ndarray:
@@ -419,47 +350,7 @@ class SlotGenerator:
         stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
         return stopped_B
 
-    def _remove(self, row: int) -> None:
-        assert self._rows is not None and self._cache is not None
-        self._rows.remove(row)
-        self._cache.remove(row)
-
     # ---- memory -----------------------------------------------------------------------------------
-
-    def _make_room(self, events: StepEvents) -> None:
-        """Set the youngest completions aside, those not begun first, until the next step fits the memory."""
-        rows, cache, fresh = self._rows, self._cache, self._incoming
-        assert rows is not None and cache is not None
-        if self.kv_tokens is None or not self._is_scarce():
-            return
-        tight = False
-        while cache.allocated_tokens + cache.growth(rows.counts_B - 1, len(fresh)) > self.kv_tokens:
-            if not tight:
-                cache.tighten()
-                tight = True
-                continue
-            if len(rows) + len(fresh) == 1:
-                return
-            if fresh:
-                events.set_aside.append(fresh.pop())
-                continue
-            completion = self._take_out(rows.youngest())
-            self._aside[completion.request.key] = completion
-            events.set_aside.append(completion.request)
-            tight = False
-
-    def _is_scarce(self) -> bool:
-        """Whether the memory could come to an end, if all in flight grew to their limit."""
-        assert self._rows is not None and self._cache is not None
-        most = (2 * len(self._rows) + 2 * len(self._incoming)) * self._cache.max_tokens + _AHEAD_TOKENS
-        return self.kv_tokens is not None and self._cache.allocated_tokens + most > self.kv_tokens
-
-    def _take_out(self, row: int) -> Completion:
-        """Free a row and return what it has."""
-        assert self._rows is not None
-        completion = self._rows.completion(row, "abort")
-        self._remove(row)
-        return completion
 
     def _evacuate(self, events: StepEvents) -> None:
         """After an error within a step: set everything aside, and start from an empty cache."""
@@ -471,25 +362,21 @@ class SlotGenerator:
         events.finished.clear()
         self._rows = self._cache = None
         self._incoming = []
-        self._prompt_states.clear()
-        self._expected.clear()
+        self._prompts.expect_nothing()
 
     def _shrink(self, allocated_tokens: int, events: StepEvents) -> None:
         """After memory ran out: go on with less than what did not fit, and with smaller pieces of prompts."""
         self.prefill_tokens = max(self.prefill_tokens // 2, 1)
-        self.kv_tokens = int(_SHRINKAGE * allocated_tokens)
+        assert self.room is not None
+        self.room.shrink(allocated_tokens)
         events.message = (
             f"Memory ran out with {allocated_tokens} KV tokens allocated; {len(events.set_aside)} completions were set "
-            f"aside and go on with at most {self.kv_tokens}, and prompts in pieces of {self.prefill_tokens} tokens; "
+            f"aside and go on with at most {self.room.tokens}, and prompts in pieces of {self.prefill_tokens} tokens; "
             "lower num_slots, kv_memory or prefill_tokens to keep this from happening."
         )
 
     def _prompt_key(self, request: Request) -> PromptKey:
         return (*request.key[:2], self._version)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f}GiB"
 
 
 def _empty(request: Request) -> Completion:

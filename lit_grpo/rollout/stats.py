@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,9 +34,9 @@ class RolloutStats:
     slot_s: float = 0.0
     kv_tokens_peak: int = 0
     step_bound: int = 0
-    lengths: list[int] = field(default_factory=list)
-    spans: list[tuple[Key, Span]] = field(default_factory=list)
-    predicted: dict[Key, float] = field(default_factory=dict)
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
+    predicted: Mapping[Key, float] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
     @property
@@ -50,7 +52,7 @@ class RolloutStats:
         self.active_slot_s += events.num_active * elapsed_s
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
-        self.lengths += [completion.num_tokens for completion in events.finished]
+        self.lengths.extend(completion.num_tokens for completion in events.finished)
         if events.message:
             self.messages.append(events.message)
 

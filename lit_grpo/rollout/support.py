@@ -11,7 +11,7 @@ from lit_grpo.policy import context_length, hidden_states
 from lit_grpo.rollout.attention import use_slot_attention
 from lit_grpo.rollout.decode_step import decode_step
 from lit_grpo.rollout.fused_decoder import FusedDecoder
-from lit_grpo.rollout.prefill import PrefillCache, prefill
+from lit_grpo.rollout.prefill import AttentionProbe, prefill
 from lit_grpo.rollout.shelf import KVShape
 from lit_grpo.rollout.slot_cache import SlotCache
 
@@ -43,10 +43,9 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
         with torch.inference_mode():
             expected = hidden_states(model.eval(), input_ids_BT)[0, -1].float()
             use_slot_attention(model)
-            prompt = _prefill(model, input_ids_BT[0, :_NUM_PREFILLED].tolist())
-            shape = _kv_shape(prompt)
-            actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS, 1), None).float()
-            fused = _fused_decoder(model, prompt, input_ids_BT, shape, actual)
+            seen = _probe(model, input_ids_BT)
+            actual = _decode(model, input_ids_BT, seen.shape, None).float()
+            fused = _fused_decoder(model, seen, input_ids_BT, actual)
     finally:
         model.set_attn_implementation(before)
         model.train(training)
@@ -58,12 +57,12 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
-    if window and slides and window < context_length(model) and not any(prompt.windows):
+    if window and slides and window < context_length(model) and not any(seen.windows):
         raise ValueError(
             f"SlotGenerator cannot decode {type(model).__name__}: it does not tell its attention of the sliding "
             f"window of {window} tokens in its config; use another generator."
         )
-    return shape, fused
+    return seen.shape, fused
 
 
 def slot_context(model: PreTrainedModel) -> int:
@@ -80,40 +79,35 @@ def slot_context(model: PreTrainedModel) -> int:
     return min(context_length(model), int(original))
 
 
-def _prefill(model: PreTrainedModel, prompt_ids: list[int]) -> PrefillCache:
+def _probe(model: PreTrainedModel, input_ids_BT: torch.Tensor) -> AttentionProbe:
+    """See what the layers hand to their attention."""
+    probe = AttentionProbe()
     try:
-        return prefill(model, [prompt_ids], max_tokens=2)[0]  # in two pieces
+        prefill(model, input_ids_BT.tolist(), _NUM_TOKENS, probe)
     except (RuntimeError, TypeError, IndexError) as error:  # shapes or arguments of some other kind of attention
         raise ValueError(f"SlotGenerator cannot decode {type(model).__name__}: {error}") from error
-
-
-def _kv_shape(prompt: PrefillCache) -> KVShape:
-    keys = prompt.keys[0]
-    return KVShape(len(prompt.keys), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+    return probe
 
 
 def _fused_decoder(
-    model: PreTrainedModel, prompt: PrefillCache, input_ids_BT: torch.Tensor, shape: KVShape, expected: torch.Tensor
+    model: PreTrainedModel, seen: AttentionProbe, input_ids_BT: torch.Tensor, expected: torch.Tensor
 ) -> FusedDecoder | None:
     """Return the short way to decode, if the model is built for it and it comes out the same."""
     try:
-        fused = FusedDecoder(model, prompt)
-        actual = _decode(model, input_ids_BT, prompt, SlotCache(shape, _NUM_TOKENS, 1), fused).float()
+        fused = FusedDecoder(model, seen)
+        actual = _decode(model, input_ids_BT, seen.shape, fused).float()
     except (AttributeError, ValueError, TypeError, RuntimeError):
         return None
-    tolerance = 1e-4 if shape.dtype == torch.float32 else 2e-2
+    tolerance = 1e-4 if seen.shape.dtype == torch.float32 else 2e-2
     return fused if float((actual - expected).norm() / expected.norm()) < tolerance else None
 
 
 def _decode(
-    model: PreTrainedModel,
-    input_ids_BT: torch.Tensor,
-    prompt: PrefillCache,
-    cache: SlotCache,
-    fused: FusedDecoder | None,
+    model: PreTrainedModel, input_ids_BT: torch.Tensor, shape: KVShape, fused: FusedDecoder | None
 ) -> torch.Tensor:
-    """Return the last token's hidden state: the prompt is there, the other tokens are decoded one by one."""
-    cache.add_prompt("prompt", prompt, 0, _NUM_PREFILLED)
+    """Return the last token's hidden state: the first few are prefilled in two pieces, the others decoded."""
+    cache = SlotCache(shape, _NUM_TOKENS, 1)
+    prefill(model, input_ids_BT[:, :_NUM_PREFILLED].tolist(), 2, cache.write_prompts(["prompt"], [_NUM_PREFILLED]))
     cache.admit(["prompt"])
     hidden_BD = torch.empty(0)
     for position in range(_NUM_PREFILLED, _NUM_TOKENS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -10,7 +11,7 @@ from lit_grpo.scheduling.first_come import anything_fits
 from lit_grpo.scheduling.jobs import Job, Key, Lengths
 
 
-class Arranged:
+class Arranged(ABC):
     """Waiting jobs that are arranged by length when there are new ones, and anew when ``lengths.revision`` changes.
 
     Where the lengths are not informative, the order is that of arrival. Arranging costs one estimate of all that
@@ -54,8 +55,9 @@ class Arranged:
         """Let a job wait again, before all others."""
         self._first.append(job)
 
+    @abstractmethod
     def finish(self, job: Job, num_tokens: int) -> None:
-        """Nothing to learn: the lengths learn by themselves."""
+        """Note that a job has come to its end; the lengths learn by themselves."""
 
     def __len__(self) -> int:
         """Return the number of jobs that wait."""
@@ -69,6 +71,7 @@ class Arranged:
         jobs = list(self._waiting.values())
         self._arrange(jobs, np.maximum(self._lengths.estimate(jobs), 1.0) if self._lengths.informative else None)
 
+    @abstractmethod
     def _arrange(self, jobs: list[Job], estimates: np.ndarray | None) -> None:
         """Arrange all waiting jobs.
 
@@ -76,15 +79,15 @@ class Arranged:
             jobs: In the order of arrival.
             estimates: Tokens expected of each, 1 or more, shape (jobs,); None to keep the order.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _peek(self) -> Job:
         """Return the next job; there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self) -> None:
         """Remove the job that ``_peek`` returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _started(self, job: Job) -> None:
         """Note that a job is being handed out."""

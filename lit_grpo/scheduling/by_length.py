@@ -36,3 +36,9 @@ class ByLength(Arranged):
 
     def _take(self) -> None:
         self._queue.pop()
+
+    def finish(self, job: Job, num_tokens: int) -> None:
+        """Nothing to note."""
+
+    def _started(self, job: Job) -> None:
+        """Nothing to note."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, Key, LearntLengths
 from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
-from lit_grpo.scheduling.spans import Span
+from lit_grpo.scheduling.spans import SpanLog
 
 _MOMENTS = 16  # of the future at which memory is added up
 
@@ -29,7 +29,7 @@ class InFlight:
     def __init__(self, num_slots: int, lengths: LearntLengths, kv_tokens: int | None) -> None:
         self.kv_tokens = kv_tokens
         self.step = 0
-        self.spans: list[tuple[Key, Span]] = []
+        self.spans = SpanLog()
         self._lengths = lengths
         self._free = list(range(num_slots))[::-1]
         self._active: dict[
@@ -37,7 +37,6 @@ class InFlight:
         ] = {}  # the job, its slot, the step it began at, its tokens then
         self._most_tokens = 0  # that the active jobs can come to hold
         self._aside: dict[Key, int] = {}
-        self._groups: dict[tuple[str, int], int] = {}  # in the order in which they came
         self._members: Counter[tuple[str, int]] = Counter()
 
     def __len__(self) -> int:
@@ -59,7 +58,7 @@ class InFlight:
             return False
         self._most_tokens = most
         self._active[job.key] = (job, self._free.pop(), self.step, self._aside.pop(job.key, 0))
-        self._groups.setdefault(job.group, len(self._groups))
+        self.spans.group(job.group)
         self._members[job.group] += 1
         return True
 
@@ -69,7 +68,7 @@ class InFlight:
         self._free.append(slot)
         self._most_tokens -= smallest_budget(job.prompt_tokens, job.max_tokens)
         self._members[job.group] -= 1
-        self.spans.append((key, Span(slot, begin, self.step, self._groups[job.group])))
+        self.spans.add(key, slot, begin, self.step)
 
     def set_aside(self, key: Key) -> None:
         """A job is stopped, and goes on later with the tokens that it has."""

@@ -68,8 +68,9 @@ class LengthKnowledge:
         start, limit, decoded = table.start[rows], table.limit[rows], table.decoded[rows]
         mu = table.mu[rows] + np.where(start == 0, table.shift[rows], 0.0)
         totals = limit.astype(np.float64)
+        points = np.where(np.isnan(mu), BEFORE - 1, table.point[rows])
         for point, model in self.models.items():
-            mine = (table.point[rows] == point) & ~np.isnan(mu)
+            mine = points == point
             if mine.any():
                 given = mu[mine], table.history[rows[mine], 2], (decoded - start)[mine], (limit - start)[mine]
                 rest = model.residuals.mean(*given) if q is None else model.residuals.quantile(*given, q)

@@ -99,10 +99,15 @@ class OnlineRidge:
         covariance[:-1][still], covariance[:, :-1][:, still] = 0.0, 0.0
         correlation = covariance[:-1, :-1] / np.outer(self._scale, self._scale)
         target = covariance[:-1, -1] / self._scale
-        self._coefficients = np.column_stack([self._solve(correlation, target, penalty) for penalty in PENALTIES])
+        self._coefficients = self._solve(correlation, target)
 
-    def _solve(self, correlation: np.ndarray, target: np.ndarray, penalty: float) -> np.ndarray:
-        """Return the coefficients for one penalty."""
-        penalties, prior = np.full(len(target), penalty), np.zeros(len(target))
-        penalties[: self.num_trusted], prior[0] = TRUSTED, self._scale[0]
-        return np.linalg.solve(correlation + np.diag(penalties), target + penalties * prior)
+    def _solve(self, correlation: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the coefficients for all penalties at once, shape (columns, penalties)."""
+        number = np.arange(len(target))
+        penalties = np.tile(np.array(PENALTIES)[:, None], len(target))
+        penalties[:, : self.num_trusted] = TRUSTED
+        systems = np.tile(correlation, (len(PENALTIES), 1, 1))
+        systems[:, number, number] += penalties
+        wanted = np.tile(target, (len(PENALTIES), 1))
+        wanted[:, 0] += penalties[:, 0] * self._scale[0]
+        return np.linalg.solve(systems, wanted[:, :, None])[:, :, 0].T

@@ -22,6 +22,7 @@ class Residuals:
         self.capacity = capacity
         self.values = np.empty(0)
         self._sorted = np.empty(0)
+        self._scaled: dict[float, tuple[np.ndarray, np.ndarray]] = {}
 
     def __len__(self) -> int:
         """Return the number of residuals."""
@@ -31,13 +32,13 @@ class Residuals:
         """Take new residuals, shape (n,); the oldest go."""
         self.values = np.concatenate([self.values, residuals])[-self.capacity :]
         self._sorted = np.sort(self.values)
+        self._scaled.clear()
 
     def mean(self, mu: np.ndarray, scale: np.ndarray, lasted: np.ndarray, limit: np.ndarray) -> np.ndarray:
         """Return the mean of ``min(length, limit)`` over lengths > ``lasted``."""
         means = np.empty(len(mu))
         for one in np.unique(scale):
-            rows, logs = scale == one, one * self._sorted
-            sums = np.concatenate([[0.0], np.cumsum(np.exp(logs))])
+            rows, (logs, sums) = scale == one, self._of_scale(float(one))
             its_mu, first = _survivors(logs, mu[rows], lasted[rows])
             last = np.maximum(np.searchsorted(logs, np.log(limit[rows]) - its_mu), first)
             below = np.exp(its_mu) * (sums[last] - sums[first])
@@ -50,12 +51,19 @@ class Residuals:
         """Return the ``q``-quantile of ``min(length, limit)`` over lengths > ``lasted``."""
         quantiles = np.empty(len(mu))
         for one in np.unique(scale):
-            rows, logs = scale == one, one * self._sorted
+            rows, (logs, _) = scale == one, self._of_scale(float(one))
             its_mu, first = _survivors(logs, mu[rows], lasted[rows])
             left = len(logs) - first
             position = first + np.clip(q * left - 0.5, 0, left - 1)
             quantiles[rows] = np.exp(its_mu + np.interp(position, np.arange(len(logs)), logs))
         return np.minimum(quantiles, limit)
+
+    def _of_scale(self, scale: float) -> tuple[np.ndarray, np.ndarray]:
+        """The residuals times ``scale``, ascending, and the sums of the exponentials of the first 0, 1, 2, ... ."""
+        if scale not in self._scaled:
+            logs = scale * self._sorted
+            self._scaled[scale] = logs, np.concatenate([[0.0], np.cumsum(np.exp(logs))])
+        return self._scaled[scale]
 
 
 def _survivors(logs: np.ndarray, mu: np.ndarray, lasted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -157,6 +157,7 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
         "decode_efficiency",
         "kv_memory",
         "length_prediction",
+        "decode_gpu",
         "vllm_plan",
         "weight_sync",
         "vllm_learning",

@@ -35,12 +35,15 @@ def tokenizer(policy_folder: Path) -> Any:
     return load_tokenizer(str(policy_folder))
 
 
-def make(policy: Any, tokenizer: Any, num_slots: int, kv_tokens: int | None = None) -> SlotGenerator:
-    generator = SlotGenerator(num_slots)
+def make(
+    policy: Any, tokenizer: Any, num_slots: int, kv_tokens: int | None = None, prefill_tokens: int = 8192
+) -> SlotGenerator:
+    generator = SlotGenerator(num_slots, prefill_tokens)
     generator.start(policy, tokenizer)
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
-        generator.kv_tokens = kv_tokens
+        assert generator.room is not None
+        generator.room.tokens = kv_tokens
     return generator
 
 
@@ -59,10 +62,11 @@ def test_lengths_are_of_all_kinds(expected: list[RolloutGroup]) -> None:
     assert min(lengths) < 30 and max(lengths) == 100 and 15 < sum(lengths) / len(lengths) < 90
 
 
+@pytest.mark.parametrize("prefill_tokens", [8192, 9])
 def test_what_is_set_aside_comes_out_the_same_with_its_logprobs(
-    policy: Any, tokenizer: Any, expected: list[RolloutGroup]
+    policy: Any, tokenizer: Any, expected: list[RolloutGroup], prefill_tokens: int
 ) -> None:
-    generator = make(policy, tokenizer, 6, kv_tokens=350)
+    generator = make(policy, tokenizer, 6, kv_tokens=350, prefill_tokens=prefill_tokens)
     held = []
     controller = RolloutController(generator, on_step=lambda _: held.append(generator.capacity().kv_tokens_in_use))
     controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
@@ -121,15 +125,16 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(slots_module, place, failing)
-    before = generator.kv_tokens
+    assert generator.room is not None
+    before = generator.room.tokens
     groups, stats = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
-    assert generator.kv_tokens is not None and before is not None and generator.kv_tokens < before
+    assert generator.room.tokens < before
     assert stats.num_set_aside > 1
     (message,) = stats.messages
     assert (
         message.startswith("Memory ran out with")
-        and f"at most {generator.kv_tokens}" in message
+        and f"at most {generator.room.tokens}" in message
         and generator.prefill_tokens == 4096
     )
 

@@ -1,0 +1,123 @@
+"""Recorded parts of a decode step, with a stand-in that records a function and calls it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.cuda_graphs import GraphedDecoder, Part, bucket_sizes
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.types import Prompt, SamplingParams
+
+PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), "")]
+SAMPLING = SamplingParams(max_tokens=30)
+NUM_PARTS = 2 + 1  # of a policy of two layers
+NUM_BUCKETS = 5  # of 11 rows: 1, 2, 4, 8, 11
+Samples = list[tuple[list[int], list[float]]]
+
+
+class Recorder:
+    """Keeps what it records. As a CUDA graph would be, a part is run before, on whatever the buffers hold."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Part] = []
+        self.num_replays = 0
+
+    def __call__(self, part: Part) -> Part:
+        self.recorded.append(part)
+        part()
+        part()
+        return lambda: self._replay(part)
+
+    def _replay(self, part: Part) -> None:
+        self.num_replays += 1
+        part()
+
+
+def make(policy: Any, folder: Path, num_slots: int, recorder: Recorder | None) -> SlotGenerator:
+    generator = SlotGenerator(num_slots)
+    generator.start(policy, load_tokenizer(str(folder)))
+    if recorder is not None:
+        fused: Any = generator._fused
+        assert fused is not None
+        generator._fused = generator._graphs = GraphedDecoder(fused, policy.parameters, num_slots, recorder)
+    generator.load_weights(policy.named_parameters(), 0)
+    return generator
+
+
+def sample(generator: SlotGenerator) -> Samples:
+    groups, _ = RolloutController(generator).collect(PROMPTS, 12, SAMPLING, seed=0)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    return [(each.token_ids_T.tolist(), each.logprobs_T.tolist()) for each in completions]
+
+
+def check_same(actual: Samples, expected: Samples) -> None:
+    assert [ids for ids, _ in actual] == [ids for ids, _ in expected]
+    for (_, one), (_, other) in zip(actual, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "sizes"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]),
+     (40, [1, 2, 4, 8, 16, 24, 32, 40])],
+)  # fmt: skip
+def test_buckets_reach_the_most_rows(most_rows: int, sizes: list[int]) -> None:
+    assert bucket_sizes(most_rows) == sizes
+
+
+def test_a_rollout_from_recordings_samples_the_same(policy_folder: Path) -> None:
+    policy, recorder = random_policy(), Recorder()
+    expected = sample(make(policy, policy_folder, 11, None))
+    generator = make(policy, policy_folder, 11, recorder)
+    check_same(sample(generator), expected)
+    num_recorded, num_replays = len(recorder.recorded), recorder.num_replays
+    assert num_recorded % NUM_PARTS == 0 and num_replays > 10 * num_recorded > 0
+    check_same(sample(generator), expected)  # a second rollout records nothing
+    assert len(recorder.recorded) == num_recorded and recorder.num_replays == 2 * num_replays
+
+
+def test_weights_that_are_updated_in_place_are_seen_without_recording_anew(policy_folder: Path) -> None:
+    policy, recorder = random_policy(), Recorder()
+    generator = make(policy, policy_folder, 11, recorder)
+    first = sample(generator)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.1)
+    generator.load_weights(policy.named_parameters(), 1)
+    second = sample(generator)
+    assert [ids for ids, _ in second] != [ids for ids, _ in first]
+    check_same(second, sample(make(policy, policy_folder, 11, None)))
+    assert len(recorder.recorded) <= NUM_PARTS * NUM_BUCKETS
+
+
+def test_weights_that_moved_are_recorded_anew(policy_folder: Path) -> None:
+    policy, recorder = random_policy(), Recorder()
+    generator = make(policy, policy_folder, 11, recorder)
+    sample(generator)
+    for weight in policy.parameters():
+        weight.data = weight.data * 1.1
+    generator.load_weights(policy.named_parameters(), 1)
+    check_same(sample(generator), sample(make(policy, policy_folder, 11, None)))
+    assert len(recorder.recorded) > NUM_PARTS * NUM_BUCKETS
+
+
+def test_positions_beyond_the_table_are_recorded_anew(policy_folder: Path) -> None:
+    policy: Any = random_policy(max_position_embeddings=4096)
+    recorder, long = Recorder(), [Prompt("long", tuple(2 + i % 30 for i in range(1500)), "")]
+    generator = make(policy, policy_folder, 2, recorder)
+    sample(generator)
+    num_recorded = len(recorder.recorded)
+    actual, _ = RolloutController(generator).collect(long, 2, SAMPLING, seed=0)
+    assert len(recorder.recorded) > num_recorded
+    expected, _ = RolloutController(make(policy, policy_folder, 2, None)).collect(long, 2, SAMPLING, seed=0)
+    for one, other in zip(actual[0].rollouts, expected[0].rollouts, strict=True):
+        assert one.completion.token_ids_T.tolist() == other.completion.token_ids_T.tolist()
+        assert torch.allclose(one.completion.logprobs_T, other.completion.logprobs_T, atol=1e-5)
+    check_same(sample(generator), sample(make(policy, policy_folder, 2, None)))

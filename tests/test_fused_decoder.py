@@ -1,0 +1,46 @@
+"""For which models the short way to decode is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from conftest import random_policy
+
+from lit_grpo.rollout.fused_decoder import FusedDecoder
+from lit_grpo.rollout.support import check_slot_support
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 34, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": 1, "pad_token_id": 0,
+    "bos_token_id": None,
+}  # fmt: skip
+TAKEN = ["Qwen3", "Qwen2", "Llama", "Mistral"]
+REFUSED = ["Gemma2", "Gemma3", "Olmo2", "Phi3"]
+
+
+def make(family: str) -> Any:
+    config = getattr(tf, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    sizes = SIZES | ({"attn_logit_softcapping": None} if family == "Gemma2" else {})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(tf, f"{family}ForCausalLM")(config(**sizes)).eval()
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_it_is_taken_for_decoders_built_like_llama(family: str) -> None:
+    assert isinstance(check_slot_support(make(family))[1], FusedDecoder)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_others_run_their_own_forward(family: str) -> None:
+    assert check_slot_support(make(family))[1] is None
+
+
+def test_it_is_refused_where_it_comes_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FusedDecoder.norm
+    monkeypatch.setattr(FusedDecoder, "norm", lambda decoder, hidden: original(decoder, hidden) * 1.01)
+    policy: Any = random_policy()
+    assert check_slot_support(policy)[1] is None

@@ -1,0 +1,43 @@
+"""The memory that keys and values may take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import random_policy
+
+from lit_grpo.rollout import memory_budget
+from lit_grpo.rollout.memory_budget import free_bytes, kv_budget_tokens, update_bytes
+from lit_grpo.scheduling.budget import MemoryBudget
+
+
+def test_an_amount_is_taken_as_it_is_and_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2**30)
+    policy: Any = random_policy()
+    assert kv_budget_tokens(MemoryBudget("1MiB"), policy, 1000) == 2**20 // 1000
+    assert kv_budget_tokens(MemoryBudget("25%"), policy, 1000) == 2**28 // 1000
+
+
+def test_auto_leaves_what_the_update_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2**30)
+    policy: Any = random_policy()
+    trained = kv_budget_tokens(MemoryBudget("auto"), policy, 1)
+    policy.requires_grad_(False)
+    frozen = kv_budget_tokens(MemoryBudget("auto"), policy, 1)
+    assert trained < frozen <= 2**30
+
+
+def test_an_update_needs_four_times_what_is_trained() -> None:
+    policy: Any = random_policy()
+    num_weights = sum(weight.numel() for weight in policy.parameters())
+    assert update_bytes(policy) == 4 * 4 * num_weights
+    policy.lm_head.weight.requires_grad_(False)
+    assert update_bytes(policy) == 4 * 4 * (num_weights - policy.lm_head.weight.numel())
+    assert update_bytes(policy.requires_grad_(False)) == 0
+
+
+def test_free_memory_of_the_cpu_is_that_of_the_host() -> None:
+    assert free_bytes(torch.device("cpu")) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
