@@ -16,9 +16,9 @@ from benchmarks.update_case import Case, measure
 from benchmarks.update_work import Work
 
 FULL = {
-    "group size": [(256, Work(32, 64, size)) for size in (8, 64, 1024)],
+    "group size": [(256, Work(32, 64, size, sigma=0.3)) for size in (8, 64, 1024)],
     "vocabulary": [(2048, Work(32, 64, 72, vocab_size=size)) for size in (1_000, 32_000, 150_000)],
-    "batch": [(256, Work(32, 64, 20, num_groups=size)) for size in (1, 8, 32)],
+    "batch": [(256, Work(32, 64, 20, num_groups=size, sigma=0.3)) for size in (1, 8, 32)],
 }
 QUICK = {
     "group size": [(256, Work(16, 16, size)) for size in (24, 32)],

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.checks import check_minibatches, check_prompt_lengths, check_trainer, check_training_sampling
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
@@ -31,7 +32,7 @@ from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches, num
 from lit_grpo.update.objective import Objective
 from lit_grpo.update.policy_loss import policy_loss
 from lit_grpo.update.prefix_support import prefix_refusal
-from lit_grpo.update.reference import Reference, micro_batch_logprobs
+from lit_grpo.update.reference import AdapterFreeReference, Reference, micro_batch_logprobs
 from lit_grpo.update.shared_prefix import shared_prefixes
 from lit_grpo.update.state import ObjectiveState
 from lit_grpo.update.step import Key, Step, kl_sums, measure, taking_part_and_learnt
@@ -77,6 +78,8 @@ class GRPOModule(EvaluationModule):
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
         dtype: What the policy's weights are loaded in. Keep float32 and choose the compute precision with
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
+        lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
+            them, so it takes no memory.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         sampling_seed: With the same seed, data and weights a run samples the same completions. The command
             line takes it from ``seed_everything``.
@@ -107,6 +110,7 @@ class GRPOModule(EvaluationModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        lora: LoraSettings | None = None,
         gradient_checkpointing: bool = False,
         sampling_seed: int = 0,
     ) -> None:
@@ -131,11 +135,12 @@ class GRPOModule(EvaluationModule):
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.policy_dtype = dtype
+        self.lora = lora
         self.gradient_checkpointing = gradient_checkpointing
         self.sampling_seed = sampling_seed
         self._check_arguments(pass_at_k)
         self.policy_version = 0
-        self._reference: Reference | None = None
+        self._reference: Reference | AdapterFreeReference | None = None
 
     def _check_arguments(self, pass_at_k: Sequence[int]) -> None:
         if self.num_generations < 2:
@@ -183,11 +188,17 @@ class GRPOModule(EvaluationModule):
             self.tokenizer = load_tokenizer(self.policy_name)
             self.policy = load_policy(self.policy_name, self.policy_dtype).train()
             check_token_logits(self.policy)
+            if self.lora is not None:
+                add_adapters(self.policy, self.lora)
             self._shares_prefix = self._check_prefix()
             if self.gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         if self.objective.kl.beta > 0 and self.trainer.training and self._reference is None:
-            self._reference = Reference(load_policy(self.policy_name, self.policy_dtype))
+            self._reference = (
+                Reference(load_policy(self.policy_name, self.policy_dtype))
+                if self.lora is None
+                else AdapterFreeReference(self.policy)
+            )
 
     def _check_prefix(self) -> bool:
         """Whether prompts are computed once for all of their completions; says so where they are not."""
@@ -211,7 +222,7 @@ class GRPOModule(EvaluationModule):
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
-        optimizer = self.make_optimizer(self.policy.parameters())
+        optimizer = self.make_optimizer(p for p in self.policy.parameters() if p.requires_grad)
         if self.make_lr_scheduler is None:
             return optimizer
         return [optimizer], [self.make_lr_scheduler(optimizer)]
@@ -227,8 +238,14 @@ class GRPOModule(EvaluationModule):
         self.objective_state.load_state_dict(checkpoint["objective_state"])
 
     def export(self, folder: str | Path) -> None:
-        """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads."""
-        self.policy.save_pretrained(folder)
+        """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
+
+        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``.
+        """
+        if has_adapters(self.policy):
+            save_merged(self.policy, folder)
+        else:
+            self.policy.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     # ---- training ---------------------------------------------------------------------------------

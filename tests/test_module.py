@@ -40,6 +40,7 @@ from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.losses import Normalization
 from lit_grpo.update.microbatch import num_row_tokens
 from lit_grpo.update.objective import Objective
+from lit_grpo.update.reference import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
@@ -574,7 +575,7 @@ def test_the_reference_stays_as_it_was_and_out_of_parameters_and_checkpoints(
     for state in (module.state_dict(), saved):
         assert {name for name in state if not name.startswith(("pass_metrics", "eval_metrics"))} == names
     assert len(list(module.parameters())) == len(list(policy.parameters()))
-    assert module._reference is not None
+    assert isinstance(module._reference, Reference)
     for kept, first in zip(module._reference.model.parameters(), policy.parameters(), strict=True):
         assert torch.equal(kept, first) and not kept.requires_grad and kept.grad is None
 

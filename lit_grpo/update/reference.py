@@ -74,3 +74,23 @@ class Reference:
             self.model.to(device)  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             return micro_batch_logprobs(self.model, micro_batch, temperature)[0]
+
+
+class AdapterFreeReference:
+    """The policy itself, with its adapters switched off: no second model.
+
+    Args:
+        policy: A model that has adapters.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self.policy = policy
+
+    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:
+        """Return the log-probs of the completion tokens, shape N."""
+        self.policy.disable_adapters()
+        try:
+            with torch.no_grad():
+                return micro_batch_logprobs(self.policy, micro_batch, temperature)[0]
+        finally:
+            self.policy.enable_adapters()

@@ -13,6 +13,7 @@ from conftest import random_policy, save_tokenizer
 from hand_made import make_module, make_trainer, sgd
 
 from callbacks import RolloutScheduler, WeightSync
+from lit_grpo.adapters import LoraSettings
 from lit_grpo.data import PromptDataModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import WeightSyncError
@@ -44,7 +45,7 @@ def generator() -> VLLMGenerator:
     return VLLMGenerator(4, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": 32})
 
 
-def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2) -> Any:
+def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, **options: Any) -> Any:
     """Train on the folder's prompts; the policy is loaded from there each time."""
     data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
     module = make_module(
@@ -53,6 +54,7 @@ def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2) -> Any:
         optimizer=sgd(0.3),
         sampling=SamplingParams(max_tokens=9),
         rewards=[RewardSpec(f"{__file__}:even_length")],
+        **options,
     )
     trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=num_updates, max_epochs=-1)
     trainer.fit(module, datamodule=data)
@@ -91,6 +93,12 @@ def test_without_a_fault_the_run_goes_through_and_the_gap_is_logged(folder: Path
     assert trainer.callback_metrics["sync/logprob_gap"] < 1e-5
     assert trainer.callback_metrics["sampling/logprob_gap_max"] < 1e-4
     assert generator.version == 2
+
+
+def test_adapters_travel_merged(folder: Path, generator: VLLMGenerator) -> None:
+    trainer = train(folder, generator, lora=LoraSettings(r=4))
+    assert trainer.callback_metrics["sync/logprob_gap"] < 1e-5
+    assert any(bool(p.any()) for name, p in trainer.model.policy.named_parameters() if "lora_B" in name)
 
 
 @pytest.mark.parametrize(
