@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,6 +100,7 @@ def run_lit_grpo(case: Case, folder: str) -> dict[str, Any]:
         sampling=SamplingParams(max_tokens=8 * case.work.mean_tokens),
         max_tokens_per_micro_batch=case.size,
         gradient_checkpointing=case.checkpointing,
+        optimizer=partial(torch.optim.AdamW, fused=True),
     )
     probe = Probe(case.device, case.warm)
     callbacks: list[pl.Callback] = [probe] if case.share else [PlainRows(), probe]
@@ -135,7 +137,7 @@ def run_trl(case: Case, folder: str) -> dict[str, Any]:
     """
     trainer, rows = _trl_trainer(case, folder)
     model: Any = trainer.model
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model.train()
     probe = Probe(case.device, warm=False)
     per_step = trainer.args.steps_per_generation

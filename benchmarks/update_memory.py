@@ -1,7 +1,8 @@
 """Peak memory of the update against the group size, the vocabulary and the batch, at a fixed token budget.
 
 Every case takes a step of a real fit in a process of its own. Memory is the peak of that step above the process after a
-first step, so that weights, gradients and AdamW's moments, which grow with the vocabulary by themselves, are not in it.
+first step, so that weights, gradients and AdamW's moments, which grow with the vocabulary by themselves, are not in it;
+AdamW is the fused one, which needs no copy of a weight while it steps.
 The smallest step of a series fills the budget twice: in the first micro-batch of all there are no gradients yet.
 """
 

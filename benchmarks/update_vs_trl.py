@@ -2,7 +2,7 @@
 
 Both sides do what training does from finished rollouts to changed weights: ours is a fit of GRPOModule, TRL's is
 GRPOTrainer's own preparation, loss and backward (chunked LM head, gradient checkpointing off, no reference), and the
-same AdamW. TRL gets the number of rows a micro-batch that is fastest of those tried. On a CPU its LM head scores
+same fused AdamW. TRL gets the number of rows a micro-batch that is fastest of those tried. On a CPU its LM head scores
 prompt tokens too. Memory is the peak above the idle process, gradients and AdamW's moments included, each case in a
 process of its own. The floor is the FLOPs that any method must do (see ``floor_flops``); how near we come is told as
 the share of the rate at which this machine multiplies large matrices.

@@ -164,5 +164,7 @@ def _quieten() -> None:
     for name in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{name}.utilities.rank_zero").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    # vLLM in this process sets torch.distributed up for itself; the run has one process all the same.
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     # A run without validation prompts has no validation loader.
     warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
