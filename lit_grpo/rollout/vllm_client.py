@@ -11,7 +11,9 @@ import httpx
 
 
 class ServerError(RuntimeError):
-    """A server does not answer, or answers with an error."""
+    """A server does not answer, or answers with an error; ``hung`` where it said nothing for too long."""
+
+    hung = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class ServerClient:
         self._streams: httpx.AsyncClient | None = None
         self.model = ""
 
+    def answers(self) -> bool:
+        """Whether the server is well, by its own account."""
+        try:
+            self.get("/health")
+        except ServerError:
+            return False
+        return True
+
     def get(self, path: str, **query: Any) -> Any:
         """Ask for something; return the decoded answer, ``None`` where it is empty."""
         return self._call("GET", path, params=query)
@@ -63,7 +73,8 @@ class ServerClient:
             ValueError: It refuses what it is asked.
         """
         if self._streams is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+            # A server closes connections that have been idle for five seconds, which is no error of its.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
             self._streams = httpx.AsyncClient(base_url=self.url, timeout=self.timeout_s, limits=limits)
         body = {**fields, "model": self.model, "prompt": prompt, "stream": True, "return_token_ids": True}
         try:
@@ -76,7 +87,9 @@ class ServerClient:
                     if line.startswith("data: {"):
                         yield self._chunk(json.loads(line[6:]))
         except httpx.HTTPError as error:
-            raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
+            failure = ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.")
+            failure.hung = isinstance(error, httpx.ReadTimeout)
+            raise failure from error
 
     def _chunk(self, event: Mapping[str, Any]) -> Chunk:
         if "choices" not in event:

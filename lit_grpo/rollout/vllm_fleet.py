@@ -144,7 +144,7 @@ class Fleet:
             WeightSyncError: No server took the weights, or not all of them bound the same.
         """
         for server in self._servers:
-            server.up = _answers(server)
+            server.up = self.is_well(server)
         base = self.weights_folder or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
         with tempfile.TemporaryDirectory(prefix="lit_grpo_weights_", dir=base) as folder:
             path = Path(folder) / "weights.safetensors"
@@ -207,6 +207,12 @@ class Fleet:
 
     # ---- end --------------------------------------------------------------------------------------
 
+    def is_well(self, server: Server) -> bool:
+        """Whether a server runs and answers."""
+        if server.process is not None and server.process.process.poll() is not None:
+            return False
+        return server.client.answers()
+
     def lose(self, server: Server) -> None:
         """Leave a server out; a process of ours is ended, since it may hang."""
         server.up, server.version = False, -1
@@ -229,13 +235,3 @@ def _own_share(urls: list[str]) -> list[str]:
     if len(urls) < num_ranks:
         raise ValueError(f"urls names {len(urls)} servers for {num_ranks} ranks; each rank needs one of its own.")
     return urls[rank::num_ranks]
-
-
-def _answers(server: Server) -> bool:
-    if server.process is not None and server.process.process.poll() is not None:
-        return False
-    try:
-        server.client.get("/health")
-    except ServerError:
-        return False
-    return True

@@ -10,7 +10,7 @@ from lit_grpo.rollout.generator import Capacity, GenerationError, StepEvents, We
 from lit_grpo.rollout.stream_pump import Arrival, StreamPump
 from lit_grpo.rollout.streams import Streams
 from lit_grpo.rollout.text_features import TextFeatures
-from lit_grpo.rollout.vllm_client import Chunk
+from lit_grpo.rollout.vllm_client import ServerError
 from lit_grpo.rollout.vllm_fleet import Fleet, Server
 from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
 from lit_grpo.rollout.vllm_setup import dtype_of, signature, warn_of_dtype
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Key = tuple[str, int, int]
+_RETRIES = 3  # of one completion, as long as its server is well
 
 
 class VLLMServerGenerator:
@@ -195,8 +196,11 @@ class VLLMServerGenerator:
         server, attempt, _ = self._at.get(arrival.key, (None, -1, 0.0))
         if server is None or attempt != arrival.attempt:
             return  # of an aborted request, or of an attempt that was given up
-        if not isinstance(arrival.content, Chunk):
-            self._lose(server, str(arrival.content), events)
+        if isinstance(arrival.content, ServerError):
+            if attempt < _RETRIES and not arrival.content.hung and self._fleet.is_well(server):
+                self._begin_anew(arrival.key)  # a connection broke, not the server
+            else:
+                self._lose(server, str(arrival.content), events)
             return
         chunk = arrival.content
         self._streams.extend(arrival.key, chunk.token_ids, chunk.logprobs, self._version, events)
@@ -212,13 +216,17 @@ class VLLMServerGenerator:
             f"{reason} Its {len(lost)} completions begin anew on the {len(self._fleet.alive)} servers that are left."
         )
         for key in lost:
-            _, attempt, expected = self._at.pop(key)
-            assert self._pump is not None
-            self._pump.cancel(key)
             try:
-                self._send(self._streams.restart(key), attempt + 1, expected)
+                self._begin_anew(key)
             except GenerationError as error:
                 raise GenerationError(f"{reason} {error}") from None
+
+    def _begin_anew(self, key: Key) -> None:
+        """Ask for a completion again from its beginning, of any server that is up."""
+        assert self._pump is not None
+        _, attempt, expected = self._at.pop(key)
+        self._pump.cancel(key)
+        self._send(self._streams.restart(key), attempt + 1, expected)
 
     def _drop(self, key: Key) -> None:
         assert self._pump is not None
