@@ -31,7 +31,7 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
 
 Figures = dict[str, Any]
-TIMED_ROWS = 16  # of TRL's
+TIMED_ROWS = 4  # of TRL's
 
 
 @dataclass(frozen=True)
