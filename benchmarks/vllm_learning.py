@@ -25,8 +25,8 @@ def main(options: Options) -> int:
     """Run the configs one after another."""
     rows: list[Row] = []
     for name in CONFIGS:
-        note(name)
         rows.append(_run(name, QUICK if options.quick else []))
+        note(str(rows[-1]))  # a run takes minutes, and another may fail
     embedded, *others = rows
     claims = [
         Claim(
