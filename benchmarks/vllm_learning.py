@@ -22,7 +22,7 @@ SEED_NOISE = 0.03
 
 
 def main(options: Options) -> int:
-    """Run the configs one after another; what is known stands in the result file after each, for a run takes minutes."""
+    """Run the configs one after another, and write after each what is known: a run takes minutes."""
     rows, code = [_run(CONFIGS[0], QUICK if options.quick else [])], 0
     for name in CONFIGS[1:]:
         note(str(rows[-1]))
