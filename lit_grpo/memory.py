@@ -1,4 +1,4 @@
-"""How much memory a phase took at its peak."""
+"""How much memory a phase took at its peak, and how much is free."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 _GIB = 2**30
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that can still be taken: the device's, or the host's where the device is the CPU."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available
 
 
 class PeakMemory:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_grpo.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.checks import check_minibatches, check_prompt_lengths, check_trainer, check_training_sampling
 from lit_grpo.evaluation import EvaluationModule
+from lit_grpo.memory import free_bytes
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
 from lit_grpo.policy import check_token_logits, context_length, load_policy, load_tokenizer
 from lit_grpo.ranks import Ranks
@@ -36,7 +37,7 @@ from lit_grpo.update.reference import AdapterFreeReference, Reference, micro_bat
 from lit_grpo.update.shared_prefix import shared_prefixes
 from lit_grpo.update.state import ObjectiveState
 from lit_grpo.update.step import Key, Step, kl_sums, measure, taking_part_and_learnt
-from lit_grpo.update.token_budget import TokenBudget, estimate_tokens, free_bytes
+from lit_grpo.update.token_budget import TokenBudget, estimate_tokens
 from lit_grpo.update.tokens import Tokens
 
 if TYPE_CHECKING:

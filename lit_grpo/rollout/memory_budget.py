@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
-import torch
-
+from lit_grpo.memory import free_bytes
 from lit_grpo.scheduling.budget import MemoryBudget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the memory that can still be taken: the device's, or the host's where the device is the CPU."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available
 
 
 def update_bytes(policy: PreTrainedModel) -> int:

@@ -62,16 +62,6 @@ def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool
     return max(1, min(MOST_TOKENS, int((free_bytes - pending) * SHARE / per_token)))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the memory that is still to be had on ``device``."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil
-
-    return psutil.virtual_memory().available
-
-
 def _kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> int:
     """Bytes that autograd keeps of a forward pass over a few tokens, parameters left out."""
     input_ids_BT = torch.zeros((1, _PROBE), dtype=torch.int64, device=model.device)
