@@ -170,9 +170,10 @@ def test_aborting_returns_what_there_is_and_a_new_submission_samples_the_same(ge
     early = [completion for _ in range(6) for completion in generator.step().finished]
     partial = generator.abort([request.key for request in requests])
     assert len(partial) + len(early) == 2 and partial
+    assert sum(completion.num_tokens for completion in partial) > 0
     for completion in partial:
-        length = completion.num_tokens
-        assert completion.finish_reason == "abort" and 0 < length < 24
+        length = completion.num_tokens  # none yet, where the request's server was the slower one
+        assert completion.finish_reason == "abort" and length < 24
         whole = expected[completion.request.key].completion.token_ids_T.tolist()
         assert completion.token_ids_T.tolist() == whole[:length]
     assert generator.capacity().free_slots == NUM_SLOTS
