@@ -29,7 +29,7 @@ from lit_grpo.update.estimator import Advantages, GroupRewards
 from lit_grpo.update.kl import KL_ESTIMATORS
 from lit_grpo.update.losses import StepTotals
 from lit_grpo.update.masks import entropy_threshold
-from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches, num_row_tokens
+from lit_grpo.update.microbatch import MicroBatches, make_micro_batches, num_row_tokens
 from lit_grpo.update.objective import Objective
 from lit_grpo.update.policy_loss import policy_loss
 from lit_grpo.update.prefix_support import prefix_refusal
@@ -339,7 +339,7 @@ class GRPOModule(EvaluationModule):
             self.objective_state.entropy.update(float(self.ranks.sum(step.entropy_sum)) / num_tokens)
 
     def _accumulate(
-        self, micro_batches: list[MicroBatch], step: Step, metrics: TokenMetrics, optimizer: LightningOptimizer
+        self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics, optimizer: LightningOptimizer
     ) -> bool:
         """Gather the step's gradient; return whether the memory of all ranks sufficed, where the budget is open.
 
@@ -349,7 +349,7 @@ class GRPOModule(EvaluationModule):
         optimizer.zero_grad()
         is_open, short = self._budget is not None, False
         if is_open and micro_batches and self.trainer.world_size > 1:
-            micro_batches = [*micro_batches, make_micro_batch([], [], self._shares_prefix)]
+            micro_batches = micro_batches.and_empty(1)
         with shared_prefixes(self.policy) if self._shares_prefix else nullcontext():
             for index, micro_batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
@@ -418,12 +418,11 @@ class GRPOModule(EvaluationModule):
         threshold = entropy_threshold(torch.cat(everyone), share)
         return {key: entropy_T >= threshold for key, entropy_T in entropy.items()}
 
-    def _micro_batches(self, step: Step) -> list[MicroBatch]:
+    def _micro_batches(self, step: Step) -> MicroBatches:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
         max_tokens = self._max_tokens(step.rollouts)
         micro_batches = make_micro_batches(step.rollouts, step.advantages, max_tokens, self._shares_prefix)
-        most = int(self.ranks.max(len(micro_batches)))
-        return micro_batches + [make_micro_batch([], [], self._shares_prefix) for _ in range(most - len(micro_batches))]
+        return micro_batches.and_empty(int(self.ranks.max(len(micro_batches))) - len(micro_batches))
 
     def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
         """The micro-batch's share of the step's loss."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.nn.functional import embedding
 from conftest import random_policy
 from hand_made import full_logprobs, make_rollout
 
@@ -235,3 +236,36 @@ def test_no_token_at_all_still_gives_every_weight_a_gradient_of_zero() -> None:
     logprobs_N.sum().backward()
     assert hidden_ND.grad is not None and hidden_ND.grad.shape == (0, HIDDEN)
     assert weight_VD.grad is not None and weight_VD.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_that_keeps_its_gradient_ends_with_the_same_and_runs_its_hooks(
+    monkeypatch: pytest.MonkeyPatch, is_tied: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(logit_blocks, "TOKENS_PER_BLOCK", 3)
+    monkeypatch.setattr(logit_blocks, "LOGITS_PER_BLOCK", {"cpu": 40})
+    _, targets_N, weight_VD = make_inputs()
+    gradients, calls = [], []
+    for keeps_gradient in (False, True):
+        weight = torch.nn.Parameter(weight_VD.detach().to(dtype))
+        weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+        for _ in range(2):  # the second adds to the first
+            hidden_ND = embedding(targets_N.flip(0), weight) if is_tied else make_inputs()[0].to(dtype)
+            head = LinearHead(weight, keeps_gradient=keeps_gradient, is_tied=is_tied)
+            linear_logprobs(hidden_ND, targets_N, head)[0].sum().backward()
+        gradients.append(weight.grad)
+    assert len(calls) == 4
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=tolerance, atol=tolerance)
+
+
+def test_the_head_of_a_policy_keeps_its_gradient_while_there_is_one() -> None:
+    model: Any = random_policy()
+    head = linear_head(model)
+    assert head is not None and head.keeps_gradient
+    assert head.is_tied == (model.get_input_embeddings().weight is head.weight_VD)
+    with torch.no_grad():
+        assert not cast(LinearHead, linear_head(model)).keeps_gradient
+    head.weight_VD.requires_grad_(False)
+    assert not cast(LinearHead, linear_head(model)).keeps_gradient

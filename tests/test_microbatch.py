@@ -69,7 +69,14 @@ def test_moving_to_a_device_moves_every_field() -> None:
 
 
 def test_no_rollouts_make_no_micro_batch() -> None:
-    assert make_micro_batches([], [], 8) == []
+    assert len(make_micro_batches([], [], 8)) == 0
+
+
+def test_micro_batches_are_laid_out_when_asked_for_and_empty_ones_follow() -> None:
+    made = make_micro_batches([make_rollout([5], [7] * length) for length in (3, 2)], [1.0, 2.0], 5).and_empty(2)
+    assert made[0] is not made[0]
+    assert [batch.lengths_C.tolist() for batch in made] == [[3], [2], [], []]
+    assert [batch.rows_C.tolist() for batch in made[1:3]] == [[1], []]
 
 
 def test_in_rows_padding_counts_towards_the_budget() -> None:

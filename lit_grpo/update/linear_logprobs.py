@@ -22,7 +22,8 @@ def linear_logprobs(
 
     Logits exist for one block of tokens and vocabulary at a time, in the forward pass under a running maximum (as the
     softmax of M. Milakov and N. Gimelshein, arXiv 1805.02867, and Cut Cross-Entropy, arXiv 2411.09009), and once more
-    in the backward pass, for which a few numbers per token are kept. So memory grows neither with N x V nor with V.
+    in the backward pass, for which a few numbers per token are kept. So memory grows neither with N x V nor, where the head keeps its gradient,
+    with V.
     Matrices are multiplied in autocast's dtype where that is on; everything after the logits is float32 (float64 where
     the head is).
 
@@ -34,7 +35,7 @@ def linear_logprobs(
         entropy_gradient: Whether the entropy carries a gradient.
     """
     logprobs_N, entropy_N = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        hidden_ND, head.weight_VD, head.bias_V, target_ids_N, head.cap, temperature
+        hidden_ND, head.weight_VD, head.bias_V, target_ids_N, head, temperature
     )
     return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
 
@@ -47,7 +48,7 @@ class _LinearLogprobs(torch.autograd.Function):
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         target_ids_N: torch.Tensor,
-        cap: float | None,
+        head: LinearHead,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
@@ -56,7 +57,7 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         kept_4N = hidden_ND.new_empty((4, len(hidden_ND)), dtype=exact)
-        ctx.dtype, ctx.cap, ctx.temperature = dtype, cap, temperature
+        ctx.dtype, ctx.head, ctx.temperature = dtype, head, temperature
         blocks = _blocks(ctx, hidden_ND, weight_VD, bias_V)
         with torch.autocast(device, enabled=False):
             for tokens in blocks.tokens():
@@ -75,10 +76,11 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         logprob_grad_N = torch.zeros_like(kept_3N[0]) if logprob_grad_N is None else logprob_grad_N
         hidden_grad = torch.zeros_like(hidden_ND, dtype=blocks.exact)
-        weight_grad = torch.zeros_like(weight_VD, dtype=blocks.exact) if wanted[1] else None
+        weight_grad = _weight_gradient(ctx.head, weight_VD, blocks.exact) if wanted[1] else None
         bias_grad = torch.zeros_like(bias_V, dtype=blocks.exact) if wanted[2] and bias_V is not None else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for vocabulary in blocks.vocabulary():
+                sums = None if weight_grad is None else _sums(weight_grad[vocabulary], blocks.exact)
                 for tokens in blocks.tokens():
                     entropy_grad_n = None if entropy_grad_N is None else entropy_grad_N[tokens, None]
                     slope_nv = _logit_gradient(
@@ -88,16 +90,34 @@ class _LinearLogprobs(torch.autograd.Function):
                         bias_grad[vocabulary] += slope_nv.sum(0)
                     slope_nv = slope_nv.to(blocks.weight_VD.dtype)
                     _add_product(hidden_grad[tokens], slope_nv, blocks.weight_VD[vocabulary])
-                    if weight_grad is not None:
-                        _add_product(weight_grad[vocabulary], slope_nv.T, blocks.hidden_ND[tokens])
+                    if sums is not None:
+                        _add_product(sums, slope_nv.T, blocks.hidden_ND[tokens])
+                if weight_grad is not None and sums is not None and sums.dtype != weight_grad.dtype:
+                    weight_grad[vocabulary] += sums
+        if weight_grad is not None and ctx.head.keeps_gradient:
+            weight_grad = None if ctx.head.is_tied else weight_grad.new_zeros(()).expand_as(weight_grad)
         grads = (hidden_grad, weight_grad, bias_grad)
         cast = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
         return *cast, None, None, None
 
 
+def _weight_gradient(head: LinearHead, weight_VD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
+    """Where the gradient of the head's weight is added up."""
+    if not head.keeps_gradient:
+        return torch.zeros_like(weight_VD, dtype=exact)
+    if weight_VD.grad is None:
+        weight_VD.grad = torch.zeros_like(weight_VD)
+    return weight_VD.grad
+
+
+def _sums(gradient_vD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
+    """Where a block of the vocabulary is summed over tokens: in place, unless that would round."""
+    return gradient_vD if gradient_vD.dtype == exact else torch.zeros_like(gradient_vD, dtype=exact)
+
+
 def _blocks(ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> LogitBlocks:
     bias_V = None if bias_V is None else bias_V.to(ctx.dtype)
-    return LogitBlocks(hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), bias_V, ctx.cap, ctx.temperature)
+    return LogitBlocks(hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), bias_V, ctx.head.cap, ctx.temperature)
 
 
 def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) -> torch.Tensor:

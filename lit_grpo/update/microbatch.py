@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import overload
 
 from lit_grpo.types import MicroBatch, Rollout
 from lit_grpo.update.layout import in_rows, packed
@@ -14,9 +16,46 @@ def num_row_tokens(rollout: Rollout) -> int:
     return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
 
 
+@dataclass(frozen=True)
+class MicroBatches(Sequence[MicroBatch]):
+    """The micro-batches of a step, each laid out when it is asked for, so that only one of them takes memory.
+
+    Args:
+        rollouts: The step's.
+        advantages_C: One a rollout.
+        shared_prefix: Lay them out packed; otherwise in rows.
+        rows: Of each micro-batch, the places of its rollouts; none make an empty one.
+    """
+
+    rollouts: Sequence[Rollout]
+    advantages_C: Sequence[float]
+    shared_prefix: bool
+    rows: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> MicroBatches: ...
+
+    def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
+        if isinstance(index, slice):
+            return replace(self, rows=self.rows[index])
+        rows = self.rows[index]
+        members, advantages = [self.rollouts[row] for row in rows], [self.advantages_C[row] for row in rows]
+        return make_micro_batch(members, advantages, self.shared_prefix, rows)
+
+    def and_empty(self, number: int) -> MicroBatches:
+        """Return these, and as many empty ones behind them."""
+        return replace(self, rows=self.rows + ((),) * number)
+
+
 def make_micro_batches(
     rollouts: Sequence[Rollout], advantages_C: Sequence[float], max_tokens: int, shared_prefix: bool = True
-) -> list[MicroBatch]:
+) -> MicroBatches:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
 
     Best fit by length packs them. A prompt counts once for all of its completions in a micro-batch. The largest come
@@ -38,10 +77,7 @@ def make_micro_batches(
             f"set it to at least {longest}."
         )
     chosen = _packed_rows(rollouts, max_tokens) if shared_prefix else pack_rows(_lengths(rollouts), max_tokens)
-    return [
-        make_micro_batch([rollouts[row] for row in rows], [advantages_C[row] for row in rows], shared_prefix, rows)
-        for rows in chosen
-    ]
+    return MicroBatches(rollouts, advantages_C, shared_prefix, tuple(map(tuple, chosen)))
 
 
 def make_micro_batch(
