@@ -22,6 +22,7 @@ from lit_grpo.rollout.vllm_setup import (
     kv_bytes_per_token,
     require_vllm,
     save_skeleton,
+    server_environment,
     warn_of_dtype,
 )
 
@@ -109,3 +110,16 @@ def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Pa
 
 def test_bytes_of_a_token() -> None:
     assert kv_bytes_per_token(random_policy().config, torch.float32) == 2 * 2 * 2 * 16 * 4  # pyright: ignore
+
+
+def test_servers_on_a_cpu_share_its_threads_and_what_the_user_has_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    assert [server_environment(number)["OMP_NUM_THREADS"] for number in (1, 2, 8)] == ["5", "2", "1"]
+    assert server_environment()["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert server_environment(2)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server_environment()

@@ -97,10 +97,11 @@ class Fleet:
         require_vllm()
         save_skeleton(policy, tokenizer, self._folder)
         arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
+        environment = server_environment(self.num_servers)
         for number in range(self.num_servers):
             log = self._folder / f"server-{number}.log"
             visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
-            process = ServerProcess(self._folder, arguments, server_environment() | visible, log)
+            process = ServerProcess(self._folder, arguments, environment | visible, log)
             weakref.finalize(self, process.stop)
             self._servers.append(Server(ServerClient(process.url, self.timeout_s), process))
         deadline = time.monotonic() + self.start_timeout_s

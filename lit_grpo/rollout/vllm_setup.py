@@ -66,9 +66,17 @@ def import_vllm() -> None:
     register()
 
 
-def server_environment() -> dict[str, str]:
-    """Return the environment of a server process."""
-    return {**_QUIET, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+def server_environment(num_servers: int = 1) -> dict[str, str]:
+    """Return the environment of a server process, one of ``num_servers`` that share this machine."""
+    environment = _QUIET | ({} if torch.cuda.is_available() else _cpu_server(num_servers))
+    return {**environment, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def _cpu_server(num_servers: int) -> dict[str, str]:
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single worker runs in the engine's process, not in one of its own
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_servers)),
+    }
 
 
 def server_arguments(dtype: str, num_slots: int) -> dict[str, Any]:
