@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.nn.functional import embedding
 from conftest import random_policy
 from hand_made import full_logprobs, make_rollout
+from torch.nn.functional import embedding
 
 from lit_grpo.update import logit_blocks, logprobs
 from lit_grpo.update.linear_head import LinearHead, linear_head

@@ -22,10 +22,9 @@ def linear_logprobs(
 
     Logits exist for one block of tokens and vocabulary at a time, in the forward pass under a running maximum (as the
     softmax of M. Milakov and N. Gimelshein, arXiv 1805.02867, and Cut Cross-Entropy, arXiv 2411.09009), and once more
-    in the backward pass, for which a few numbers per token are kept. So memory grows neither with N x V nor, where the head keeps its gradient,
-    with V.
-    Matrices are multiplied in autocast's dtype where that is on; everything after the logits is float32 (float64 where
-    the head is).
+    in the backward pass, for which a few numbers per token are kept. So memory does not grow with N x V, nor, where the
+    head keeps its gradient, with V. Matrices are multiplied in autocast's dtype where that is on; everything after the
+    logits is float32 (float64 where the head is).
 
     Args:
         hidden_ND: Hidden states that predict the targets.
