@@ -13,16 +13,26 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from benchmarks.report import Claim, Options, Row, finish, parse_options
 from benchmarks.update_case import TIMED_ROWS, Case, Figures, measure
 from benchmarks.update_work import SIGMA, Work
 
+
+@dataclass(frozen=True)
+class Setting:
+    """Tokens of our micro-batches, and whether activations are computed again in the backward pass."""
+
+    tokens: int
+    checkpointing: bool = False
+
+
 WORKS = {"a": Work(1024, 128, 16), "b": Work(64, 256, 16), "c": Work(512, 128, 64)}
 TIMES_FASTER = {"a": 5.0, "b": 1.7, "c": 6.0}
+OURS = {"a": Setting(4096), "b": Setting(1024), "c": Setting(2048, checkpointing=True)}
+DEMO = OURS | {"c": Setting(2048)}
 QUICK = Work(48, 12, 8, vocab_size=512)
-TOKENS = 4096  # of our micro-batches
 
 
 def main(options: Options) -> int:
@@ -33,7 +43,9 @@ def main(options: Options) -> int:
     claims: list[Claim] = []
     for policy in policies:
         for name, work in works.items():
-            ours = Case("lit_grpo", TOKENS, work, policy, options.device, repeats=2)
+            setting = (DEMO if policy == "demo" else OURS).get(name, Setting(4096))
+            size, checkpointing = setting.tokens, setting.checkpointing
+            ours = Case("lit_grpo", size, work, policy, options.device, repeats=2, checkpointing=checkpointing)
             more_rows, more_claims = compare(name, ours, trl_rows)
             rows += more_rows
             claims += more_claims
@@ -50,9 +62,12 @@ def settings(works: dict[str, Work]) -> Row:
 def compare(name: str, case: Case, trl_rows: Sequence[int]) -> tuple[list[Row], list[Claim]]:
     """Measure a case of ours and the same work in TRL."""
     ours = measure(case)
-    peers = [(size, measure(replace(case, system="trl", size=size, repeats=1))) for size in trl_rows]
+    peers = [
+        (size, measure(replace(case, system="trl", size=size, repeats=1, checkpointing=False))) for size in trl_rows
+    ]
     size, peer = min(peers, key=lambda one: _seconds(one[1]))
-    rows = [_row("lit_grpo", f"{case.size} tokens", name, case, ours, ours)]
+    checkpointing = ", checkpointing" if case.checkpointing else ""
+    rows = [_row("lit_grpo", f"{case.size} tokens{checkpointing}", name, case, ours, ours)]
     rows += [_row("TRL", f"{size} rows", name, case, one, ours) for size, one in peers]
     return rows, _claims(case.policy, name, size, ours, peer)
 

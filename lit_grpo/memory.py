@@ -1,7 +1,9 @@
-"""How much memory a phase took at its peak, and how much is free."""
+"""How much memory a phase took at its peak, how much is free, and how freed memory comes back."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import sys
 from pathlib import Path
@@ -12,6 +14,20 @@ import torch
 _GIB = 2**30
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_M_MMAP_THRESHOLD = -3  # mallopt(3)
+_LARGE_BLOCK = 2**20
+
+
+def return_freed_blocks() -> None:
+    """Let glibc take blocks of 1 MiB and more from the system one by one, and so give each back when it is freed.
+
+    By itself it raises that limit to 32 MiB, and micro-batches of many sizes leave a heap of holes: a third of the
+    update's peak on a CPU, up to a half. It costs page faults; what MALLOC_MMAP_THRESHOLD_ says counts more.
+    """
+    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library may have none
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 def free_bytes(device: torch.device) -> int:

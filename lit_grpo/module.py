@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_grpo.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.checks import check_minibatches, check_prompt_lengths, check_trainer, check_training_sampling
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.memory import free_bytes
+from lit_grpo.memory import free_bytes, return_freed_blocks
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
 from lit_grpo.policy import check_token_logits, context_length, load_policy, load_tokenizer
 from lit_grpo.ranks import Ranks
@@ -174,6 +174,8 @@ class GRPOModule(EvaluationModule):
             check_training_sampling(self.sampling)
             check_minibatches(self.num_minibatches, getattr(self._data(), "batch_size", self.num_minibatches))
             check_trainer(self.trainer)
+            if self.trainer.strategy.root_device.type == "cpu":
+                return_freed_blocks()
 
     def _data(self) -> pl.LightningDataModule | None:
         return self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]

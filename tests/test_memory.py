@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import torch
 
 from lit_grpo.memory import PeakMemory
@@ -12,3 +15,25 @@ def test_peak_is_that_since_the_last_reset() -> None:
     assert 0.2 < peak.peak_gib() - idle < 0.5
     peak.reset()
     assert peak.peak_gib() - idle < 0.1
+
+
+_HOLES = """
+import sys, torch
+from lit_grpo.memory import PeakMemory, return_freed_blocks
+if sys.argv[1] == "return":
+    return_freed_blocks()
+peak = PeakMemory(torch.device("cpu"))
+del [torch.ones(2**21) for _ in range(2)][:]  # 8 MiB each: glibc learns to keep blocks of that size
+blocks = [torch.ones(2**20) for _ in range(64)]
+before = peak.current_gib()
+del blocks[:-1:]
+print((before - peak.current_gib()) * 1024)
+"""
+
+
+def test_large_blocks_go_back_to_the_system_when_they_are_freed() -> None:
+    run = [sys.executable, "-c", _HOLES]
+    returned = float(subprocess.run([*run, "return"], capture_output=True, text=True, check=True).stdout)
+    assert returned > 0.9 * 63 * 4
+    kept = float(subprocess.run([*run, "keep"], capture_output=True, text=True, check=True).stdout)
+    assert kept < 0.1 * 63 * 4
