@@ -89,6 +89,12 @@ def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: 
     return model.get_decoder()(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
 
 
+def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The weights that have a row for each token: of the embedding, and of the head where it has one of its own."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [cast(torch.Tensor, module.weight) for module in modules if module is not None]
+
+
 def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Apply the head to hidden states of any shape; the last axis becomes V, in float32 (float64 stays).
 

@@ -18,7 +18,7 @@ from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.microbatch import make_micro_batch
 from lit_grpo.update.objective import Objective
-from lit_grpo.update.reference import AdapterFreeReference
+from lit_grpo.update.reference import AdapterFreeReference, micro_batch_logprobs
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 
@@ -46,7 +46,8 @@ def test_only_adapters_are_trained(trained: Any) -> None:
 
 def test_the_reference_is_the_policy_without_them(trained: Any) -> None:
     (rollout, *_), *_ = (group.rollouts for group in random_groups(random_policy(), REWARDS))
-    reference_T = AdapterFreeReference(trained.policy).logprobs(make_micro_batch([rollout], [0.0]), 1.0)
+    with AdapterFreeReference(trained.policy).lend() as reference, torch.no_grad():
+        reference_T, _ = micro_batch_logprobs(reference, make_micro_batch([rollout], [0.0]), 1.0)
     assert torch.allclose(reference_T, full_logprobs(random_policy(), rollout), atol=1e-5)
     assert not torch.allclose(reference_T, full_logprobs(trained.policy, rollout), atol=1e-3)
 
