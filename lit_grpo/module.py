@@ -27,6 +27,7 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.galore import GaLoreAdamW
 from lit_grpo.memory import free_bytes
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
+from lit_grpo.nf4 import without_quant_states
 from lit_grpo.policy import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec, load_rewards
@@ -186,7 +187,8 @@ class GRPOModule(EvaluationModule):
         """Load the policy and its tokenizer, and a reference where beta asks for one."""
         if getattr(self, "policy", None) is None:
             self.tokenizer = load_tokenizer(self.policy_name)
-            self.policy = self._load_policy().train()
+            nf4 = self.lora is not None and self.lora.base == "nf4"
+            self.policy = load_policy(self.policy_name, self.policy_dtype, nf4).train()
             check_token_logits(self.policy)
             if self.lora is not None:
                 add_adapters(self.policy, self.lora)
@@ -194,14 +196,11 @@ class GRPOModule(EvaluationModule):
             if self.gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         if self.objective.kl.beta > 0 and self.trainer.training and self._reference is None:
-            self._reference = (
-                AdapterFreeReference(self.policy)
-                if self.lora is not None
-                else Reference(self._load_policy(), self.trainer.strategy.root_device, self.reference)
-            )
-
-    def _load_policy(self) -> PreTrainedModel:
-        return load_policy(self.policy_name, self.policy_dtype)
+            if self.lora is not None:
+                self._reference = AdapterFreeReference(self.policy)
+            else:
+                model = load_policy(self.policy_name, self.policy_dtype)
+                self._reference = Reference(model, self.trainer.strategy.root_device, self.reference)
 
     def _check_prefix(self) -> bool:
         """Whether prompts are computed once for all of their completions; says so where they are not."""
@@ -234,6 +233,7 @@ class GRPOModule(EvaluationModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version, what the objective remembers, and a reference that has moved."""
+        checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
         checkpoint["policy_version"] = self.policy_version
         checkpoint["objective_state"] = self.objective_state.state_dict()
         if isinstance(self._reference, Reference):

@@ -540,9 +540,9 @@ def test_dropout_of_the_model_is_off_though_it_trains(save: Any, tmp_path: Path)
 def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loads: list[str] = []
 
-    def load(policy: str, dtype: str) -> Any:
+    def load(policy: str, *options: Any) -> Any:
         loads.append(policy)
-        return original(policy, dtype)
+        return original(policy, *options)
 
     original = module_file.load_policy
     monkeypatch.setattr(module_file, "load_policy", load)
