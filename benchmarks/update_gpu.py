@@ -35,7 +35,7 @@ def main(options: Options) -> int:
     claims: list[Claim] = []
     for name, work in works.items():
         case = Case("lit_grpo", TOKENS, work, policy, options.device, repeats=3, checkpointing=True)
-        more_rows, more_claims = compare(name, case, trl_rows)
+        more_rows, more_claims = compare(name, case, trl_rows, trl_checkpointing=True)
         rows += more_rows
         claims += more_claims
     return finish("update_gpu", options, settings(works), rows, claims)

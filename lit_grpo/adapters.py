@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lit_grpo.rollout.weights import PolicyWeights
 
@@ -22,18 +23,23 @@ class LoraSettings:
         alpha: The adapters' output is scaled by ``alpha / r``.
         target_modules: The linear layers that get one, by name; ``all-linear`` is all but the head.
         rslora: Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732).
+        base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes. The
+            policy is then the rounded one with adapters: so it samples, and so it is exported.
     """
 
     r: int = 16
     alpha: float = 32.0
     target_modules: list[str] | str = "all-linear"
     rslora: bool = False
+    base: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
         if self.r < 1:
             raise ValueError(f"lora.r must be at least 1, not {self.r}.")
         if not self.alpha > 0:
             raise ValueError(f"lora.alpha must be above 0, not {self.alpha}.")
+        if self.base not in (None, "nf4"):
+            raise ValueError(f"lora.base must be nf4 or left out, not {self.base!r}.")
 
 
 def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
@@ -69,6 +75,8 @@ def save_merged(policy: PreTrainedModel, folder: str | Path) -> None:
     folder = Path(folder)
     policy.save_pretrained(folder / "adapter")
     save_torch_state_dict(dict(PolicyWeights(policy)), folder)
-    policy.config.save_pretrained(folder)
+    config = deepcopy(policy.config)
+    vars(config).pop("quantization_config", None)  # the merged weights are numbers
+    config.save_pretrained(folder)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(folder)

@@ -3,12 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
+    """Refuse numbers of completions that nothing can be computed from.
+
+    Raises:
+        ValueError: A group has nothing to compare, or a k of pass@k more completions than there are in validation.
+    """
+    if num_generations < 2:
+        raise ValueError(
+            f"num_generations is {num_generations}, but a group needs at least 2 completions: "
+            "an advantage compares a completion with the others of its prompt."
+        )
+    if eval_num_generations < 1:
+        raise ValueError(f"eval_num_generations must be at least 1, not {eval_num_generations}.")
+    for k in pass_at_k:
+        if not 1 <= k <= eval_num_generations:
+            raise ValueError(
+                f"pass_at_k holds {k}, but there are {eval_num_generations} completions a prompt in "
+                "validation; give values between 1 and eval_num_generations."
+            )
+
+
+def check_updates(
+    num_iterations: int, num_minibatches: int, max_tokens_per_micro_batch: int | Literal["auto"], max_grad_norm: float
+) -> None:
+    """Refuse numbers that no optimizer step could be made of.
+
+    Raises:
+        ValueError: One is too small.
+    """
+    counts = {"num_iterations": num_iterations, "num_minibatches": num_minibatches}
+    if max_tokens_per_micro_batch != "auto":
+        counts["max_tokens_per_micro_batch"] = max_tokens_per_micro_batch
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}.")
+    if not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm must be a number >= 0, not {max_grad_norm}.")
+
+
+def check_mode(policy: PreTrainedModel, gradient_checkpointing: bool) -> None:
+    """Check that the policy is as the update needs it.
+
+    Raises:
+        RuntimeError: A callback has put it into evaluation, or switched gradient checkpointing.
+    """
+    checkpointing = policy.is_gradient_checkpointing
+    if not policy.training or checkpointing != gradient_checkpointing:
+        mode = "training" if policy.training else "evaluation"
+        raise RuntimeError(
+            f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
+            "a callback has changed it and must put it back."
+        )
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

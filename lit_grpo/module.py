@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,11 +14,21 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.adapters import LoraSettings, add_adapters, has_adapters, save_merged
-from lit_grpo.checks import check_minibatches, check_prompt_lengths, check_trainer, check_training_sampling
+from lit_grpo.checks import (
+    check_generations,
+    check_minibatches,
+    check_mode,
+    check_prompt_lengths,
+    check_trainer,
+    check_training_sampling,
+    check_updates,
+)
 from lit_grpo.evaluation import EvaluationModule
+from lit_grpo.galore import GaLoreAdamW
 from lit_grpo.memory import free_bytes, return_freed_blocks
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
-from lit_grpo.policy import check_token_logits, context_length, load_policy, load_tokenizer
+from lit_grpo.nf4 import without_quant_states
+from lit_grpo.policy import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
@@ -26,6 +36,7 @@ from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.estimator import Advantages, GroupRewards
+from lit_grpo.update.gradient import clip_gradient
 from lit_grpo.update.kl import KL_ESTIMATORS
 from lit_grpo.update.losses import StepTotals
 from lit_grpo.update.masks import entropy_threshold
@@ -34,9 +45,10 @@ from lit_grpo.update.objective import Objective
 from lit_grpo.update.policy_loss import policy_loss
 from lit_grpo.update.prefix_support import prefix_refusal
 from lit_grpo.update.reference import AdapterFreeReference, Reference, micro_batch_logprobs
+from lit_grpo.update.reference_settings import ReferenceSettings
 from lit_grpo.update.shared_prefix import shared_prefixes
 from lit_grpo.update.state import ObjectiveState
-from lit_grpo.update.step import Key, Step, kl_sums, measure, taking_part_and_learnt
+from lit_grpo.update.step import Before, Key, Step, kl_sums, measure, minibatches, sampled_kl, taking_part_and_learnt
 from lit_grpo.update.token_budget import TokenBudget, estimate_tokens
 from lit_grpo.update.tokens import Tokens
 
@@ -81,6 +93,7 @@ class GRPOModule(EvaluationModule):
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
         lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
             them, so it takes no memory.
+        reference: Where the KL term's reference lives, and whether it moves.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         sampling_seed: With the same seed, data and weights a run samples the same completions. The command
             line takes it from ``seed_everything``.
@@ -112,6 +125,7 @@ class GRPOModule(EvaluationModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         lora: LoraSettings | None = None,
+        reference: ReferenceSettings = ReferenceSettings(),  # noqa: B008 (frozen)
         gradient_checkpointing: bool = False,
         sampling_seed: int = 0,
     ) -> None:
@@ -137,6 +151,7 @@ class GRPOModule(EvaluationModule):
         self.make_lr_scheduler = lr_scheduler
         self.policy_dtype = dtype
         self.lora = lora
+        self.reference = reference
         self.gradient_checkpointing = gradient_checkpointing
         self.sampling_seed = sampling_seed
         self._check_arguments(pass_at_k)
@@ -144,25 +159,10 @@ class GRPOModule(EvaluationModule):
         self._reference: Reference | AdapterFreeReference | None = None
 
     def _check_arguments(self, pass_at_k: Sequence[int]) -> None:
-        if self.num_generations < 2:
-            raise ValueError(
-                f"num_generations is {self.num_generations}, but a group needs at least 2 completions: "
-                "an advantage compares a completion with the others of its prompt."
-            )
-        if self.eval_num_generations < 1:
-            raise ValueError(f"eval_num_generations must be at least 1, not {self.eval_num_generations}.")
-        for k in pass_at_k:
-            if not 1 <= k <= self.eval_num_generations:
-                raise ValueError(
-                    f"pass_at_k holds {k}, but there are {self.eval_num_generations} completions a prompt in "
-                    "validation; give values between 1 and eval_num_generations."
-                )
-        for name in ("num_iterations", "num_minibatches", "max_tokens_per_micro_batch"):
-            if getattr(self, name) != "auto" and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not self.max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm must be a number >= 0, not {self.max_grad_norm}.")
+        check_generations(self.num_generations, self.eval_num_generations, pass_at_k)
+        check_updates(self.num_iterations, self.num_minibatches, self.max_tokens_per_micro_batch, self.max_grad_norm)
         self.advantages.check(self.num_generations, self.objective.kl.place)
+        self.reference.check(self.objective.kl.beta, self.lora is not None)
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -189,7 +189,8 @@ class GRPOModule(EvaluationModule):
         """Load the policy and its tokenizer, and a reference where beta asks for one."""
         if getattr(self, "policy", None) is None:
             self.tokenizer = load_tokenizer(self.policy_name)
-            self.policy = load_policy(self.policy_name, self.policy_dtype).train()
+            nf4 = self.lora is not None and self.lora.base == "nf4"
+            self.policy = load_policy(self.policy_name, self.policy_dtype, nf4).train()
             check_token_logits(self.policy)
             if self.lora is not None:
                 add_adapters(self.policy, self.lora)
@@ -197,11 +198,11 @@ class GRPOModule(EvaluationModule):
             if self.gradient_checkpointing:
                 self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         if self.objective.kl.beta > 0 and self.trainer.training and self._reference is None:
-            self._reference = (
-                Reference(load_policy(self.policy_name, self.policy_dtype))
-                if self.lora is None
-                else AdapterFreeReference(self.policy)
-            )
+            if self.lora is not None:
+                self._reference = AdapterFreeReference(self.policy)
+            else:
+                model = load_policy(self.policy_name, self.policy_dtype)
+                self._reference = Reference(model, self.trainer.strategy.root_device, self.reference)
 
     def _check_prefix(self) -> bool:
         """Whether prompts are computed once for all of their completions; says so where they are not."""
@@ -226,19 +227,26 @@ class GRPOModule(EvaluationModule):
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
         optimizer = self.make_optimizer(p for p in self.policy.parameters() if p.requires_grad)
+        if isinstance(optimizer, GaLoreAdamW):
+            optimizer.leave_whole(embeddings(self.policy))
         if self.make_lr_scheduler is None:
             return optimizer
         return [optimizer], [self.make_lr_scheduler(optimizer)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the policy version, and what the objective remembers."""
+        """Keep the policy version, what the objective remembers, and a reference that has moved."""
+        checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
         checkpoint["policy_version"] = self.policy_version
         checkpoint["objective_state"] = self.objective_state.state_dict()
+        if isinstance(self._reference, Reference):
+            checkpoint["reference"] = self._reference.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them."""
         self.policy_version = checkpoint["policy_version"]
         self.objective_state.load_state_dict(checkpoint["objective_state"])
+        if isinstance(self._reference, Reference):
+            self._reference.load_state_dict(checkpoint.get("reference", {}))
 
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
@@ -260,11 +268,12 @@ class GRPOModule(EvaluationModule):
             rollout_metrics(batch, rewards.rewards_PG, self.policy_version, self.ranks.sum, self.ranks.max)
         )
         metrics = TokenMetrics()
-        advantages_PG = self._advantages(self._less_kl(batch, rewards, metrics))
-        old_logprobs = self._old_logprobs(batch)
-        for rows in self._minibatches(len(batch.groups)):
+        before = self._before(batch.rollouts)
+        advantages_PG = self._advantages(self._less_kl(batch, rewards, before, metrics))
+        check_minibatches(self.num_minibatches, len(batch.groups))
+        for rows in minibatches(len(batch.groups), self.num_iterations, self.num_minibatches):
             rollouts = [rollout for row in rows for rollout in batch.groups[row].rollouts]
-            self._update(rollouts, advantages_PG[rows].flatten().tolist(), metrics, old_logprobs)
+            self._update(rollouts, advantages_PG[rows].flatten().tolist(), metrics, before)
         logs = metrics.compute(self.ranks.sum, self.ranks.max)
         self.objective_state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(batch.rollouts))))
         self.log_dict(logs | self.objective_state.coefficients())
@@ -276,15 +285,26 @@ class GRPOModule(EvaluationModule):
             raise RuntimeError("The batch has no rollouts; add callbacks.RolloutScheduler to the trainer's callbacks.")
         return GroupRewards.of(batch.groups, [function.name for function in self.rewards])
 
-    def _less_kl(self, batch: PromptBatch, rewards: GroupRewards, metrics: TokenMetrics) -> GroupRewards:
+    def _before(self, rollouts: Sequence[Rollout]) -> Before:
+        """Measure what all updates on the rollouts compare with, before the first of them.
+
+        The reference is computed here and not beside the policy, so that it need not be on the device in a backward
+        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL).
+        """
+        old = reference = None
+        if self._reference is not None:
+            reference = self._measure(rollouts, "logprobs", self._reference.lend())
+        if self.objective.correction.active and self.num_iterations * self.num_minibatches > 1:
+            old = self._measure(rollouts, "logprobs")
+        return Before(old, reference)
+
+    def _less_kl(
+        self, batch: PromptBatch, rewards: GroupRewards, before: Before, metrics: TokenMetrics
+    ) -> GroupRewards:
         """Take the KL term out of the rewards, where its place is there; of the log-probs that were sampled with."""
-        if self.objective.kl.place == "loss" or self._reference is None:
+        if self.objective.kl.place == "loss" or before.reference is None:
             return rewards
-        reference, temperature = self._reference, self.sampling.temperature
-        estimator = KL_ESTIMATORS[self.objective.kl.estimator]
-        kl = self._measure(
-            batch.rollouts, lambda micro: estimator(micro.sampled_logprobs_N, reference.logprobs(micro, temperature))
-        )
+        kl = sampled_kl(batch.rollouts, before.reference, KL_ESTIMATORS[self.objective.kl.estimator])
         metrics.add_kl(torch.cat([torch.empty(0), *kl.values()]))
         return rewards.less(kl_sums(batch.groups, kl) * self.objective_state.kl.beta)
 
@@ -298,42 +318,39 @@ class GRPOModule(EvaluationModule):
         advantages = self.advantages.compute(GroupRewards.concatenate(ranks), weights_K, history)
         return advantages.split([len(rank.prompt_ids) for rank in ranks])[self.ranks.own]
 
-    def _old_logprobs(self, batch: PromptBatch) -> Mapping[Key, torch.Tensor] | None:
-        """The policy's log-probs before the first of several updates, where a correction compares with them."""
-        if not self.objective.correction.active or self.num_iterations * self.num_minibatches == 1:
-            return None
-        return self._measure(batch.rollouts, lambda micro: self._logprobs(micro)[0])
-
     def _measure(
-        self, rollouts: Sequence[Rollout], measurement: Callable[[MicroBatch], torch.Tensor]
+        self,
+        rollouts: Sequence[Rollout],
+        what: Literal["logprobs", "entropy"],
+        lent: AbstractContextManager[PreTrainedModel] | None = None,
     ) -> dict[Key, torch.Tensor]:
+        """Measure every token under the policy, or under a model that is lent for it."""
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_tokens]
-        return measure(with_tokens, measurement, self._max_tokens(with_tokens), self.device, self._shares_prefix)
-
-    def _logprobs(self, micro_batch: MicroBatch, entropy_gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        return micro_batch_logprobs(self.policy, micro_batch, self.sampling.temperature, entropy_gradient)
-
-    def _minibatches(self, num_groups: int) -> Iterator[list[int]]:
-        """Yield the groups of each optimizer step: whole groups, every one once in each iteration."""
-        check_minibatches(self.num_minibatches, num_groups)
-        for _ in range(self.num_iterations):
-            for part in torch.arange(num_groups).tensor_split(self.num_minibatches):
-                yield part.tolist()
+        max_tokens = self._max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
+        place = ("logprobs", "entropy").index(what)
+        with lent or nullcontext(self.policy) as model:
+            return measure(
+                with_tokens,
+                lambda micro: micro_batch_logprobs(model, micro, self.sampling.temperature)[place],
+                max_tokens,
+                self.device,
+                self._shares_prefix,
+            )
 
     def _update(
         self,
         rollouts: Sequence[Rollout],
         advantages: Sequence[float],
         metrics: TokenMetrics,
-        old_logprobs: Mapping[Key, torch.Tensor] | None,
+        before: Before,
     ) -> None:
         """Take one optimizer step."""
-        step = self._step_on(rollouts, advantages, old_logprobs)
+        step = self._step_on(rollouts, advantages, before)
         optimizer = cast("LightningOptimizer", self.optimizers())
-        before = metrics.state()
+        metrics_before = metrics.state()
         while not self._accumulate(self._micro_batches(step), step, metrics, optimizer):
             self._halve_budget(step)
-            metrics.restore(before)
+            metrics.restore(metrics_before)
             step.entropy_sum = 0.0
         self._step(optimizer, metrics)
         if self.objective.entropy.target is not None:
@@ -379,22 +396,11 @@ class GRPOModule(EvaluationModule):
 
     def _halve_budget(self, step: Step) -> None:
         assert self._budget is not None
-        before = self._budget.tokens
-        self._budget.halve(int(self.ranks.max(max(map(num_row_tokens, step.rollouts), default=1))))
-        tokens = self._budget.tokens
+        rank_zero_warn(self._budget.halve(int(self.ranks.max(max(map(num_row_tokens, step.rollouts), default=1)))))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        rank_zero_warn(
-            f"Memory ran out with micro-batches of {before} tokens. They have at most {tokens} from now on and the "
-            f"step begins anew; max_tokens_per_micro_batch={tokens} would begin with that."
-        )
 
-    def _step_on(
-        self,
-        rollouts: Sequence[Rollout],
-        advantages: Sequence[float],
-        old_logprobs: Mapping[Key, torch.Tensor] | None,
-    ) -> Step:
+    def _step_on(self, rollouts: Sequence[Rollout], advantages: Sequence[float], before: Before) -> Step:
         """Count what the step is normalised by, on all ranks, and choose what goes through the policy.
 
         A rollout without an advantage (NaN) counts in nothing. One with advantage 0 has gradient 0 unless the objective
@@ -408,14 +414,14 @@ class GRPOModule(EvaluationModule):
         totals = StepTotals(num_tokens, num_sequences, self.sampling.max_tokens, num_kept)
         if not self.objective.uses_every_completion:
             learnt = [(rollout, advantage) for rollout, advantage in learnt if advantage != 0]
-        return Step([r for r, _ in learnt], [advantage for _, advantage in learnt], totals, old_logprobs, kept)
+        return Step([r for r, _ in learnt], [advantage for _, advantage in learnt], totals, before, kept)
 
     def _highest_entropy(self, rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor] | None:
         """Which tokens are among those with the highest entropy of the whole step, where only those are learnt from."""
         share = self.objective.top_entropy_quantile
         if share == 1:
             return None
-        entropy = self._measure(rollouts, lambda micro: self._logprobs(micro)[1])
+        entropy = self._measure(rollouts, "entropy")
         everyone = self.ranks.gather(torch.cat([torch.empty(0), *entropy.values()]))
         threshold = entropy_threshold(torch.cat(everyone), share)
         return {key: entropy_T >= threshold for key, entropy_T in entropy.items()}
@@ -428,7 +434,7 @@ class GRPOModule(EvaluationModule):
 
     def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
         """The micro-batch's share of the step's loss."""
-        self._check_mode()
+        check_mode(self.policy, self.gradient_checkpointing)
         tokens = self._tokens(micro_batch, step)
         kept_N = None if step.kept is None else step.of(step.kept, micro_batch)
         state = self.objective_state
@@ -444,16 +450,18 @@ class GRPOModule(EvaluationModule):
         return loss
 
     def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
-        """What the objective sees of a micro-batch: the policy goes through it, and the reference where it counts."""
-        logprobs_N, entropy_N = self._logprobs(micro_batch, self.objective.entropy.active)
+        """What the objective sees of a micro-batch: the policy goes through it."""
+        logprobs_N, entropy_N = micro_batch_logprobs(
+            self.policy, micro_batch, self.sampling.temperature, self.objective.entropy.active
+        )
         old_logprobs_N = micro_batch.sampled_logprobs_N
-        if step.old_logprobs is not None:
-            old_logprobs_N = step.of(step.old_logprobs, micro_batch)
+        if step.before.old is not None:
+            old_logprobs_N = step.of(step.before.old, micro_batch)
         elif self.objective.correction.active:  # before the only update on these rollouts
             old_logprobs_N = logprobs_N.detach()
         reference_logprobs_N = None
-        if self._reference is not None and self.objective.kl_in_loss:
-            reference_logprobs_N = self._reference.logprobs(micro_batch, self.sampling.temperature)
+        if step.before.reference is not None and self.objective.kl_in_loss:
+            reference_logprobs_N = step.of(step.before.reference, micro_batch)
         return Tokens(
             logprobs_N,
             micro_batch.sampled_logprobs_N,
@@ -466,27 +474,16 @@ class GRPOModule(EvaluationModule):
 
     def _step(self, optimizer: LightningOptimizer, metrics: TokenMetrics) -> None:
         """Clip and step. Without a gradient (nothing to learn) the step counts, and changes no weight."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm or torch.inf)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"The gradient's norm is {float(norm)} at policy version {self.policy_version}; the weights were not "
-                "touched. Lower the learning rate, or look for NaN rewards and extreme log-probs."
-            )
+        grad_norm = clip_gradient(self.policy, self.max_grad_norm, self.policy_version)
         lr = optimizer.param_groups[0]["lr"]
         optimizer.step()
+        optimizer.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if self.make_lr_scheduler is not None:
             cast(Any, self.lr_schedulers()).step()
         self.policy_version += 1
-        metrics.finish_update(grad_norm=float(norm), lr=lr)
-
-    def _check_mode(self) -> None:
-        checkpointing = self.policy.is_gradient_checkpointing
-        if not self.policy.training or checkpointing != self.gradient_checkpointing:
-            mode = "training" if self.policy.training else "evaluation"
-            raise RuntimeError(
-                f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
-                "a callback has changed it and must put it back."
-            )
+        if isinstance(self._reference, Reference):
+            self._reference.follow(self.policy, self.policy_version)
+        metrics.finish_update(grad_norm=grad_norm, lr=lr)
 
     def _log_rollouts(self, logs: dict[str, float]) -> None:
         self.log("reward", logs.pop("reward"), prog_bar=True)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lit_grpo.nf4 import nf4_config
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,8 +49,10 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(policy: str, dtype: str = "float32") -> PreTrainedModel:
+def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTrainedModel:
     """Load the causal language model of ``policy`` in ``dtype``, dropout off, from safetensors only.
+
+    With ``nf4`` its linear layers, but for the head, are kept in four bits and cannot be trained.
 
     Raises:
         ValueError: There is no such model, or it is not a causal language model with safetensors.
@@ -57,9 +61,12 @@ def load_policy(policy: str, dtype: str = "float32") -> PreTrainedModel:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress bar: the trainer's
+    quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, quantization_config=quantization
+        )
     except (OSError, ValueError) as error:
         raise ValueError(_load_failure(name, "model", error)) from error
     for module in model.modules():  # with dropout the trainer's log-probs would not be those of the generator
@@ -87,6 +94,12 @@ def context_length(model: PreTrainedModel) -> int:
 def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
     return model.get_decoder()(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
+
+
+def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The weights that have a row for each token: of the embedding, and of the head where it has one of its own."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [cast(torch.Tensor, module.weight) for module in modules if module is not None]
 
 
 def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:

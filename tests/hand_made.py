@@ -117,6 +117,17 @@ class StepRecorder(pl.Callback):
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
+class Checkpoints(pl.Callback):
+    """Saves one after every batch, named after the policy's version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        trainer.save_checkpoint(self.folder / f"{pl_module.policy_version}.ckpt")
+
+
 def flat(gradient: dict[str, torch.Tensor | None]) -> torch.Tensor:
     """All gradients as one vector; a parameter without a gradient must not be among them."""
     tensors = [tensor for tensor in gradient.values() if tensor is not None]

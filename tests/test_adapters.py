@@ -18,7 +18,7 @@ from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.microbatch import make_micro_batch
 from lit_grpo.update.objective import Objective
-from lit_grpo.update.reference import AdapterFreeReference
+from lit_grpo.update.reference import AdapterFreeReference, micro_batch_logprobs
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 
@@ -27,6 +27,7 @@ REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 def trained(policy_folder: Path) -> Any:
     """A module after two updates of its adapters, with a KL term."""
     groups = random_groups(random_policy(), REWARDS)
+    torch.manual_seed(0)  # peft draws the adapters
     objective = Objective(kl=KLTerm(0.1))
     module = make_module(policy_folder, lora=LoraSettings(r=4), optimizer=sgd(2.0), objective=objective)
     recorder = fit(module, groups, groups)
@@ -46,7 +47,8 @@ def test_only_adapters_are_trained(trained: Any) -> None:
 
 def test_the_reference_is_the_policy_without_them(trained: Any) -> None:
     (rollout, *_), *_ = (group.rollouts for group in random_groups(random_policy(), REWARDS))
-    reference_T = AdapterFreeReference(trained.policy).logprobs(make_micro_batch([rollout], [0.0]), 1.0)
+    with AdapterFreeReference(trained.policy).lend() as reference, torch.no_grad():
+        reference_T, _ = micro_batch_logprobs(reference, make_micro_batch([rollout], [0.0]), 1.0)
     assert torch.allclose(reference_T, full_logprobs(random_policy(), rollout), atol=1e-5)
     assert not torch.allclose(reference_T, full_logprobs(trained.policy, rollout), atol=1e-3)
 
@@ -56,7 +58,7 @@ def test_the_export_loads_without_peft_and_computes_the_same(trained: Any, tmp_p
     loaded = load_policy(str(tmp_path / "policy")).eval()
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     ids = torch.arange(2, 20)[None]
-    assert torch.allclose(loaded(ids).logits, trained.policy.eval()(ids).logits, atol=1e-5)
+    assert torch.allclose(loaded(ids).logits, trained.policy.eval()(ids).logits, atol=1e-4)
     assert {path.name for path in (tmp_path / "policy" / "adapter").iterdir()} >= {"adapter_model.safetensors"}
     load_tokenizer(str(tmp_path / "policy"))
 
@@ -76,6 +78,8 @@ def test_settings_that_cannot_be_are_refused() -> None:
         LoraSettings(r=0)
     with pytest.raises(ValueError, match=r"lora\.alpha must be above 0"):
         LoraSettings(alpha=0)
+    with pytest.raises(ValueError, match=r"lora\.base must be nf4 or left out, not 'int4'"):
+        LoraSettings(base="int4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="q_prok"):
         add_adapters(random_policy(), LoraSettings(target_modules=["q_prok"]))  # pyright: ignore[reportArgumentType]
 

@@ -401,9 +401,9 @@ class NotesUpdates(GRPOModule):
         super().__init__(**options)
         self.seen: list[list[str]] = []
 
-    def _update(self, rollouts: Sequence[Rollout], advantages: Any, metrics: Any, old_logprobs: Any) -> None:
+    def _update(self, rollouts: Sequence[Rollout], advantages: Any, metrics: Any, before: Any) -> None:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        super()._update(rollouts, advantages, metrics, old_logprobs)
+        super()._update(rollouts, advantages, metrics, before)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(
@@ -540,9 +540,9 @@ def test_dropout_of_the_model_is_off_though_it_trains(save: Any, tmp_path: Path)
 def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loads: list[str] = []
 
-    def load(policy: str, dtype: str) -> Any:
+    def load(policy: str, *options: Any) -> Any:
         loads.append(policy)
-        return original(policy, dtype)
+        return original(policy, *options)
 
     original = module_file.load_policy
     monkeypatch.setattr(module_file, "load_policy", load)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_grpo.nf4 import dequantized
 from lit_grpo.rollout.generator import WeightSyncError
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Parcel:
 class PolicyWeights:
     """The policy's weights, one at a time, whole.
 
-    Shards are gathered and LoRA adapters merged as each tensor is asked for, so there is never a second full copy on
-    the training device. ``digests`` fills with the digest of each tensor that has been handed out.
+    Shards are gathered, weights in four bits made numbers and LoRA adapters merged as each tensor is asked for, so
+    there is never a second full copy on the training device. ``digests`` fills with the digest of each tensor that has
+    been handed out.
 
     Args:
         policy: The model, or a peft model around it.
@@ -82,7 +84,7 @@ class PolicyWeights:
         merges = _merges(self.policy)
         for name, parameter in self.policy.named_parameters():
             if not _is_adapter(name):
-                yield checkpoint_name(name), merges[name](parameter) if name in merges else parameter
+                yield checkpoint_name(name), merges[name](parameter) if name in merges else dequantized(parameter)
 
 
 def checkpoint_name(name: str) -> str:
@@ -107,6 +109,7 @@ def _merge(layer: Any) -> Any:
     def merge(weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             deltas = [layer.get_delta_weight(adapter) for adapter in layer.active_adapters]
+            weight = dequantized(weight)
             return weight + sum(deltas).to(weight.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
     return merge

@@ -1,15 +1,19 @@
-"""The frozen policy that the KL term holds on to."""
+"""The policy that the KL term holds on to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from lit_grpo.policy import hidden_states, token_logits
+from lit_grpo.update.host_weights import HostWeights
 from lit_grpo.update.linear_head import linear_head
 from lit_grpo.update.linear_logprobs import linear_logprobs
 from lit_grpo.update.logprobs import token_logprobs
+from lit_grpo.update.reference_settings import ReferenceSettings
 from lit_grpo.update.shared_prefix import SharedPrefix, shared_prefixes, shares_prefix
 
 if TYPE_CHECKING:
@@ -58,26 +62,59 @@ def micro_batch_logprobs(
 
 
 class Reference:
-    """Holds a frozen copy of the first policy, outside the module's parameters and checkpoints.
+    """Holds a copy of the first policy, outside the module's parameters; fixed, or following the policy.
 
     Args:
         model: The copy; it is switched to evaluation and needs no gradient.
+        device: Where it computes.
+        settings: Where it lives, and whether it moves.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, settings: ReferenceSettings) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.settings = settings
+        self.device = device
+        self._host = HostWeights(model, pinned=device.type == "cuda") if settings.offload else None
+        if self._host is None:
+            model.to(device)  # pyright: ignore[reportArgumentType]
+        self._has_moved = False
 
-    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:
-        """Return the log-probs of the completion tokens, shape N."""
-        device = micro_batch.input_ids_BT.device
-        if self.model.device != device:
-            self.model.to(device)  # pyright: ignore[reportArgumentType]
-        with torch.no_grad():
-            return micro_batch_logprobs(self.model, micro_batch, temperature)[0]
+    @contextmanager
+    def lend(self) -> Iterator[PreTrainedModel]:
+        """Give the model, on its device; where it is offloaded its memory there is free again afterwards."""
+        with nullcontext() if self._host is None else self._host.lent_to(self.device):
+            yield self.model
+
+    @torch.no_grad()
+    def follow(self, policy: PreTrainedModel, policy_version: int) -> None:
+        """Move after an optimizer step, where it is time to: ``alpha x policy + (1 - alpha) x reference``.
+
+        As TRL's ``SyncRefModelCallback``. The same on every rank, because the policy is.
+
+        Args:
+            policy: The policy as it is now.
+            policy_version: The optimizer steps that it has had.
+        """
+        alpha = self.settings.mixup_alpha
+        if alpha is None or policy_version % self.settings.sync_steps:
+            return
+        for mine, its in zip(self.model.parameters(), policy.parameters(), strict=True):
+            mine.mul_(1 - alpha).add_(its.to(mine.device), alpha=alpha)
+        self._has_moved = True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps: the weights once they have moved, and nothing before."""
+        return dict(self.model.state_dict()) if self._has_moved else {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a checkpoint."""
+        if state:
+            self.model.load_state_dict(state)
+            self._has_moved = True
 
 
 class AdapterFreeReference:
-    """The policy itself, with its adapters switched off: no second model.
+    """The policy itself, with its adapters switched off: no second model, and it does not move.
 
     Args:
         policy: A model that has adapters.
@@ -86,11 +123,11 @@ class AdapterFreeReference:
     def __init__(self, policy: PreTrainedModel) -> None:
         self.policy = policy
 
-    def logprobs(self, micro_batch: MicroBatch, temperature: float) -> torch.Tensor:
-        """Return the log-probs of the completion tokens, shape N."""
+    @contextmanager
+    def lend(self) -> Iterator[PreTrainedModel]:
+        """Give the policy without its adapters."""
         self.policy.disable_adapters()
         try:
-            with torch.no_grad():
-                return micro_batch_logprobs(self.policy, micro_batch, temperature)[0]
+            yield self.policy
         finally:
             self.policy.enable_adapters()

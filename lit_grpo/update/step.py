@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,19 +15,30 @@ Key = tuple[str, int, int]
 """``Request.key`` of a completion."""
 
 
+@dataclass(frozen=True)
+class Before:
+    """Log-probs of a batch's completions before its first update, by completion; None where the objective does without.
+
+    ``old`` are the trainer's own, ``reference`` those of the KL term's reference.
+    """
+
+    old: Mapping[Key, torch.Tensor] | None = None
+    reference: Mapping[Key, torch.Tensor] | None = None
+
+
 @dataclass
 class Step:
     """The completions of one optimizer step on this rank.
 
     ``rollouts`` and ``advantages`` are those that go through the policy. ``totals`` are of all ranks.
-    ``old_logprobs`` are the trainer's before its first update on the rollouts and ``kept`` the tokens of high entropy,
-    each by completion; None where the objective does without. ``entropy_sum`` adds up while the step is computed.
+    ``kept`` are the tokens of high entropy, by completion; None where all count. ``entropy_sum`` adds up while the step
+    is computed.
     """
 
     rollouts: Sequence[Rollout]
     advantages: Sequence[float]
     totals: StepTotals
-    old_logprobs: Mapping[Key, torch.Tensor] | None = None
+    before: Before
     kept: Mapping[Key, torch.Tensor] | None = None
     entropy_sum: torch.Tensor | float = 0.0
 
@@ -35,6 +46,13 @@ class Step:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""
         rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows_C.tolist()]
         return torch.cat([*rows, next(iter(values.values()), torch.empty(0))[:0]]).to(micro_batch.lengths_C.device)
+
+
+def minibatches(num_groups: int, num_iterations: int, num_minibatches: int) -> Iterator[list[int]]:
+    """Yield the groups of each optimizer step: whole groups, every one once in each iteration."""
+    for _ in range(num_iterations):
+        for part in torch.arange(num_groups).tensor_split(num_minibatches):
+            yield part.tolist()
 
 
 Scored = list[tuple[Rollout, float]]
@@ -52,6 +70,16 @@ def taking_part_and_learnt(
     if not mask_truncated:
         return valid, valid
     return valid, [(r, a) for r, a in valid if r.completion.finish_reason != "length"]
+
+
+def sampled_kl(
+    rollouts: Sequence[Rollout],
+    reference_logprobs: Mapping[Key, torch.Tensor],
+    estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> dict[Key, torch.Tensor]:
+    """Return the KL of every token from the reference, by completion, under the policy that it was sampled with."""
+    completions = [rollout.completion for rollout in rollouts if rollout.completion.num_tokens]
+    return {c.request.key: estimator(c.logprobs_T, reference_logprobs[c.request.key]) for c in completions}
 
 
 def kl_sums(groups: Sequence[RolloutGroup], kl: Mapping[Key, torch.Tensor]) -> torch.Tensor:

@@ -29,8 +29,8 @@ class TokenBudget:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def halve(self, longest: int) -> None:
-        """Go down, but not below the longest sequence.
+    def halve(self, longest: int) -> str:
+        """Go down, but not below the longest sequence; return what to tell the user.
 
         Raises:
             torch.OutOfMemoryError: It was there already.
@@ -40,7 +40,11 @@ class TokenBudget:
                 f"Memory ran out with micro-batches of {self.tokens} tokens, and a prompt with its completion may have "
                 f"{longest}; set gradient_checkpointing, or lower sampling.max_tokens or data.max_prompt_tokens."
             )
-        self.tokens = max(self.tokens // 2, longest)
+        before, self.tokens = self.tokens, max(self.tokens // 2, longest)
+        return (
+            f"Memory ran out with micro-batches of {before} tokens. They have at most {self.tokens} from now on and "
+            f"the step begins anew; max_tokens_per_micro_batch={self.tokens} would begin with that."
+        )
 
 
 def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool) -> int:

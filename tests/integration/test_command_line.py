@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import util
 from pathlib import Path
 from typing import Any, cast
 
@@ -312,3 +313,18 @@ def test_bad_input_gets_one_sentence(
     assert len(errors) == 1, said
     assert sentence in errors[0], errors[0]
     assert len(errors[0]) < 800
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [("lit_grpo.galore.GaLoreAdamW", "rank"), ("bitsandbytes.optim.AdamW8bit", "min_8bit_size")],
+)
+def test_optimizers_that_need_less_memory_are_named_by_class_path(folder: Path, optimizer: str, option: str) -> None:
+    if util.find_spec(optimizer.split(".")[0]) is None:
+        pytest.skip(f"{optimizer} is not installed")
+    options = ["--model.optimizer", optimizer, "--model.optimizer.lr", "1e-3", f"--model.optimizer.{option}", "16"]
+    fit(*options)
+    fit(*options, "--trainer.max_steps", "2", "--run.name", "part")
+    fit(*options, "--run.name", "on", "--ckpt_path", "runs/part/checkpoints/last.ckpt")
+    expected, actual = weights("task"), weights("on")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)

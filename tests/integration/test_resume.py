@@ -26,7 +26,8 @@ MEASURED = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
 
 @pytest.fixture
 def folder(tmp_path: Path, policy_folder: Path) -> Path:
-    """A task that takes two optimizer steps a batch, with a KL term and a learning-rate schedule."""
+    """A task that takes two optimizer steps a batch, with a KL term whose reference moves, and a learning-rate
+    schedule."""
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rewards.py").write_text(REWARD)
@@ -39,6 +40,7 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
             "num_generations": 4,
             "num_minibatches": 2,
             "objective": {"kl": {"beta": 0.02}},
+            "reference": {"offload": True, "mixup_alpha": 0.6, "sync_steps": 3},
             "sampling": {"max_tokens": 12},
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
             "lr_scheduler": scheduler,

@@ -1,0 +1,106 @@
+"""QLoRA: adapters on weights in four bits, that train, decode, resume and are exported as numbers."""
+
+from __future__ import annotations
+
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import Batches, Checkpoints, full_logprobs, make_module, make_trainer, random_groups, sgd
+
+from lit_grpo.adapters import LoraSettings
+from lit_grpo.nf4 import dequantized, without_quant_states
+from lit_grpo.policy import load_policy
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.types import Prompt, SamplingParams
+from lit_grpo.update.kl import KLTerm
+from lit_grpo.update.objective import Objective
+
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+]
+needs_bitsandbytes = pytest.mark.skipif(util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+def run(policy_folder: Path, checkpoints: Path, ckpt_path: Path | None = None) -> Any:
+    """A module after four updates of its adapters, with a KL term."""
+    lora, objective = LoraSettings(r=4, base="nf4"), Objective(kl=KLTerm(0.1))
+    module = make_module(policy_folder, lora=lora, optimizer=sgd(2.0), objective=objective)
+    groups = random_groups(random_policy(), REWARDS)
+    torch.manual_seed(0)  # peft draws the adapters
+    make_trainer(Checkpoints(checkpoints)).fit(module, Batches([groups] * 4), ckpt_path=ckpt_path)
+    assert module.policy_version == 4
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """That module, and the folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run(policy_folder, folder), folder
+
+
+@needs_bitsandbytes
+def test_linear_layers_take_four_bits_and_only_adapters_learn(trained: Any) -> None:
+    module, _ = trained
+    before = load_policy(module.policy_name, nf4=True)
+    first = dict(random_policy().named_parameters())
+    for name, parameter in before.named_parameters():
+        packed = parameter.dtype == torch.uint8
+        assert packed == ("_proj" in name)
+        assert not packed or parameter.numel() == first[name].numel() / 2
+        assert torch.allclose(dequantized(parameter), first[name], atol=0.2 * float(first[name].detach().abs().max()))
+    for name, parameter in module.policy.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        if not parameter.requires_grad:
+            assert torch.equal(parameter, dict(before.named_parameters())[name.replace(".base_layer.", ".")])
+
+
+@needs_bitsandbytes
+def test_a_run_goes_on_exactly_from_a_checkpoint(trained: Any, policy_folder: Path, tmp_path: Path) -> None:
+    whole, checkpoints = trained
+    resumed = run(policy_folder, tmp_path, checkpoints / "2.ckpt")
+    for actual, expected in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@needs_bitsandbytes
+def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Path) -> None:
+    module, _ = trained
+    module.export(tmp_path)
+    loaded = load_policy(str(tmp_path)).eval()
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    ids = torch.arange(2, 20)[None]
+    assert torch.allclose(loaded(ids).logits, module.policy.eval()(ids).logits, atol=1e-4)
+
+
+@needs_bitsandbytes
+def test_the_slots_decode_with_it(trained: Any) -> None:
+    module, _ = trained
+    generator = SlotGenerator(4)
+    generator.start(module.policy, module.tokenizer)
+    generator.load_weights(module.policy.named_parameters(), 4)
+    prompts = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
+    groups, _ = RolloutController(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(module.policy, rollout), atol=1e-5)
+
+
+def test_what_a_checkpoint_keeps() -> None:
+    kept, left = ["a.weight", "a.bias", "a.parametrizations.weight.original0"], ["absmax", "quant_map", "nested_absmax"]
+    left = [f"a.weight.{name}" for name in [*left, "nested_quant_map", "quant_state.bitsandbytes__nf4"]]
+    assert list(without_quant_states(dict.fromkeys([*kept, *left], torch.zeros(1)))) == kept
+
+
+def test_without_bitsandbytes_the_error_says_what_to_install(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"lora\.base is nf4, which needs bitsandbytes"):
+        load_policy(str(policy_folder), nf4=True)
