@@ -63,6 +63,11 @@ class ShelfReader:
         self._targets = self._index(lines[rows] * self.width + columns_B[rows, None])
         self._writers = None if everybody else self._index(writers[:, None] * self._heads + head)
 
+    def advance(self) -> None:
+        """Go on to the next token of those that write here."""
+        if self.start >= 0:
+            self._targets += 1
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new keys and values, shape (lines, head size), of the rows that stand here."""
         if self.start < 0 or not len(self._targets):
@@ -86,18 +91,21 @@ class ShelfReader:
         scores = scores.view(-1, queries, self.width)
         return scores if self._back is None else scores.index_select(0, self._back)
 
+    def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
+        """Return the values, weighted by ``weights`` of shape (places, queries, width), in their order."""
+        places = weights if self._there is None else weights.index_select(0, self._there)
+        values = self._shelf.values[layer].flatten(0, 1)[: self._lines]
+        mixed = torch.bmm(places.view(self._lines, -1, self.width), values)
+        return mixed.view(len(places), weights.shape[1], -1)
+
     def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
         """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
-        queries = weights.shape[1]
-        if self._there is not None:
-            weights = weights.index_select(0, self._there).view(-1, self._per_entry * queries, self.width)
-        values = self._shelf.values[layer].flatten(0, 1)[: self._lines]
-        mix = torch.bmm(weights, values).view(-1, queries, output.shape[-1])
+        mixed = self.mix(layer, weights)
         if self._members is not None:
             assert self._member_back is not None
-            output.index_add_(0, self._members, mix.index_select(0, self._member_back))
+            output.index_add_(0, self._members, mixed.index_select(0, self._member_back))
         else:
-            output.add_(mix if self._back is None else mix.index_select(0, self._back))
+            output.add_(mixed if self._back is None else mixed.index_select(0, self._back))
 
     def _index(self, index: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(index).reshape(-1)).to(self._shelf.shape.device)

@@ -134,7 +134,7 @@ class SlotGenerator:
 
     def _end(self) -> None:
         """Give the policy back as it was, once nothing is in flight."""
-        if self._mode is not None and not self._in_flight:
+        if self._mode is not None and not self._num_in_flight:
             self._mode.end()
 
     def _clear(self) -> None:
@@ -151,11 +151,15 @@ class SlotGenerator:
     def _in_flight(self) -> list[Request]:
         return [*(self._rows.requests if self._rows is not None else []), *self._incoming]
 
+    @property
+    def _num_in_flight(self) -> int:
+        return (0 if self._rows is None else len(self._rows)) + len(self._incoming)
+
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
-        in_flight = (0 if self._rows is None else len(self._rows)) + len(self._incoming)
         in_use = 0 if self._cache is None else self._cache.allocated_tokens
-        return Capacity(self.num_slots, self.num_slots - in_flight, self.room and self.room.tokens, in_use)
+        free_slots = self.num_slots - self._num_in_flight
+        return Capacity(self.num_slots, free_slots, self.room and self.room.tokens, in_use)
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
@@ -225,7 +229,7 @@ class SlotGenerator:
         Where memory runs out, the youngest completions are set aside before the step, and all of them where it runs
         out within it.
         """
-        if not self._in_flight:
+        if not self._num_in_flight:
             return StepEvents()
         self._check_weights()
         events = StepEvents()
