@@ -18,6 +18,8 @@ from lit_grpo.rollout.shelf_reader import ShelfReader
 from lit_grpo.rollout.shelf_writer import CompletionWriter, PromptWriter, Stretch
 from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
 
+_WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
+
 
 class SlotCache:
     """Rows of completions that are being decoded, numbered from 0 without holes, and the prompts that they share.
@@ -161,8 +163,9 @@ class SlotCache:
         for piece, start in enumerate(self._starts):
             if piece and len(entering := np.flatnonzero(counts_B == start)):
                 self._extend(piece, entering.tolist())
-        if self._readers is None:
-            self._read_anew()
+        longest = int(counts_B.max()) + 1
+        if self._readers is None or longest > len(self._completion_L):
+            self._read_anew(longest)
             assert self._readers is not None
             for reader in self._readers:
                 reader.aim(counts_B)
@@ -197,24 +200,29 @@ class SlotCache:
             reader.add_mix(layer, its_weights, output)
         return output.view(rows, heads, 1, size)
 
-    def _read_anew(self) -> None:
+    def _read_anew(self, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
         Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
+
+        Args:
+            longest: The tokens of the longest completion, the next one included; little more is read of any.
         """
         device = self.shape.device
-        self._readers, valid, width = [], [], 0
+        width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
+        self._readers, valid = [], []
         for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
             if rows_of:
                 entries = np.full(self.num_rows, -1)
                 entries[rows_of] = np.arange(len(rows_of))
-                self._readers.append(ShelfReader(shelf, entries, start))
-                width = start + shelf.num_tokens
+                its_width = min(shelf.num_tokens, width - start)
+                self._readers.append(ShelfReader(shelf, entries, its_width, start))
+        width = min(width, self.max_tokens)
         rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
         prompt_columns = []
         for room, shelf in self._prompt_shelves.items():
             if (member_B := rooms == room).any():
-                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1)))
+                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
                 prompt_columns.append(np.arange(room))
                 valid.append((prompt_columns[-1] < lengths[:, None]) & member_B[:, None])
         self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)

@@ -272,8 +272,8 @@ class SlotGenerator:
         """Run the policy over the last token of each row; return its hidden states, shape (rows, hidden size)."""
         cache.prepare(rows.counts_B - 1)
         tokens_B, positions_B = rows.last_tokens_B, rows.positions_B
-        on_device = (torch.from_numpy(part).to(self._device) for part in (tokens_B, positions_B))
-        return decode_step(self.policy, self._fused, *on_device, int(positions_B.max()), cache)
+        tokens, positions = (torch.from_numpy(part).to(self._device) for part in (tokens_B, positions_B))
+        return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
 
     def _open(self, events: StepEvents) -> None:
         """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
