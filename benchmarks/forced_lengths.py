@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, Key, NoLengths
@@ -27,7 +26,7 @@ class ForcedGenerator(SlotGenerator):
         super().__init__(num_slots)
         self.lengths = lengths
 
-    def _stopped(self, rows: TokenRows, tokens_B: torch.Tensor) -> np.ndarray:
+    def _stopped(self, rows: TokenRows, tokens_B: np.ndarray) -> np.ndarray:
         ends_B = np.array([self.lengths[request.key] for request in rows.requests])
         return rows.counts_B >= ends_B
 

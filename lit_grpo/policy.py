@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -107,11 +108,23 @@ def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 
     :func:`check_token_logits` makes sure that this is what the model itself computes.
     """
+    return token_head(model)(hidden)
+
+
+def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return :func:`token_logits` of a model, for those who call it at every token.
+
+    Looking the head up takes longer than a small one does.
+    """
     head = cast(torch.nn.Module, model.get_output_embeddings())
-    logits = head(hidden)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return logits_of
 
 
 def check_token_logits(model: PreTrainedModel) -> None:

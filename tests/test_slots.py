@@ -459,7 +459,7 @@ def test_the_policy_is_given_back_after_abort_and_after_close(make: Any, trainin
 
 PLACES: list[tuple[Any, str]] = [
     (slots_module, "decode_step"),
-    (slots_module, "token_logits"),
+    (slots_module, "observe_rows"),
     (slots_module, "sample_tokens"),
     (SlotCache, "write_prompts"),
     (SlotCache, "admit"),

@@ -159,7 +159,7 @@ class _Rollout:
         for completion in events.finished:
             job = job_of(completion.request)
             self._in_flight.finish(job.key)
-            self._reports.finish(job, completion.num_tokens)
+            self._reports.finish(job, completion.num_tokens, len(self._plan) > 0)
             self._plan.finish(job, completion.num_tokens)
             group = self._assembly.finish(completion)
             if group is not None and self._rewards is not None:

@@ -42,10 +42,10 @@ class LengthReports:
             return
         self._observations.setdefault(observation.num_tokens, []).append(observation)
 
-    def finish(self, job: Job, num_tokens: int) -> None:
-        """Note that a completion has ended."""
+    def finish(self, job: Job, num_tokens: int, waiting: bool) -> None:
+        """Note that a completion has ended; as long as others are ``waiting``, it will be asked how long they take."""
         self._finished.append((job, num_tokens))
-        if len(self._finished) >= self._portion:
+        if waiting and len(self._finished) >= self._portion:
             self.pass_on()
 
     def pass_on(self) -> None:

@@ -19,20 +19,14 @@ def observe_prompts(keys: Sequence[tuple[str, int]], hidden_BD: torch.Tensor, en
 
 
 def observe_rows(
-    points: Sequence[int], rows: TokenRows, counts_B: np.ndarray, hidden_BD: torch.Tensor, entropies_B: torch.Tensor
+    points: Sequence[int], rows: TokenRows, counts_B: np.ndarray, hidden_BD: torch.Tensor, entropies_B: np.ndarray
 ) -> list[Observation]:
     """Tell what the policy shows of the rows that have come to one of ``points``; a prompt's point, 0, is left out."""
     observations = []
-    for point in points:
-        if not point or not len(chosen := np.flatnonzero(counts_B == point)):
-            continue
-        index = torch.from_numpy(chosen).to(hidden_BD.device)
-        parts = [
-            hidden_BD[index].float().cpu(),
-            rows.mean_logprobs(chosen.tolist()),
-            entropies_B[index, None].cpu(),
-        ]
+    for point in sorted(set(points).intersection(counts_B.tolist()) - {0}):
+        chosen = np.flatnonzero(counts_B == point)
+        states = hidden_BD[torch.from_numpy(chosen).to(hidden_BD.device)].float().cpu().numpy()
+        features = np.column_stack([states, rows.mean_logprobs(chosen, point), entropies_B[chosen]])
         requests = rows.requests
-        keys = [requests[row].key for row in chosen]
-        observations.append(Observation(keys, point, torch.cat(parts, -1).numpy()))
+        observations.append(Observation([requests[row].key for row in chosen], point, features))
     return observations

@@ -18,11 +18,12 @@ class ShelfReader:
     Args:
         shelf: The keys and values.
         entries_B: By row, the entry that it reads, or -1.
+        width: How many tokens of each entry are read, from its first one on.
         start: The position in its completion of a piece's first token; -1 for prompts, which are not written.
     """
 
-    def __init__(self, shelf: Shelf, entries_B: np.ndarray, start: int = -1) -> None:
-        self.width, self.start = shelf.num_tokens, start
+    def __init__(self, shelf: Shelf, entries_B: np.ndarray, width: int, start: int = -1) -> None:
+        self.width, self.start = width, start
         self._shelf, self._entries_B = shelf, entries_B
         self._heads = shelf.shape.num_heads
         num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind them that nobody reads yet
@@ -60,8 +61,13 @@ class ShelfReader:
         head = np.arange(self._heads)
         lines = self._entries_B[:, None] * self._heads + head
         rows = slice(None) if everybody else writers
-        self._targets = self._index(lines[rows] * self.width + columns_B[rows, None])
+        self._targets = self._index(lines[rows] * self._shelf.num_tokens + columns_B[rows, None])
         self._writers = None if everybody else self._index(writers[:, None] * self._heads + head)
+
+    def advance(self) -> None:
+        """Go on to the next token of those that write here."""
+        if self.start >= 0:
+            self._targets += 1
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new keys and values, shape (lines, head size), of the rows that stand here."""
@@ -81,23 +87,26 @@ class ShelfReader:
         queries = query.shape[1]
         if self._there is not None:
             query = query.index_select(0, self._there)
-        keys = self._shelf.keys[layer].flatten(0, 1)[: self._lines]
+        keys = self._shelf.keys[layer].flatten(0, 1)[: self._lines, : self.width]
         scores = torch.bmm(query.view(-1, self._per_entry * queries, query.shape[2]), keys.transpose(1, 2))
         scores = scores.view(-1, queries, self.width)
         return scores if self._back is None else scores.index_select(0, self._back)
 
+    def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
+        """Return the values, weighted by ``weights`` of shape (places, queries, width), in their order."""
+        places = weights if self._there is None else weights.index_select(0, self._there)
+        values = self._shelf.values[layer].flatten(0, 1)[: self._lines, : self.width]
+        mixed = torch.bmm(places.view(self._lines, -1, self.width), values)
+        return mixed.view(len(places), weights.shape[1], -1)
+
     def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
         """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
-        queries = weights.shape[1]
-        if self._there is not None:
-            weights = weights.index_select(0, self._there).view(-1, self._per_entry * queries, self.width)
-        values = self._shelf.values[layer].flatten(0, 1)[: self._lines]
-        mix = torch.bmm(weights, values).view(-1, queries, output.shape[-1])
+        mixed = self.mix(layer, weights)
         if self._members is not None:
             assert self._member_back is not None
-            output.index_add_(0, self._members, mix.index_select(0, self._member_back))
+            output.index_add_(0, self._members, mixed.index_select(0, self._member_back))
         else:
-            output.add_(mix if self._back is None else mix.index_select(0, self._back))
+            output.add_(mixed if self._back is None else mixed.index_select(0, self._back))
 
     def _index(self, index: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(index).reshape(-1)).to(self._shelf.shape.device)

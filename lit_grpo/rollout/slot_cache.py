@@ -18,6 +18,8 @@ from lit_grpo.rollout.shelf_reader import ShelfReader
 from lit_grpo.rollout.shelf_writer import CompletionWriter, PromptWriter, Stretch
 from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
 
+_WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
+
 
 class SlotCache:
     """Rows of completions that are being decoded, numbered from 0 without holes, and the prompts that they share.
@@ -153,17 +155,27 @@ class SlotCache:
     # ---- a step -----------------------------------------------------------------------------------
 
     def prepare(self, counts_B: np.ndarray) -> None:
-        """Make room for the next token of each row. ``counts_B``: the tokens that each row holds so far."""
+        """Make room for the next token of each row.
+
+        Args:
+            counts_B: The tokens that each row holds so far: one more than at the last step, if it was there.
+        """
         for piece, start in enumerate(self._starts):
             if piece and len(entering := np.flatnonzero(counts_B == start)):
                 self._extend(piece, entering.tolist())
-        if self._readers is None:
-            self._read_anew()
-        assert self._readers is not None
-        for reader in self._readers:
-            reader.aim(counts_B)
-        self._positions_B = torch.from_numpy(counts_B).to(self.shape.device)
-        self._masks.clear()
+        longest = int(counts_B.max()) + 1
+        if self._readers is None or longest > len(self._completion_L):
+            self._read_anew(longest)
+            assert self._readers is not None
+            for reader in self._readers:
+                reader.aim(counts_B)
+            self._positions_B = torch.from_numpy(counts_B).to(self.shape.device)
+            self._masks.clear()
+        else:
+            for reader in self._readers:
+                reader.advance()
+            self._positions_B += 1
+            self._see_next()
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write each row's new key and value, then attend over its prompt and its completion."""
@@ -181,43 +193,58 @@ class SlotCache:
         out = scores if scores.dtype == mask.dtype else None
         scores = torch.add(mask, scores, alpha=inputs.scaling, out=out)  # in float32
         weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
-        output = torch.zeros_like(query)
-        widths = [reader.width for reader in self._readers]
-        for reader, its_weights in zip(self._readers, weights.split(widths, -1), strict=True):
+        first, *others = self._readers
+        of_first, *of_others = weights.split([reader.width for reader in self._readers], -1)
+        output = first.mix(layer, of_first)
+        for reader, its_weights in zip(others, of_others, strict=True):
             reader.add_mix(layer, its_weights, output)
         return output.view(rows, heads, 1, size)
 
-    def _read_anew(self) -> None:
-        """Lay out who reads what, after rows or prompts have come, gone or moved."""
+    def _read_anew(self, longest: int) -> None:
+        """Lay out who reads what, after rows or prompts have come, gone or moved.
+
+        Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
+
+        Args:
+            longest: The tokens of the longest completion, the next one included; little more is read of any.
+        """
         device = self.shape.device
-        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
-        self._readers, valid, columns = [], [], []
-        for room, shelf in self._prompt_shelves.items():
-            if (member_B := rooms == room).any():
-                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1)))
-                columns.append(np.arange(room))
-                valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
-        self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)
+        width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
+        self._readers, valid = [], []
         for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
             if rows_of:
                 entries = np.full(self.num_rows, -1)
                 entries[rows_of] = np.arange(len(rows_of))
-                self._readers.append(ShelfReader(shelf, entries, start))
-                columns.append(np.arange(start, start + shelf.num_tokens))
+                its_width = min(shelf.num_tokens, width - start)
+                self._readers.append(ShelfReader(shelf, entries, its_width, start))
+        width = min(width, self.max_tokens)
+        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
+        prompt_columns = []
+        for room, shelf in self._prompt_shelves.items():
+            if (member_B := rooms == room).any():
+                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
+                prompt_columns.append(np.arange(room))
+                valid.append((prompt_columns[-1] < lengths[:, None]) & member_B[:, None])
+        self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)
         self._prompt_lengths_B = torch.from_numpy(lengths).to(device)
-        self._columns_L = torch.from_numpy(np.concatenate(columns)).to(device)
+        self._completion_L = torch.arange(width, device=device)
+        self._prompt_L = torch.from_numpy(np.concatenate(prompt_columns)).to(device)
+
+    def _see_next(self) -> None:
+        """Let each row attend to one position more; what slides is computed anew."""
+        self._masks = {window: mask for window, mask in self._masks.items() if window is None}
+        for mask in self._masks.values():
+            mask[:, 0, 0].scatter_(1, self._positions_B[:, None], 0.0)
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """What each row adds to its attention scores, computed once a step: shape (rows, 1, 1, columns)."""
+        """What each row adds to its attention scores in this step: shape (rows, 1, 1, columns)."""
         if window not in self._masks:
             positions_B1 = self._positions_B[:, None]
-            width = self._prompt_valid_BL.shape[1]
-            completion_L = self._columns_L[width:]
-            valid_BL = torch.cat([self._prompt_valid_BL, completion_L <= positions_B1], -1)
+            valid_BL = torch.cat([self._completion_L <= positions_B1, self._prompt_valid_BL], -1)
             if window is not None:
                 lengths_B1 = self._prompt_lengths_B[:, None]
-                absolute_BL = self._columns_L.expand(len(valid_BL), -1).clone()
-                absolute_BL[:, width:] += lengths_B1
+                prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
+                absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
                 valid_BL &= lengths_B1 + positions_B1 - absolute_BL < window
             mask_BL = torch.zeros(valid_BL.shape, device=valid_BL.device).masked_fill_(~valid_BL, -torch.inf)
             self._masks[window] = mask_BL[:, None, None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lit_grpo.policy import eos_token_ids, token_logits
+from lit_grpo.policy import eos_token_ids, token_head
 from lit_grpo.rollout.cuda_graphs import GraphedDecoder
 from lit_grpo.rollout.decode_step import decode_step
 from lit_grpo.rollout.decoding_mode import DecodingMode
@@ -81,7 +81,8 @@ class SlotGenerator:
         if self._fused is not None and policy.device.type == "cuda":
             self._fused = self._graphs = GraphedDecoder(self._fused, policy.parameters, self.num_slots)
         self._policy, self._tokenizer = policy, tokenizer
-        self._eos_ids = torch.tensor(eos_token_ids(policy, tokenizer), device=policy.device)
+        self._device, self._head = policy.device, token_head(policy)
+        self._eos_ids = np.array(eos_token_ids(policy, tokenizer))
         self._context = slot_context(policy)
         self._mode = DecodingMode(policy)
         self.room = KVRoom(kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token))
@@ -133,7 +134,7 @@ class SlotGenerator:
 
     def _end(self) -> None:
         """Give the policy back as it was, once nothing is in flight."""
-        if self._mode is not None and not self._in_flight:
+        if self._mode is not None and not self._num_in_flight:
             self._mode.end()
 
     def _clear(self) -> None:
@@ -150,11 +151,15 @@ class SlotGenerator:
     def _in_flight(self) -> list[Request]:
         return [*(self._rows.requests if self._rows is not None else []), *self._incoming]
 
+    @property
+    def _num_in_flight(self) -> int:
+        return (0 if self._rows is None else len(self._rows)) + len(self._incoming)
+
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
-        in_flight = (0 if self._rows is None else len(self._rows)) + len(self._incoming)
         in_use = 0 if self._cache is None else self._cache.allocated_tokens
-        return Capacity(self.num_slots, self.num_slots - in_flight, self.room and self.room.tokens, in_use)
+        free_slots = self.num_slots - self._num_in_flight
+        return Capacity(self.num_slots, free_slots, self.room and self.room.tokens, in_use)
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
@@ -224,7 +229,7 @@ class SlotGenerator:
         Where memory runs out, the youngest completions are set aside before the step, and all of them where it runs
         out within it.
         """
-        if not self._in_flight:
+        if not self._num_in_flight:
             return StepEvents()
         self._check_weights()
         events = StepEvents()
@@ -254,8 +259,8 @@ class SlotGenerator:
             self._incoming = []
         hidden_BD = torch.cat(hidden)
         counts_B = rows.counts_B
-        logits_BV = token_logits(self.policy, hidden_BD)
-        tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, self._sampling, rows.uniform_B)
+        sampled = sample_tokens(self._head(hidden_BD), self._sampling, rows.uniform_B)
+        tokens_B, logprobs_B, entropies_B = (part.cpu().numpy() for part in sampled)
         events.observations += observe_rows(self.feature_points, rows, counts_B, hidden_BD, entropies_B)
         rows.append(tokens_B, logprobs_B, entropies_B)
         events.num_active = events.num_tokens = len(rows)
@@ -266,9 +271,9 @@ class SlotGenerator:
     def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
         """Run the policy over the last token of each row; return its hidden states, shape (rows, hidden size)."""
         cache.prepare(rows.counts_B - 1)
-        positions_B = rows.positions_B
-        on_device_B = torch.from_numpy(positions_B).to(self.policy.device)
-        return decode_step(self.policy, self._fused, rows.last_tokens_B, on_device_B, int(positions_B.max()), cache)
+        tokens_B, positions_B = rows.last_tokens_B, rows.positions_B
+        tokens, positions = (torch.from_numpy(part).to(self._device) for part in (tokens_B, positions_B))
+        return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
 
     def _open(self, events: StepEvents) -> None:
         """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
@@ -277,7 +282,7 @@ class SlotGenerator:
         shape = self._shape_now()
         known = self._cache
         if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (max_tokens, shape)):
-            self._rows = TokenRows(self.num_slots, max_tokens, self.policy.device)
+            self._rows = TokenRows(self.num_slots, max_tokens)
             self._cache = SlotCache(shape, max_tokens, self.num_slots)
             self._prompts.states.clear()
         assert self._rows is not None
@@ -288,7 +293,7 @@ class SlotGenerator:
 
     def _shape_now(self) -> KVShape:
         """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
-        kind = self.policy.device.type
+        kind = self._device.type
         return (
             replace(self._shape, dtype=torch.get_autocast_dtype(kind))
             if torch.is_autocast_enabled(kind)
@@ -307,7 +312,7 @@ class SlotGenerator:
             for row, (key, _) in enumerate(batch):
                 self._prompts.states[key] = hidden_BD[row].clone()
             if 0 in self.feature_points:
-                entropies_B = entropy(token_logits(self.policy, hidden_BD), self._sampling.temperature)
+                entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
                 keys = [key[:2] for key, _ in batch]
                 events.observations.append(observe_prompts(keys, hidden_BD, entropies_B))
 
@@ -323,12 +328,12 @@ class SlotGenerator:
         del self._aside[request.key]
 
     def _finish(
-        self, rows: TokenRows, cache: SlotCache, tokens_B: torch.Tensor, logprobs_B: torch.Tensor
+        self, rows: TokenRows, cache: SlotCache, tokens_B: np.ndarray, logprobs_B: np.ndarray
     ) -> list[Completion]:
         """Take the rows that have ended out of their slots."""
         assert self._sampling is not None
         stopped_B = self._stopped(rows, tokens_B)
-        if bool(logprobs_B.isnan().any()):
+        if np.isnan(logprobs_B).any():
             raise FloatingPointError(
                 f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
                 "look for NaN weights or a learning rate that is too high."
@@ -343,10 +348,10 @@ class SlotGenerator:
             rows.remove(row)
         return finished
 
-    def _stopped(self, rows: TokenRows, tokens_B: torch.Tensor) -> np.ndarray:
+    def _stopped(self, rows: TokenRows, tokens_B: np.ndarray) -> np.ndarray:
         """Whether the token that a row has just got ends it, shape (rows,)."""
         assert self._sampling is not None
-        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1).cpu().numpy()
+        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1)
         stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
         return stopped_B
 

@@ -22,7 +22,7 @@ class Residuals:
         self.capacity = capacity
         self.values = np.empty(0)
         self._sorted = np.empty(0)
-        self._scaled: dict[float, tuple[np.ndarray, np.ndarray]] = {}
+        self._scaled: dict[float, np.ndarray] = {}  # sums, by scale
 
     def __len__(self) -> int:
         """Return the number of residuals."""
@@ -36,40 +36,33 @@ class Residuals:
 
     def mean(self, mu: np.ndarray, scale: np.ndarray, lasted: np.ndarray, limit: np.ndarray) -> np.ndarray:
         """Return the mean of ``min(length, limit)`` over lengths > ``lasted``."""
-        means = np.empty(len(mu))
-        for one in np.unique(scale):
-            rows, (logs, sums) = scale == one, self._of_scale(float(one))
-            its_mu, first = _survivors(logs, mu[rows], lasted[rows])
-            last = np.maximum(np.searchsorted(logs, np.log(limit[rows]) - its_mu), first)
-            below = np.exp(its_mu) * (sums[last] - sums[first])
-            means[rows] = (below + (len(logs) - last) * limit[rows]) / (len(logs) - first)
-        return means
+        kinds, kind = np.unique(scale, return_inverse=True)
+        sums = np.stack([self._sums(float(one)) for one in kinds])
+        mu, first = self._survivors(mu, scale, lasted)
+        last = np.maximum(np.searchsorted(self._sorted, (np.log(limit) - mu) / scale), first)
+        below = np.exp(mu) * (sums[kind, last] - sums[kind, first])
+        return (below + (len(self) - last) * limit) / (len(self) - first)
 
     def quantile(
         self, mu: np.ndarray, scale: np.ndarray, lasted: np.ndarray, limit: np.ndarray, q: float
     ) -> np.ndarray:
         """Return the ``q``-quantile of ``min(length, limit)`` over lengths > ``lasted``."""
-        quantiles = np.empty(len(mu))
-        for one in np.unique(scale):
-            rows, (logs, _) = scale == one, self._of_scale(float(one))
-            its_mu, first = _survivors(logs, mu[rows], lasted[rows])
-            left = len(logs) - first
-            position = first + np.clip(q * left - 0.5, 0, left - 1)
-            quantiles[rows] = np.exp(its_mu + np.interp(position, np.arange(len(logs)), logs))
-        return np.minimum(quantiles, limit)
+        mu, first = self._survivors(mu, scale, lasted)
+        left = len(self) - first
+        position = first + np.clip(q * left - 0.5, 0, left - 1)
+        residuals = np.interp(position, np.arange(len(self)), self._sorted)
+        return np.minimum(np.exp(mu + scale * residuals), limit)
 
-    def _of_scale(self, scale: float) -> tuple[np.ndarray, np.ndarray]:
-        """The residuals times ``scale``, ascending, and the sums of the exponentials of the first 0, 1, 2, ... ."""
+    def _sums(self, scale: float) -> np.ndarray:
+        """The sums of the exponentials of the first 0, 1, 2, ... residuals, times ``scale``."""
         if scale not in self._scaled:
-            logs = scale * self._sorted
-            self._scaled[scale] = logs, np.concatenate([[0.0], np.cumsum(np.exp(logs))])
+            self._scaled[scale] = np.concatenate([[0.0], np.cumsum(np.exp(scale * self._sorted))])
         return self._scaled[scale]
 
-
-def _survivors(logs: np.ndarray, mu: np.ndarray, lasted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``mu``, raised where the tail has to be, and the index of the first of ``logs`` that is left."""
-    tail = len(logs) - min(TAIL, len(logs))
-    with np.errstate(divide="ignore"):
-        least = np.log(lasted) - mu
-    beyond = np.maximum(least - logs[tail], 0.0)
-    return mu + beyond, np.minimum(np.searchsorted(logs, least - beyond, side="right"), tail)
+    def _survivors(self, mu: np.ndarray, scale: np.ndarray, lasted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``mu``, raised where the tail has to be, and the index of the first residual that is left."""
+        tail = len(self) - min(TAIL, len(self))
+        with np.errstate(divide="ignore"):
+            least = (np.log(lasted) - mu) / scale
+        beyond = np.maximum(least - self._sorted[tail], 0.0)
+        return mu + scale * beyond, np.minimum(np.searchsorted(self._sorted, least - beyond, side="right"), tail)
