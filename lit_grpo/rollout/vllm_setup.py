@@ -68,7 +68,7 @@ def import_vllm() -> None:
 
 def server_environment() -> dict[str, str]:
     """Return the environment of a server process."""
-    return {**_QUIET, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    return {**_QUIET, **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def server_arguments(dtype: str, num_slots: int) -> dict[str, Any]:
