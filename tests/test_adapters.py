@@ -35,7 +35,9 @@ def trained(policy_folder: Path) -> Any:
     groups = random_groups(random_policy(), REWARDS)
     objective = Objective(kl=KLTerm(0.1))
     module = make_module(policy_folder, lora=LoraSettings(r=4), optimizer=sgd(2.0), objective=objective)
-    recorder = fit(module, groups, groups)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of the adapters; a large step can lead where float32 is coarser than the tests ask
+        recorder = fit(module, groups, groups)
     assert recorder.logs[0]["kl"] == pytest.approx(0, abs=1e-6) and recorder.logs[1]["kl"] > 1e-6
     return module
 
@@ -95,11 +97,12 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def with_adapters(r: int = 3, target_modules: list[str] | str = "all-linear", rslora: bool = False) -> Any:
     """A policy whose adapters change what it computes."""
     policy: Any = random_policy()
-    add_adapters(policy, LoraSettings(r, 5.0, target_modules, rslora))
-    with torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        add_adapters(policy, LoraSettings(r, 5.0, target_modules, rslora))
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+                parameter.normal_(0, 0.1)
     return policy
 
 
