@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lit_grpo.module import GRPOModule
 from lit_grpo.rollout.generator import WeightSyncError
 from lit_grpo.rollout.probe import logprob_gap
-from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+from lit_grpo.rollout.weights import check_arrival
 from lit_grpo.types import Prompt
 
 
@@ -54,7 +54,7 @@ class WeightSync(pl.Callback):
         assert isinstance(module, GRPOModule)
         start = time.perf_counter()
         generator, version = module.generator, module.policy_version
-        weights = PolicyWeights(module.policy, not generator.decodes_on_policy, generator.weights_dtype)
+        weights = generator.weights_of(module.policy)
         report = generator.load_weights(weights, version)
         metrics = {
             "time/weight_sync_s": time.perf_counter() - start,

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the routes that load weights have no password")
     parser.add_argument("--num-slots", type=int, default=64, help="completions decoded at a time")
     parser.add_argument("--dtype", default="auto", help="what it computes in; auto is the policy's own")
+    parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters alone, up to this rank")
     options, others = parser.parse_known_args(arguments)
     try:
         sys.exit(_serve(options, others))
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(options: argparse.Namespace, others: list[str]) -> int:
     from lit_grpo.policy import load_policy, load_tokenizer
+    from lit_grpo.rollout.vllm_adapters import lora_arguments
     from lit_grpo.rollout.vllm_process import ServerProcess
     from lit_grpo.rollout.vllm_setup import require_vllm, save_skeleton, server_arguments, server_environment
 
@@ -48,6 +50,8 @@ def _serve(options: argparse.Namespace, others: list[str]) -> int:
         save_skeleton(policy, load_tokenizer(options.policy), folder)
         dtype = str(policy.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
         arguments = server_arguments(dtype, options.num_slots)
+        if options.max_lora_rank is not None:
+            arguments |= lora_arguments(options.max_lora_rank)
         server = ServerProcess(
             folder, arguments, server_environment(), folder / "server.log", options.host, options.port, others
         )

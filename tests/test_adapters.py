@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from conftest import random_policy
@@ -12,8 +13,13 @@ from hand_made import fit, full_logprobs, make_module, random_groups, sgd
 
 from lit_grpo.adapters import LoraSettings, add_adapters
 from lit_grpo.policy import load_policy, load_tokenizer
+from lit_grpo.rollout.adapter_weights import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.generator import WeightSyncError
 from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.vllm_adapters import adapter_arguments
+from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.rollout.vllm_server import VLLMServerGenerator
 from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.microbatch import make_micro_batch
@@ -30,7 +36,9 @@ def trained(policy_folder: Path) -> Any:
     torch.manual_seed(0)  # peft draws the adapters
     objective = Objective(kl=KLTerm(0.1))
     module = make_module(policy_folder, lora=LoraSettings(r=4), optimizer=sgd(2.0), objective=objective)
-    recorder = fit(module, groups, groups)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of the adapters; a large step can lead where float32 is coarser than the tests ask
+        recorder = fit(module, groups, groups)
     assert recorder.logs[0]["kl"] == pytest.approx(0, abs=1e-6) and recorder.logs[1]["kl"] > 1e-6
     return module
 
@@ -88,3 +96,93 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("lit_grpo.adapters.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"install the extra lit_grpo\[lora\]"):
         add_adapters(random_policy(), LoraSettings())  # pyright: ignore[reportArgumentType]
+
+
+def with_adapters(r: int = 3, target_modules: list[str] | str = "all-linear", rslora: bool = False) -> Any:
+    """A policy whose adapters change what it computes."""
+    policy: Any = random_policy()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        add_adapters(policy, LoraSettings(r, 5.0, target_modules, rslora))
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return policy
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_alone_are_a_folder_that_peft_loads(rslora: bool) -> None:
+    policy, bare = with_adapters(rslora=rslora), random_policy()
+    ids = torch.arange(2, 20)[None]
+    expected = policy(ids).logits
+    assert not torch.allclose(bare(ids).logits, expected, atol=1e-3)
+    weights = AdapterWeights(policy, with_base=False)
+    adapters = dict(weights)
+    assert list(adapters) == weights.names == list(weights.digests) and len(adapters) == 2 * 7 * 2
+    with adapter_folder(adapters, policy) as folder:
+        loaded: Any = peft.PeftModel.from_pretrained(bare, str(folder))  # pyright: ignore[reportArgumentType]
+        assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+    assert not folder.exists()
+
+
+def test_base_weights_follow_adapters_where_they_are_asked_for() -> None:
+    policy = with_adapters()
+    adapters, base = apart(AdapterWeights(policy, with_base=True), policy)
+    assert base is not None and list(adapters) == AdapterWeights(policy, with_base=False).names
+    for (name, tensor), (expected_name, expected) in zip(base, random_policy().named_parameters(), strict=True):
+        assert name == expected_name and torch.equal(tensor, expected)
+    assert share_of_elements(adapters, policy) == pytest.approx(0.12, abs=0.02)
+    assert apart(AdapterWeights(policy, with_base=False), policy)[1] is None
+    with pytest.raises(WeightSyncError, match="1 of 28 weights did not arrive"):
+        apart(list(AdapterWeights(policy, with_base=False))[1:], policy)
+    with pytest.raises(WeightSyncError, match="1 of 25 weights did not arrive"):
+        list(apart(list(AdapterWeights(policy, with_base=True))[:-1], policy)[1] or ())
+
+
+def test_adapters_travel_in_the_type_of_the_policy() -> None:
+    policy = with_adapters().to(torch.bfloat16)
+    policy.model.layers[0].self_attn.q_proj.lora_A.to(torch.float32)
+    assert {tensor.dtype for _, tensor in AdapterWeights(policy, with_base=True)} == {torch.bfloat16}
+
+
+def test_the_engines_rank_follows_from_the_adapters() -> None:
+    assert adapter_arguments(with_adapters(r=3), {})["max_lora_rank"] == 8
+    assert adapter_arguments(with_adapters(r=33), {})["max_lora_rank"] == 64
+    assert adapter_arguments(with_adapters(r=8), {"max_lora_rank": 16})["max_lora_rank"] == 16
+
+
+@pytest.mark.parametrize(
+    "settings, given, said",
+    [
+        ({"r": 9}, {"max_lora_rank": 8}, "max_lora_rank among vLLM's arguments is 8, but model.lora.r is 9"),
+        ({"r": 513}, {}, "model.lora.r is 513 and vLLM takes at most 512"),
+        ({"target_modules": ["lm_head", "q_proj"]}, {}, "model.lora trains 'lm_head'"),
+        ({"target_modules": ["embed_tokens"]}, {}, "model.lora trains 'model.embed_tokens'"),
+        ({}, {"max_loras": 2}, "argument max_loras is set by adapters: alone"),
+    ],
+)
+def test_adapters_that_vllm_does_not_take_are_refused(settings: Any, given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        adapter_arguments(with_adapters(**settings), given)
+
+
+def test_a_head_that_is_trained_whole_is_refused() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    policy: Any = peft.get_peft_model(random_policy(), config)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"model\.lora trains '.*modules_to_save"):
+        adapter_arguments(policy, {})
+
+
+@pytest.mark.parametrize("make", [VLLMGenerator, VLLMServerGenerator])
+def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(make: Any, policy_folder: Path) -> None:
+    with pytest.raises(ValueError, match="adapters must be merged or alone, not 'separate'"):
+        make(adapters="separate")
+    with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
+        make(adapters="alone").start(random_policy(), load_tokenizer(str(policy_folder)))
+
+
+def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="sleep_level 2 drops the weights"):
+        VLLMGenerator(adapters="alone", sleep_level=2)
+    with pytest.raises(ValueError, match="transfer: changes is for weights that travel with every sync"):
+        VLLMServerGenerator(adapters="alone", transfer="changes")

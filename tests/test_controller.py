@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
-from lit_grpo.rollout.weights import SyncReport
+from lit_grpo.rollout.weights import PolicyWeights, SyncReport
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.plans import PLANS, FirstCome
 from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
@@ -25,7 +25,6 @@ class FakeGenerator:
     version = 0
     feature_points = ()
     decodes_on_policy = True
-    weights_dtype: torch.dtype | None = None
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths
@@ -36,6 +35,9 @@ class FakeGenerator:
         self.num_steps = 0
 
     def start(self, policy: Any, tokenizer: Any) -> None: ...
+
+    def weights_of(self, policy: Any) -> PolicyWeights:
+        return PolicyWeights(policy, merged=False)
 
     def load_weights(self, weights: Any, version: int) -> SyncReport:
         return SyncReport()

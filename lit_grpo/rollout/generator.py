@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lit_grpo.rollout.weights import SyncReport
+    from lit_grpo.rollout.weights import PolicyWeights, SyncReport
     from lit_grpo.types import Completion, Prompt, Request
 
 
@@ -72,11 +72,13 @@ class Generator(Protocol):
     feature_points: tuple[int, ...]
     decodes_on_policy: bool
     """Whether it computes with the policy's own tensors, adapters and all, so that weights need not travel."""
-    weights_dtype: torch.dtype | None
-    """What it computes in, where that is not the policy's own type."""
 
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""
+        ...
+
+    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
+        """Return the weights of ``policy`` that the next ``load_weights`` has to bring."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:

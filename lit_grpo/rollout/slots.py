@@ -27,7 +27,7 @@ from lit_grpo.rollout.slot_cache import SlotCache
 from lit_grpo.rollout.stop_strings import rows_with_stop_string
 from lit_grpo.rollout.support import check_slot_support, slot_context
 from lit_grpo.rollout.token_rows import TokenRows
-from lit_grpo.rollout.weights import SyncReport, check_complete, digest
+from lit_grpo.rollout.weights import PolicyWeights, SyncReport, check_complete, digest
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
@@ -51,7 +51,6 @@ class SlotGenerator:
     """
 
     decodes_on_policy = True
-    weights_dtype: torch.dtype | None = None
 
     def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:
@@ -86,6 +85,10 @@ class SlotGenerator:
         self._context = slot_context(policy)
         self._mode = DecodingMode(policy)
         self.room = KVRoom(kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token))
+
+    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
+        """Every parameter as it is."""
+        return PolicyWeights(policy, merged=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Check that every weight is the policy's own tensor, then take ``version``."""

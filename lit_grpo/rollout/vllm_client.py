@@ -49,7 +49,7 @@ class ServerClient:
         return True
 
     def get(self, path: str, **query: Any) -> Any:
-        """Ask for something; return the decoded answer, ``None`` where it is empty."""
+        """Ask for something; return the decoded answer, ``None`` where it is not JSON."""
         return self._call("GET", path, params=query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -63,7 +63,7 @@ class ServerClient:
             raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
         if not response.is_success:
             raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}")
-        return response.json() if response.content else None
+        return response.json() if "json" in response.headers.get("content-type", "") and response.content else None
 
     async def stream(self, prompt: list[int], fields: Mapping[str, Any]) -> AsyncIterator[Chunk]:
         """Sample a completion of ``prompt``, chunk by chunk.

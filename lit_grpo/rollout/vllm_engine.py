@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lit_grpo.policy import context_length, eos_token_ids
+from lit_grpo.rollout.adapter_weights import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.generator import Capacity, StepEvents, WeightSyncError
 from lit_grpo.rollout.memory_budget import free_bytes, update_bytes
 from lit_grpo.rollout.streams import Streams
 from lit_grpo.rollout.text_features import TextFeatures
+from lit_grpo.rollout.vllm_adapters import adapter_arguments, check_adapters, joined
 from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
 from lit_grpo.rollout.vllm_setup import (
     check_engine_args,
@@ -44,7 +46,7 @@ class VLLMGenerator:
 
     Each completion is a request of its own, and no more are in the engine than it decodes at a time: the plan decides
     what comes next, not the engine's queue. Prompts are prefilled once a group (prefix caching). The engine begins
-    with no weights; every sync reloads all of them in place.
+    with no weights; every sync reloads all of them in place, or brings new LoRA adapters.
 
     Args:
         num_slots: How many completions are decoded at a time (vLLM's ``max_num_seqs``).
@@ -52,6 +54,8 @@ class VLLMGenerator:
             such as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need.
         sleep_level: What the engine gives back while the policy is updated, on a GPU: 0 nothing, 1 keys and values,
             with the weights moved to the host, 2 both dropped.
+        adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
+            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA.
         engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
     """
 
@@ -62,15 +66,20 @@ class VLLMGenerator:
         num_slots: int = 64,
         kv_memory: str = "auto",
         sleep_level: Literal[0, 1, 2] = 1,
+        adapters: Literal["merged", "alone"] = "merged",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
         if sleep_level not in (0, 1, 2):
             raise ValueError(f"sleep_level must be 0, 1 or 2, not {sleep_level}.")
+        check_adapters(adapters)
+        if adapters == "alone" and sleep_level == 2:
+            raise ValueError("sleep_level 2 drops the weights, which adapters: alone sends once; take sleep_level 1.")
         self.num_slots = num_slots
         self.kv_memory = MemoryBudget(kv_memory)
         self.sleep_level = sleep_level
+        self.adapters = adapters
         self.engine_args = dict(engine_args or {})
         self.weights_dtype = dtype_of(self.engine_args)
         self.feature_points: tuple[int, ...] = ()
@@ -82,6 +91,9 @@ class VLLMGenerator:
         self._keys: dict[str, Key] = {}  # of requests in flight, by the engine's name for them
         self._names: dict[Key, str] = {}
         self._asleep = False
+        self._holds_base = False  # the weights that adapters alone stand beside
+        self._num_adapters = 0
+        self._adapter: Any = None  # vLLM's name of the one to decode with
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -89,7 +101,7 @@ class VLLMGenerator:
         """Start an engine for the policy's architecture, without its weights; one that runs for the same is kept.
 
         Raises:
-            ValueError: vLLM is not installed, or does not take an engine argument or the model.
+            ValueError: vLLM is not installed, or does not take an engine argument, the model or its adapters.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(
@@ -97,12 +109,13 @@ class VLLMGenerator:
                 "lit_grpo.rollout.vllm_server.VLLMServerGenerator, which starts servers for each rank."
             )
         warn_of_dtype(policy, self.weights_dtype)
-        made_for = signature(policy)
+        arguments = self._arguments(policy)
+        made_for = f"{signature(policy)} {arguments.get('max_lora_rank')}"
         if self._made_for != made_for:
             self._end_engine()  # two of them in one process share what they should not
-            self._engine = self._make_engine(policy, tokenizer)
+            self._engine = self._make_engine(policy, tokenizer, arguments)
             self._made_for = made_for
-        self._policy = policy
+        self._policy, self._holds_base = policy, False
         config = self._engine.vllm_config
         self._context = int(config.model_config.max_model_len)
         self._kv_tokens = int(config.cache_config.num_gpu_blocks * config.cache_config.block_size)
@@ -114,14 +127,16 @@ class VLLMGenerator:
     def _end_engine(self) -> None:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
-            self._engine, self._made_for = None, ""
+            self._engine, self._adapter, self._made_for = None, None, ""
             gc.collect()
 
-    def _make_engine(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def _make_engine(
+        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]
+    ) -> Any:
         folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         save_skeleton(policy, tokenizer, folder)
-        arguments = {"model": str(folder), **self._arguments(policy), **self.engine_args}
+        arguments = {"model": str(folder), **arguments, **self.engine_args}
         with quiet_start(), torch.inference_mode(False):  # its tensors are written to again, whatever mode that is in
             import_vllm()
             from vllm.engine.arg_utils import EngineArgs
@@ -144,6 +159,7 @@ class VLLMGenerator:
             "enable_sleep_mode": on_gpu and self.sleep_level > 0,
             "enforce_eager": not on_gpu,
             "weight_transfer_config": {"backend": "lit_grpo"},
+            **(adapter_arguments(policy, self.engine_args) if self.adapters == "alone" else {}),
         }
 
     def _kv_bytes(self, policy: PreTrainedModel) -> int:
@@ -155,18 +171,24 @@ class VLLMGenerator:
         config = policy.config.get_text_config()
         return min(allowed, (self.num_slots + 1) * context * kv_bytes_per_token(config, policy.dtype))
 
+    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
+        """All weights with adapters merged; or the adapters, and the base weights where the engine has none."""
+        if self.adapters == "alone":
+            return AdapterWeights(policy, with_base=not self._holds_base, dtype=self.weights_dtype)
+        return PolicyWeights(policy, dtype=self.weights_dtype)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Reload all weights in place, one after another, and forget the prompts of the old ones."""
+        """Reload all weights in place, one after another, or take new adapters; forget the prompts of the old ones."""
         assert self._policy is not None, "start comes first"
         self._version = -1  # until all of them are here
         if self._asleep:
             self._engine.wake_up(["weights"])
-        parcel = Parcel(complete(weights, PolicyWeights(self._policy).names))
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._engine.collective_rpc("start_weight_update")
-                self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
-                self._engine.collective_rpc("finish_weight_update")
+                if self.adapters == "alone":
+                    report = self._load_apart(weights, self._policy, version)
+                else:
+                    report = self._load_all(complete(weights, PolicyWeights(self._policy).names))
         except WeightSyncError:
             raise
         except Exception as error:
@@ -178,7 +200,44 @@ class VLLMGenerator:
             self._asleep = False
         self._engine.set_weight_version(str(version))
         self._version = version
+        return report
+
+    def _load_all(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+        parcel = Parcel(weights)
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
+        self._engine.collective_rpc("finish_weight_update")
         return SyncReport(parcel.digests, parcel.num_bytes)
+
+    def _load_apart(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
+    ) -> SyncReport:
+        """Load the base weights where they come too, and then the adapters."""
+        adapters, base = apart(weights, policy)
+        if base is None and not self._holds_base:
+            raise WeightSyncError("Adapters arrived, but the weights that they stand beside have not.")
+        if base is None:
+            report = SyncReport(changed_share=share_of_elements(adapters, policy))
+        else:
+            self._holds_base = False  # until all of them are here
+            report = self._load_all(base)
+            self._holds_base = True
+        report.digests |= self._load_adapters(adapters, policy, version)
+        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
+        return report
+
+    def _load_adapters(
+        self, adapters: dict[str, torch.Tensor], policy: PreTrainedModel, version: int
+    ) -> dict[str, str]:
+        """Exchange the adapter for a new one of another name; return the digests of what the engine holds of it."""
+        from vllm.lora.request import LoRARequest
+
+        self._num_adapters += 1
+        with adapter_folder(adapters, policy) as folder:
+            name = f"version-{version}-{self._num_adapters}"
+            self._adapter = LoRARequest(name, self._num_adapters, str(folder))
+            self._engine.add_lora(self._adapter)
+            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
 
     @property
     def version(self) -> int:
@@ -186,8 +245,8 @@ class VLLMGenerator:
         return self._version
 
     def distrust(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again."""
-        self._version = -1
+        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
+        self._version, self._holds_base = -1, False
 
     def sleep(self) -> dict[str, float]:
         """On a GPU, give back what ``sleep_level`` says; what stays with the process is measured."""
@@ -242,7 +301,7 @@ class VLLMGenerator:
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
         # An engine short of memory sets aside those of the highest priority number: the youngest.
         name = str(self._num_submitted)
-        self._engine.add_request(name, prompt, params, priority=self._num_submitted)
+        self._engine.add_request(name, prompt, params, priority=self._num_submitted, lora_request=self._adapter)
         self._num_submitted += 1
         self._keys[name], self._names[request.key] = request.key, name
         self._streams.open(request)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lit_grpo.rollout.adapter_weights import adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.generator import WeightSyncError
 from lit_grpo.rollout.vllm_client import ServerClient, ServerError
+from lit_grpo.rollout.vllm_member import Server
 from lit_grpo.rollout.vllm_process import ServerProcess
 from lit_grpo.rollout.vllm_setup import require_vllm, save_skeleton, server_arguments, server_environment
 from lit_grpo.rollout.weight_files import write_full, write_patch
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 
 _SHARED_MEMORY = Path("/dev/shm")
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-@dataclass(eq=False)
-class Server:
-    """A server, with its process where it is ours, and the policy version that it holds."""
-
-    client: ServerClient
-    process: ServerProcess | None = None
-    version: int = -1
-    up: bool = True
 
 
 class Fleet:
@@ -83,7 +73,7 @@ class Fleet:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         if self.urls:
             self._servers = [Server(ServerClient(url, self.timeout_s)) for url in _own_share(self.urls)]
-            self._check_named(policy, tokenizer)
+            self._check_named(policy, tokenizer, server_args.get("max_lora_rank", 0))
         else:
             self._start_own(policy, tokenizer, server_args)
         models = [server.client.get("/v1/models")["data"][0] for server in self._servers]
@@ -113,11 +103,11 @@ class Fleet:
             self._stop()
             raise
 
-    def _check_named(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compare the model and the tokenizer of each named server with the policy's.
+    def _check_named(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rank: int) -> None:
+        """Compare the model and the tokenizer of each named server with the policy's, and the rank that it takes.
 
         Raises:
-            ValueError: They are not the same, or a server does not answer.
+            ValueError: They are not the same, or too low, or a server does not answer.
         """
         config = policy.config.get_text_config()
         fields = {name: getattr(config, name) for name in _COMPARED}
@@ -135,6 +125,11 @@ class Fleet:
                     f"The server at {server.client.url} has another tokenizer than the policy; start it with the "
                     "policy's."
                 )
+            if rank and server.max_adapter_rank() < rank:
+                raise ValueError(
+                    f"The server at {server.client.url} does not take LoRA adapters of rank {rank}; start it with "
+                    f"--max-lora-rank {rank}, or take adapters: merged."
+                )
 
     # ---- weights ----------------------------------------------------------------------------------
 
@@ -144,20 +139,50 @@ class Fleet:
         Raises:
             WeightSyncError: No server took the weights, or not all of them bound the same.
         """
-        for server in self._servers:
-            server.up = self.is_well(server)
+        self._look()
         base = self.weights_folder or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
         with tempfile.TemporaryDirectory(prefix="lit_grpo_weights_", dir=base) as folder:
             path = Path(folder) / "weights.safetensors"
             num_bytes, changed = self._write(weights, path)
-            receipts = self._tell(lambda number, server: self._update(server, path, version, number))
-        if not receipts:
-            raise WeightSyncError("No vLLM server took the policy's weights; see its log for why.")
-        first = next(iter(receipts.values()))
-        if any(receipt != first for receipt in receipts.values()):
-            raise WeightSyncError("The vLLM servers have bound different weights.")
+            digests = self._tell(lambda number, server: server.update(path, version, number, self.sends_changes))
         self._version = version
-        return SyncReport(first, num_bytes, changed)
+        return SyncReport(digests, num_bytes, changed)
+
+    def load_apart(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
+    ) -> SyncReport:
+        """Bring adapters, and before them the weights that they stand beside, where these are among what is sent.
+
+        Raises:
+            WeightSyncError: No server took them, or not all of them hold the same.
+        """
+        adapters, base = apart(weights, policy)
+        if base is None:
+            self._look()
+            report = SyncReport(changed_share=share_of_elements(adapters, policy))
+        else:
+            report = self.load_weights(base, version)
+        for server in self.alive:
+            server.up = server.holds_base
+        with adapter_folder(adapters, policy, self.weights_folder) as folder:
+            report.digests |= self._tell(lambda _, server: server.exchange(folder, version))
+        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
+        return report
+
+    def lacks_base(self) -> bool:
+        """Whether there is a server without the weights that adapters stand beside, such as one that began anew."""
+        self._look()
+        return not all(server.holds_base for server in self.alive)
+
+    def forget_weights(self) -> None:
+        """Take it that no server holds weights of the policy."""
+        for server in self._servers:
+            server.holds_base = False
+
+    def _look(self) -> None:
+        """See which servers are up."""
+        for server in self._servers:
+            server.look()
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple[int, float]:
         """Write what the servers need to know; changes only where all of them hold what was sent last."""
@@ -167,56 +192,34 @@ class Fleet:
         held = self._held if self.sends_changes else None
         return write_full(weights, path, held), 1.0
 
-    def _update(self, server: Server, path: Path, version: int, number: int) -> dict[str, str]:
-        """Bring one server up to date; return the digests that its workers have received."""
-        server.version = -1
-        receipt = path.parent / f"receipt-{number}"
-        info = {"path": str(path), "receipt": str(receipt), "patches_follow": self.sends_changes}
-        server.client.post("/start_weight_update")
-        server.client.post("/update_weights", {"update_info": info})
-        server.client.post("/finish_weight_update", {"weight_version": str(version)})
-        server.client.post("/reset_prefix_cache")
-        reported = server.client.get("/weight_info")["weight_version"]
-        if reported != str(version):
-            raise WeightSyncError(
-                f"The vLLM server at {server.client.url} says that its weights are version {reported}, where the "
-                f"policy's are {version}."
-            )
-        receipts = [json.loads(file.read_text()) for file in path.parent.glob(f"{receipt.name}-*.json")]
-        if not receipts or any(digests != receipts[0] for digests in receipts):
-            raise WeightSyncError(
-                f"The workers of the vLLM server at {server.client.url} have bound different weights."
-            )
-        server.version = version
-        return receipts[0]
+    def _tell(self, call: Callable[[int, Server], dict[str, str]]) -> dict[str, str]:
+        """Call for all servers that are up at the same time, and return the digests, on which all must agree.
 
-    def _tell(self, call: Callable[[int, Server], dict[str, str]]) -> dict[int, dict[str, str]]:
-        """Call for all servers that are up at the same time; those that fail are left out, unless all do."""
-        results: dict[int, dict[str, str]] = {}
+        Those that fail are left out, unless all do.
+        """
+        results: list[dict[str, str]] = []
         failures: list[ServerError] = []
         with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
-            pending = {number: (s, pool.submit(call, number, s)) for number, s in enumerate(self._servers) if s.up}
-            for number, (server, result) in pending.items():
+            pending = [(s, pool.submit(call, number, s)) for number, s in enumerate(self._servers) if s.up]
+            for server, result in pending:
                 try:
-                    results[number] = result.result()
+                    results.append(result.result())
                 except ServerError as error:
                     server.up = False
                     failures.append(error)
         if failures and not results:
             raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
-        return results
+        if not results:
+            raise WeightSyncError("No vLLM server took the policy's weights; see its log for why.")
+        if any(digests != results[0] for digests in results):
+            raise WeightSyncError("The vLLM servers have bound different weights.")
+        return results[0]
 
     # ---- end --------------------------------------------------------------------------------------
 
-    def is_well(self, server: Server) -> bool:
-        """Whether a server runs and answers."""
-        if server.process is not None and server.process.process.poll() is not None:
-            return False
-        return server.client.answers()
-
     def lose(self, server: Server) -> None:
         """Leave a server out; a process of ours is ended, since it may hang."""
-        server.up, server.version = False, -1
+        server.up, server.version, server.holds_base = False, -1, False
         if server.process is not None:
             server.process.stop()
 

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_grpo.policy import eos_token_ids
+from lit_grpo.rollout.adapter_weights import AdapterWeights
 from lit_grpo.rollout.generator import Capacity, GenerationError, StepEvents, WeightSyncError
 from lit_grpo.rollout.stream_pump import Arrival, StreamPump
 from lit_grpo.rollout.streams import Streams
 from lit_grpo.rollout.text_features import TextFeatures
+from lit_grpo.rollout.vllm_adapters import adapter_arguments, check_adapters
 from lit_grpo.rollout.vllm_client import ServerError
-from lit_grpo.rollout.vllm_fleet import Fleet, Server
+from lit_grpo.rollout.vllm_fleet import Fleet
+from lit_grpo.rollout.vllm_member import Server
 from lit_grpo.rollout.vllm_params import check_fits, finish_reason, sampling_fields
 from lit_grpo.rollout.vllm_setup import dtype_of, signature, warn_of_dtype
 from lit_grpo.rollout.weights import PolicyWeights, SyncReport, complete
@@ -38,9 +41,11 @@ class VLLMServerGenerator:
         devices: The GPUs of each server that is started, as ``CUDA_VISIBLE_DEVICES`` names them: ``["1", "2,3"]``.
         urls: Servers that run already, with ``VLLM_SERVER_DEV_MODE=1``, ``--weight-transfer-config
             '{"backend": "lit_grpo"}'`` and lit_grpo installed beside vLLM; ``python -m lit_grpo serve`` starts such a
-            one. Of several ranks each takes its share of them.
+            one (with ``--max-lora-rank`` for adapters alone). Of several ranks each takes its share of them.
         transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
             sent; for these each side keeps a copy of the weights on its host.
+        adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
+            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA.
         weights_folder: Where the files are put, readable by all servers; shared memory by default.
         timeout_s: Seconds without an answer, or without a token of any completion, after which a server counts as hung.
         start_timeout_s: Seconds that a server may take to start.
@@ -56,6 +61,7 @@ class VLLMServerGenerator:
         devices: list[str] | None = None,
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",
+        adapters: Literal["merged", "alone"] = "merged",
         weights_folder: str | None = None,
         timeout_s: float = 60.0,
         start_timeout_s: float = 300.0,
@@ -69,9 +75,16 @@ class VLLMServerGenerator:
                 raise ValueError(f"{name} must be above 0, not {value}.")
         if transfer not in ("full", "changes"):
             raise ValueError(f"transfer must be full or changes, not {transfer!r}.")
+        check_adapters(adapters)
+        if adapters == "alone" and transfer == "changes":
+            raise ValueError(
+                "transfer: changes is for weights that travel with every sync, and with adapters: alone they travel "
+                "once; take transfer: full."
+            )
         if devices is not None and len(devices) != num_servers:
             raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
         self.num_slots = num_slots
+        self.adapters = adapters
         self.feature_points: tuple[int, ...] = ()
         self._fleet = Fleet(num_slots, num_servers, devices, urls, transfer, weights_folder, timeout_s, start_timeout_s)
         self._server_args = dict(server_args or {})
@@ -87,12 +100,16 @@ class VLLMServerGenerator:
         """Start servers for the policy's architecture, or check those named; those that run for the same are kept.
 
         Raises:
-            ValueError: vLLM is not installed, a server does not start or answer, or serves another model.
+            ValueError: vLLM is not installed, a server does not start or answer, or serves another model, or vLLM does
+                not take the policy's adapters.
         """
         warn_of_dtype(policy, self.weights_dtype)
-        if self._made_for != (made_for := signature(policy)):
-            self._fleet.start(policy, tokenizer, self._server_args)
+        arguments = adapter_arguments(policy, self._server_args) if self.adapters == "alone" else {}
+        made_for = f"{signature(policy)} {arguments.get('max_lora_rank')}"
+        if self._made_for != made_for:
+            self._fleet.start(policy, tokenizer, arguments | self._server_args)
             self._made_for = made_for
+        self._fleet.forget_weights()
         self._policy = policy
         self._eos_ids = eos_token_ids(policy, tokenizer)
         self._features = TextFeatures(policy, self.feature_points)
@@ -101,11 +118,20 @@ class VLLMServerGenerator:
         self._unseen: list[Prompt] = []
         self._pump = self._pump or StreamPump()
 
+    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
+        """All weights with adapters merged; or the adapters, and the base weights where a server has none."""
+        if self.adapters == "alone":
+            return AdapterWeights(policy, with_base=self._fleet.lacks_base(), dtype=self.weights_dtype)
+        return PolicyWeights(policy, dtype=self.weights_dtype)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Bring all weights to every server that answers, and forget the prompts of the old ones."""
+        """Bring all weights, or adapters, to every server that answers, and forget the prompts of the old ones."""
         assert self._policy is not None, "start comes first"
         self._version = -1  # until all of them are there
-        report = self._fleet.load_weights(complete(weights, PolicyWeights(self._policy).names), version)
+        if self.adapters == "alone":
+            report = self._fleet.load_apart(weights, self._policy, version)
+        else:
+            report = self._fleet.load_weights(complete(weights, PolicyWeights(self._policy).names), version)
         self._version = version
         return report
 
@@ -115,8 +141,9 @@ class VLLMServerGenerator:
         return self._version
 
     def distrust(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again."""
+        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
         self._version = -1
+        self._fleet.forget_weights()
 
     def sleep(self) -> dict[str, float]:
         """Servers have devices of their own; they stay as they are."""
@@ -197,7 +224,7 @@ class VLLMServerGenerator:
         if server is None or attempt != arrival.attempt:
             return  # of an aborted request, or of an attempt that was given up
         if isinstance(arrival.content, ServerError):
-            if attempt < _RETRIES and not arrival.content.hung and self._fleet.is_well(server):
+            if attempt < _RETRIES and not arrival.content.hung and server.is_well():
                 self._begin_anew(arrival.key)  # a connection broke, not the server
             else:
                 self._lose(server, str(arrival.content), events)

@@ -69,7 +69,7 @@ def import_vllm() -> None:
 def server_environment(num_servers: int = 1) -> dict[str, str]:
     """Return the environment of a server process, one of ``num_servers`` that share this machine."""
     environment = _QUIET | ({} if torch.cuda.is_available() else _cpu_server(num_servers))
-    return {**environment, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    return {**environment, **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def _cpu_server(num_servers: int) -> dict[str, str]:

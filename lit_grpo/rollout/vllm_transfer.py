@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from lit_grpo.rollout.generator import WeightSyncError
 from lit_grpo.rollout.weight_files import rebuild
-from lit_grpo.rollout.weights import Parcel, digest
+from lit_grpo.rollout.weights import Parcel, checkpoint_name, digest
 
 BACKEND = "lit_grpo"
 
@@ -120,7 +120,7 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
                 parcel.num_bytes += tensor.nbytes
                 yield name, tensor
 
-        expected = {name for name, _ in self.model.named_parameters()}
+        expected = {checkpoint_name(name) for name, _ in self.model.named_parameters()}  # of layers that take adapters
         loaded: Any = self.model.load_weights(noted())  # pyright: ignore[reportCallIssue]
         tied = {"lm_head.weight"} if self._ties_head else set()
         if missing := expected - set(loaded) - tied:

@@ -81,10 +81,15 @@ class PolicyWeights:
         if not self.merged:
             yield from self.policy.named_parameters()
             return
-        merges = _merges(self.policy)
+        merges = {f"{name}.weight": _merge(layer) for name, layer in lora_layers(self.policy)}
+        for name, weight in self._base():
+            yield name, merges[name](weight) if name in merges else weight
+
+    def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that any adapters stand beside."""
         for name, parameter in self.policy.named_parameters():
             if not _is_adapter(name):
-                yield checkpoint_name(name), merges[name](parameter) if name in merges else dequantized(parameter)
+                yield checkpoint_name(name), dequantized(parameter)
 
 
 def checkpoint_name(name: str) -> str:
@@ -96,20 +101,17 @@ def _is_adapter(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 
-def _merges(policy: PreTrainedModel) -> Mapping[str, Any]:
-    """How the weight of each LoRA layer is made, by its parameter's name."""
-    return {
-        f"{name}.base_layer.weight": _merge(module)
-        for name, module in policy.named_modules()
-        if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight")
-    }
+def lora_layers(policy: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """The layers that have a LoRA adapter, by their names in the bare model."""
+    for name, module in policy.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight"):
+            yield checkpoint_name(name), module
 
 
 def _merge(layer: Any) -> Any:
     def merge(weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             deltas = [layer.get_delta_weight(adapter) for adapter in layer.active_adapters]
-            weight = dequantized(weight)
             return weight + sum(deltas).to(weight.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
     return merge

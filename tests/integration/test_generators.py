@@ -11,13 +11,14 @@ import torch
 from conftest import random_policy
 from hand_made import full_logprobs
 
+from lit_grpo.adapters import LoraSettings, add_adapters
 from lit_grpo.policy import load_tokenizer
 from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import Generator, WeightSyncError
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.vllm_engine import VLLMGenerator
 from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+from lit_grpo.rollout.weights import check_arrival
 from lit_grpo.types import Completion, Prompt, Request, Rollout, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -45,6 +46,11 @@ def make_engine() -> Generator:
     return VLLMGenerator(NUM_SLOTS, kv_memory="8MiB", engine_args={"max_model_len": 128, "block_size": 32})
 
 
+def make_engine_of_adapters() -> Generator:
+    arguments = {"max_model_len": 128, "block_size": 32}
+    return VLLMGenerator(NUM_SLOTS, kv_memory="8MiB", adapters="alone", engine_args=arguments)
+
+
 def make_servers() -> Generator:
     arguments = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
     return VLLMServerGenerator(NUM_SLOTS // 2, num_servers=2, server_args=arguments)
@@ -54,6 +60,7 @@ CASES = {
     "slots": (make_slots, False),
     "vllm, own head": (make_engine, False),
     "vllm, tied head": (make_engine, True),
+    "vllm, adapters alone": (make_engine_of_adapters, True),
     "two vllm servers": (make_servers, True),
 }
 
@@ -65,7 +72,18 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, bool]:
 
 @pytest.fixture(scope="module")
 def policy(case: tuple[Any, bool]) -> Any:
-    return random_policy(head_dim=32, tie_word_embeddings=case[1])  # a head size that vLLM's CPU kernels know
+    policy: Any = random_policy(head_dim=32, tie_word_embeddings=case[1])  # a head size that vLLM's CPU kernels know
+    if case[0] is make_engine_of_adapters:
+        add_random_adapters(policy)
+    return policy
+
+
+def add_random_adapters(policy: Any) -> None:
+    add_adapters(policy, LoraSettings(r=3, alpha=5.0, rslora=True))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +97,7 @@ def started(case: tuple[Any, bool], policy: Any, tokenizer: Any) -> Iterator[Any
 
 @pytest.fixture
 def generator(started: Any, policy: Any) -> Any:
-    started.load_weights(PolicyWeights(policy, merged=not started.decodes_on_policy), 0)
+    started.load_weights(started.weights_of(policy), 0)
     return started
 
 
@@ -191,8 +209,9 @@ def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(gener
     try:
         with torch.no_grad():
             for parameter in policy.parameters():
-                parameter.mul_(1.1)
-        weights = PolicyWeights(policy, merged=not generator.decodes_on_policy)
+                if parameter.requires_grad:
+                    parameter.mul_(1.1)
+        weights = generator.weights_of(policy)
         check_arrival(weights.digests, generator.load_weights(weights, 7).digests)
         after = collect(generator, 4)
         assert tokens(after) != before
@@ -201,36 +220,63 @@ def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(gener
             assert rollout.completion.versions_T.unique().tolist() == [7]
     finally:
         policy.load_state_dict(saved)
-    generator.load_weights(PolicyWeights(policy, merged=not generator.decodes_on_policy), 8)
+    generator.load_weights(generator.weights_of(policy), 8)
     assert tokens(collect(generator, 4)) == before
 
 
-def all_but_one(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name, tensor in policy.named_parameters() if "layers.1.mlp.up" not in name]
+def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
+    weights = generator.weights_of(policy)
+    report = generator.load_weights(weights, 3)
+    check_arrival(weights.digests, report.digests)
+    adapters = sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
+    everything = sum(parameter.nbytes for parameter in policy.parameters())
+    if generator.decodes_on_policy:
+        assert report.num_bytes == 0
+    elif getattr(generator, "adapters", "merged") == "alone":
+        assert report.num_bytes == adapters < everything / 5
+        assert report.changed_share == adapters / everything
+        generator.distrust()
+        assert generator.load_weights(generator.weights_of(policy), 3).num_bytes == everything
+    else:
+        assert report.num_bytes == everything
 
 
-def one_of_no_name(policy: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    return [*policy.named_parameters(), ("model.layers.9.mlp.up_proj.weight", torch.zeros(64, 32))]
+def all_but_one(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in weights if "layers.1.mlp.up" not in name]
 
 
-def broken_off(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from list(policy.named_parameters())[:5]
+def one_of_no_name(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    return [*weights, ("model.layers.9.mlp.up_proj.weight", torch.zeros(64, 32))]
+
+
+def broken_off(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(weights)[:5]
     raise ConnectionError("the sender is gone")
 
 
 @pytest.mark.parametrize("weights", [all_but_one, one_of_no_name, broken_off])
 def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy: Any, weights: Any) -> None:
     with pytest.raises((WeightSyncError, ConnectionError)):
-        generator.load_weights(weights(policy), 1)
+        generator.load_weights(weights(generator.weights_of(policy)), 1)
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
         generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
-    generator.load_weights(PolicyWeights(policy, merged=not generator.decodes_on_policy), 2)
+    generator.load_weights(generator.weights_of(policy), 2)
     assert generator.version == 2
     assert len(collect(generator, 2)) == 6
     generator.distrust()
     with pytest.raises(WeightSyncError):
         generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_tensor_with_another_content_is_found(generator: Any, policy: Any, which: int) -> None:
+    weights = generator.weights_of(policy)
+    sent = dict(weights)
+    name = [name for name in sent if "layers.0.mlp.down_proj" in name][which]  # of an adapter's two matrices, each
+    other = sent | {name: sent[name.replace("layers.0", "layers.1")].clone()}
+    with pytest.raises(WeightSyncError, match=r"1 of \d+ weights arrived with another content|is another tensor"):
+        check_arrival(weights.digests, generator.load_weights(other.items(), 5).digests)
 
 
 def test_it_shows_completions_at_the_points_asked_for(generator: Any) -> None:

@@ -1,0 +1,179 @@
+"""LoRA adapters that travel alone to a vLLM server: a run, its bytes and its proofs, and a server that began anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy, save_tokenizer
+from hand_made import full_logprobs, make_module, make_trainer, sgd
+from lightning.pytorch.callbacks import Callback
+
+from callbacks import RolloutScheduler, WeightSync
+from lit_grpo.adapters import LoraSettings, add_adapters
+from lit_grpo.data import PromptDataModule
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.adapter_weights import AdapterWeights
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.generator import WeightSyncError
+from lit_grpo.rollout.vllm_server import VLLMServerGenerator
+from lit_grpo.rollout.weights import check_arrival
+from lit_grpo.types import Prompt, Request, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("c", tuple(2 + i * 7 % 30 for i in range(40)), "")]
+SAMPLING = SamplingParams(max_tokens=24)
+ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of a head size that vLLM's CPU kernels know, and prompts."""
+    folder = tmp_path_factory.mktemp("policy")
+    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    (folder / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2*3="}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generator() -> Iterator[VLLMServerGenerator]:
+    generator = VLLMServerGenerator(4, adapters="alone", server_args=ARGUMENTS)
+    yield generator
+    generator.close()
+
+
+class Syncs(Callback):
+    """Keeps what was logged of each sync."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def even_length(completion: str, num_tokens: int) -> float:
+    """A reward that about half of all completions get."""
+    return float(num_tokens % 2 == 0)
+
+
+def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback) -> Any:
+    """Take three updates; return the trained policy."""
+    data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
+    module = make_module(
+        folder,
+        generator=generator,
+        lora=LoraSettings(r=1, target_modules=["q_proj", "down_proj"]),
+        optimizer=sgd(2.0),
+        sampling=SamplingParams(max_tokens=9),
+        rewards=[RewardSpec(f"{__file__}:even_length")],
+    )
+    trainer = make_trainer(RolloutScheduler(), WeightSync(), *callbacks, max_steps=3, max_epochs=-1)
+    trainer.fit(module, datamodule=data)
+    return module.policy
+
+
+def sampled_right(generator: VLLMServerGenerator, policy: Any, version: int) -> bool:
+    groups, _ = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=version)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert all(rollout.completion.versions_T.unique().tolist() == [version] for rollout in rollouts)
+    return all(torch.allclose(r.completion.logprobs_T, full_logprobs(policy, r), atol=1e-4) for r in rollouts)
+
+
+def test_a_run_sends_its_weights_once_and_then_its_adapters(folder: Path, generator: VLLMServerGenerator) -> None:
+    syncs = Syncs()
+    policy = train(folder, generator, syncs).eval()
+    adapters = sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
+    everything = sum(parameter.nbytes for parameter in policy.parameters())
+    assert adapters < everything / 50
+    assert len(syncs.logs) == 3 and generator.version == 3
+    for log in syncs.logs:
+        assert log["sync/mib"] == pytest.approx(adapters / 2**20)
+        assert log["sync/changed_share"] == pytest.approx(adapters / everything)
+        assert log["sync/logprob_gap"] < 1e-5 and log["sampling/logprob_gap_max"] < 1e-4
+        assert log["time/weight_sync_s"] > 0
+    assert any(parameter.abs().max() > 0.05 for name, parameter in policy.named_parameters() if "lora_B" in name)
+    (server,) = generator._fleet.alive
+    models = [model["id"] for model in server.client.get("/v1/models")["data"]]
+    assert len(models) == 2 and server.adapter in models  # the old ones are gone
+
+
+@pytest.fixture
+def policy(folder: Path, generator: VLLMServerGenerator) -> Any:
+    """A policy with random adapters, as version 5 on the server."""
+    policy: Any = random_policy(head_dim=32)
+    add_adapters(policy, LoraSettings(r=1, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    generator.start(policy, load_tokenizer(str(folder)))
+    weights = generator.weights_of(policy)
+    report = generator.load_weights(weights, 5)
+    check_arrival(weights.digests, report.digests)
+    assert report.changed_share == 1.0  # another start: nothing that the server holds is relied on
+    return policy
+
+
+def test_no_old_adapter_and_no_old_prompt_is_used(generator: VLLMServerGenerator, policy: Any) -> None:
+    assert sampled_right(generator, policy, 5)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-1)
+    assert not sampled_right(generator, policy, 5)
+    weights = generator.weights_of(policy)
+    check_arrival(weights.digests, generator.load_weights(weights, 6).digests)
+    assert sampled_right(generator, policy, 6)
+
+
+def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGenerator, policy: Any) -> None:
+    weights = generator.weights_of(policy)
+    sent = dict(weights)
+    name = next(name for name in sent if "layers.0.self_attn.q_proj.lora_B" in name)
+    wrong = sent | {name: sent[name.replace("layers.0", "layers.1")].clone()}
+    with pytest.raises(WeightSyncError, match="1 of 8 weights arrived with another content"):
+        check_arrival(weights.digests, generator.load_weights(wrong.items(), 6).digests)
+    del wrong[name]
+    with pytest.raises(WeightSyncError, match="1 of 8 weights did not arrive"):
+        generator.load_weights(wrong.items(), 7)
+    with pytest.raises(WeightSyncError, match="call load_weights first"):
+        generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+    generator.load_weights(generator.weights_of(policy), 8)
+    assert sampled_right(generator, policy, 8)
+
+
+def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServerGenerator, policy: Any) -> None:
+    (server,) = generator._fleet.alive
+    assert not generator._fleet.lacks_base()
+    server.client.post("/update_weight_version", {"new_version": "default"})  # as that of one that began anew
+    assert generator._fleet.lacks_base()
+    with pytest.raises(WeightSyncError, match="No vLLM server took the policy's weights"):
+        generator.load_weights(AdapterWeights(policy, with_base=False), 6)
+    everything = sum(parameter.nbytes for parameter in policy.parameters())
+    assert generator.load_weights(generator.weights_of(policy), 7).num_bytes == everything
+    generator.distrust()
+    assert generator.load_weights(generator.weights_of(policy), 8).num_bytes == everything
+    assert generator.load_weights(generator.weights_of(policy), 9).num_bytes < everything / 50
+    assert sampled_right(generator, policy, 9)
+
+
+def test_a_named_server_must_take_the_rank(generator: VLLMServerGenerator, policy: Any, folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    urls = [client.url for client in generator._fleet.clients]
+    named = VLLMServerGenerator(4, urls=urls, adapters="alone")
+    named.start(policy, tokenizer)
+    weights = named.weights_of(policy)
+    check_arrival(weights.digests, named.load_weights(weights, 0).digests)
+    assert sampled_right(named, policy, 0)
+    named.close()
+    wider: Any = random_policy(head_dim=32)
+    add_adapters(wider, LoraSettings(r=2))
+    with pytest.raises(ValueError, match="does not take LoRA adapters of rank 8; start it with --max-lora-rank 8"):
+        VLLMServerGenerator(4, urls=urls, adapters="alone").start(wider, tokenizer)
