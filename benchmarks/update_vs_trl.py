@@ -59,12 +59,13 @@ def settings(works: dict[str, Work]) -> Row:
     return {"lengths": f"log-normal, sigma {SIGMA}", "vocab_size": vocab_size, "trl": trl}
 
 
-def compare(name: str, case: Case, trl_rows: Sequence[int]) -> tuple[list[Row], list[Claim]]:
+def compare(
+    name: str, case: Case, trl_rows: Sequence[int], trl_checkpointing: bool = False
+) -> tuple[list[Row], list[Claim]]:
     """Measure a case of ours and the same work in TRL."""
     ours = measure(case)
-    peers = [
-        (size, measure(replace(case, system="trl", size=size, repeats=1, checkpointing=False))) for size in trl_rows
-    ]
+    theirs = replace(case, system="trl", repeats=1, checkpointing=trl_checkpointing)
+    peers = [(size, measure(replace(theirs, size=size))) for size in trl_rows]
     size, peer = min(peers, key=lambda one: _seconds(one[1]))
     checkpointing = ", checkpointing" if case.checkpointing else ""
     rows = [_row("lit_grpo", f"{case.size} tokens{checkpointing}", name, case, ours, ours)]
