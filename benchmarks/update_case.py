@@ -80,6 +80,8 @@ class Probe(pl.Callback):
         """A step begins."""
         if self.warm and batch_idx == 1:
             self.begin()
+            weights = [weight for weight in pl_module.parameters() if weight.requires_grad and weight.grad is None]
+            self.idle_gib += sum(weight.nbytes for weight in weights) / 2**30  # gradients, freed between steps
         self.began = self.clock()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
