@@ -90,7 +90,7 @@ class VLLMGenerator:
         self._num_submitted = 0
         self._keys: dict[str, Key] = {}  # of requests in flight, by the engine's name for them
         self._names: dict[Key, str] = {}
-        self._asleep = False
+        self._asleep: set[str] = set()  # what has been given back
         self._holds_base = False  # the weights that adapters alone stand beside
         self._num_adapters = 0
         self._adapter: Any = None  # vLLM's name of the one to decode with
@@ -168,8 +168,8 @@ class VLLMGenerator:
         if self.kv_memory.kind != "auto":
             return allowed
         context = self.engine_args.get("max_model_len") or context_length(policy)
-        config = policy.config.get_text_config()
-        return min(allowed, (self.num_slots + 1) * context * kv_bytes_per_token(config, policy.dtype))
+        config, dtype = policy.config.get_text_config(), self.weights_dtype or policy.dtype
+        return min(allowed, (self.num_slots + 1) * context * kv_bytes_per_token(config, dtype))
 
     def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
         """All weights with adapters merged; or the adapters, and the base weights where the engine has none."""
@@ -181,8 +181,7 @@ class VLLMGenerator:
         """Reload all weights in place, one after another, or take new adapters; forget the prompts of the old ones."""
         assert self._policy is not None, "start comes first"
         self._version = -1  # until all of them are here
-        if self._asleep:
-            self._engine.wake_up(["weights"])
+        self._wake("weights")
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if self.adapters == "alone":
@@ -195,9 +194,7 @@ class VLLMGenerator:
             raise WeightSyncError(f"vLLM could not load the policy's weights: {error}") from error
         if not self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM kept the keys and values of old weights; requests are still in flight.")
-        if self._asleep:
-            self._engine.wake_up(["kv_cache"])
-            self._asleep = False
+        self._wake("kv_cache")
         self._engine.set_weight_version(str(version))
         self._version = version
         return report
@@ -255,13 +252,18 @@ class VLLMGenerator:
         start = time.perf_counter()
         before = torch.cuda.mem_get_info()[0]
         self._engine.sleep(level=self.sleep_level)
-        self._asleep = True
+        self._asleep = {"weights", "kv_cache"}
         free, total = torch.cuda.mem_get_info()
         return {
             "vllm/sleep_s": time.perf_counter() - start,
             "vllm/freed_gib": (free - before) / 2**30,
             "vllm/device_in_use_asleep_gib": (total - free) / 2**30,
         }
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._engine.wake_up([part])
+            self._asleep.remove(part)
 
     def close(self) -> None:
         """End what is in flight, and sleep; the engine goes with this object, or serves another ``start``."""
