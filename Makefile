@@ -37,7 +37,7 @@ types: .venv/dev
 unit integration: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
-	.venv/bin/python -m coverage run -m pytest -m "not integration" --durations 5
+	.venv/bin/python -m coverage run -m pytest -m "not integration" --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
 	.venv/bin/python -m coverage run -m pytest -m integration --numprocesses 2 --dist loadfile --durations 10
