@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Key = tuple[str, int, int]
+_with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
 
 
 class VLLMGenerator:
@@ -100,6 +101,8 @@ class VLLMGenerator:
     def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Start an engine for the policy's architecture, without its weights; one that runs for the same is kept.
 
+        An engine of another generator in this process ends: it decodes again after a ``start`` of its own.
+
         Raises:
             ValueError: vLLM is not installed, or does not take an engine argument, the model or its adapters.
         """
@@ -112,9 +115,10 @@ class VLLMGenerator:
         arguments = self._arguments(policy)
         made_for = f"{signature(policy)} {arguments.get('max_lora_rank')}"
         if self._made_for != made_for:
-            self._end_engine()  # two of them in one process share what they should not
+            _end_engines()
             self._engine = self._make_engine(policy, tokenizer, arguments)
             self._made_for = made_for
+            _with_engine.add(self)
         self._policy, self._holds_base = policy, False
         config = self._engine.vllm_config
         self._context = int(config.model_config.max_model_len)
@@ -125,10 +129,8 @@ class VLLMGenerator:
         self._unseen: list[Prompt] = []
 
     def _end_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.engine_core.shutdown()
-            self._engine, self._adapter, self._made_for = None, None, ""
-            gc.collect()
+        self._engine.engine_core.shutdown()
+        self._engine, self._adapter, self._made_for, self._version = None, None, "", -1
 
     def _make_engine(
         self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]
@@ -351,3 +353,11 @@ class VLLMGenerator:
         """Let the engine forget aborted requests, so that their memory is free."""
         if not self._streams.requests and self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+def _end_engines() -> None:
+    """End all engines of this process: two of them share state, and one that ends takes it from the other."""
+    for generator in list(_with_engine):
+        generator._end_engine()
+    _with_engine.clear()
+    gc.collect()  # those whose generators are gone

@@ -168,3 +168,12 @@ def refused(generator: VLLMGenerator) -> None:
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
         generator.submit([Request(generator_prompt(), 0, SamplingParams(max_tokens=9))])
+
+
+def test_one_engine_at_a_time_lives_in_a_process(folder: Path, generator: VLLMGenerator) -> None:
+    train(folder, generator)
+    other = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": 32})
+    train(folder, other)
+    assert generator.version == -1 and other.version == 2
+    train(folder, generator)  # starts anew
+    assert generator.version == 2 and other.version == -1
