@@ -29,6 +29,7 @@ from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
+from lit_grpo.update.checkpointing import Checkpointing
 
 Figures = dict[str, Any]
 TIMED_ROWS = 4  # of TRL's
@@ -48,7 +49,7 @@ class Case:
     policy: str = "34M"
     device: str = "cpu"
     repeats: int = 1
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     share: bool = True
     warm: bool = False
 
@@ -174,7 +175,7 @@ def _trl_trainer(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
         use_cpu=case.device == "cpu",
         bf16=case.device == "cuda",
         report_to=[],
-        gradient_checkpointing=case.checkpointing,
+        gradient_checkpointing=bool(case.checkpointing),
     )
 
     def hand_over(prompts: list[str], trainer: Any) -> dict[str, Any]:

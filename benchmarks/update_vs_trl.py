@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from benchmarks.report import Claim, Options, Row, finish, parse_options
 from benchmarks.update_case import TIMED_ROWS, Case, Figures, measure
 from benchmarks.update_work import SIGMA, Work
+from lit_grpo.update.checkpointing import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Setting:
     """Tokens of our micro-batches, and whether activations are computed again in the backward pass."""
 
     tokens: int
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
 
 
 WORKS = {"a": Work(1024, 128, 16), "b": Work(64, 256, 16), "c": Work(512, 128, 64)}
@@ -67,7 +68,8 @@ def compare(
     theirs = replace(case, system="trl", repeats=1, checkpointing=trl_checkpointing)
     peers = [(size, measure(replace(theirs, size=size))) for size in trl_rows]
     size, peer = min(peers, key=lambda one: _seconds(one[1]))
-    checkpointing = ", checkpointing" if case.checkpointing else ""
+    kinds = {True: ", checkpointing", "selective": ", selective checkpointing"}
+    checkpointing = kinds.get(case.checkpointing, "")
     rows = [_row("lit_grpo", f"{case.size} tokens{checkpointing}", name, case, ours, ours)]
     rows += [_row("TRL", f"{size} rows", name, case, one, ours) for size, one in peers]
     return rows, _claims(case.policy, name, size, ours, peer)

@@ -35,6 +35,7 @@ from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.out_of_memory import is_out_of_memory
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
+from lit_grpo.update.checkpointing import Checkpointing, checkpoint_layers
 from lit_grpo.update.estimator import Advantages, GroupRewards
 from lit_grpo.update.gradient import clip_gradient
 from lit_grpo.update.kl import KL_ESTIMATORS
@@ -94,7 +95,8 @@ class GRPOModule(EvaluationModule):
         lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
             them, so it takes no memory.
         reference: Where the KL term's reference lives, and whether it moves.
-        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them; ``selective`` keeps
+            the results of matrix products and of attention, and so costs little time.
         sampling_seed: With the same seed, data and weights a run samples the same completions. The command
             line takes it from ``seed_everything``.
     """
@@ -126,7 +128,7 @@ class GRPOModule(EvaluationModule):
         dtype: Literal["float32", "bfloat16"] = "float32",
         lora: LoraSettings | None = None,
         reference: ReferenceSettings = ReferenceSettings(),  # noqa: B008 (frozen)
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
     ) -> None:
         super().__init__(load_rewards(rewards or []), pass_at_k, pass_threshold)
@@ -152,7 +154,7 @@ class GRPOModule(EvaluationModule):
         self.policy_dtype = dtype
         self.lora = lora
         self.reference = reference
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing: Checkpointing = gradient_checkpointing
         self.sampling_seed = sampling_seed
         self._check_arguments(pass_at_k)
         self.policy_version = 0
@@ -195,8 +197,7 @@ class GRPOModule(EvaluationModule):
             if self.lora is not None:
                 add_adapters(self.policy, self.lora)
             self._shares_prefix = self._check_prefix()
-            if self.gradient_checkpointing:
-                self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(self.policy, self.gradient_checkpointing)
         if self.objective.kl.beta > 0 and self.trainer.training and self._reference is None:
             if self.lora is not None:
                 self._reference = AdapterFreeReference(self.policy)
@@ -390,7 +391,9 @@ class GRPOModule(EvaluationModule):
         if self.max_tokens_per_micro_batch != "auto":
             return self.max_tokens_per_micro_batch
         if self._budget is None:
-            tokens = estimate_tokens(self.policy, free_bytes(self.device), self._shares_prefix)
+            tokens = estimate_tokens(
+                self.policy, free_bytes(self.device), self._shares_prefix, self.gradient_checkpointing == "selective"
+            )
             self._budget = TokenBudget(int(-self.ranks.max(-tokens)))
         return max(self._budget.tokens, *map(num_row_tokens, rollouts), 1)
 
@@ -434,7 +437,7 @@ class GRPOModule(EvaluationModule):
 
     def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
         """The micro-batch's share of the step's loss."""
-        check_mode(self.policy, self.gradient_checkpointing)
+        check_mode(self.policy, bool(self.gradient_checkpointing))
         tokens = self._tokens(micro_batch, step)
         kept_N = None if step.kept is None else step.of(step.kept, micro_batch)
         state = self.objective_state

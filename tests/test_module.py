@@ -495,13 +495,13 @@ def test_gradient_checkpointing_computes_each_layer_again_and_gives_the_same_gra
             self.calls += 1
 
     groups, counts, gradients = random_groups(policy, MIXED), [], []
-    for checkpointing in (False, True):
+    for checkpointing in (False, True, "selective"):
         counter = CountsLayers()
         module = make_module(policy_folder, gradient_checkpointing=checkpointing)
         gradients.append(flat(fit(module, groups, callbacks=[counter]).gradients[0]))
         counts.append(counter.calls)
-    assert counts == [1, 2]
-    assert relative_error(gradients[1], gradients[0]) < 1e-5
+    assert counts == [1, 2, 2]
+    assert max(relative_error(gradient, gradients[0]) for gradient in gradients[1:]) < 1e-5
 
 
 def save_gpt2(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.types import PackedGroup, Rollout
 from lit_grpo.update import prefix_layout
+from lit_grpo.update.checkpointing import checkpoint_layers
 from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
 from lit_grpo.update.prefix_attention import piecewise_attention
@@ -137,11 +138,26 @@ def test_log_probs_and_gradients_are_those_of_the_plain_path(name: str) -> None:
     assert check_against_plain(family(name)) == 1
 
 
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_and_with_gradient_checkpointing(name: str) -> None:
+def test_and_with_gradient_checkpointing(name: str, checkpointing: Any) -> None:
     model = family(name)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, checkpointing)
     check_against_plain(model)
+
+
+def test_selective_checkpointing_keeps_matrix_products_and_computes_the_rest_again() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops = []
+    for checkpointing in (False, "selective", True):
+        model = family("qwen3")
+        checkpoint_layers(model, cast("Any", checkpointing))
+        with FlopCounterMode(display=False) as counter, shared_prefixes(model):
+            micro_batch = make_micro_batch(ragged_rollouts(), [0.0] * len(ragged_rollouts()))
+            micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] < flops[2]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

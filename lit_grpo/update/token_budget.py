@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from lit_grpo.types import PackedGroup
+from lit_grpo.update.checkpointing import KeptBytes
 from lit_grpo.update.shared_prefix import SharedPrefix, shared_prefixes
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class TokenBudget:
         )
 
 
-def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool) -> int:
+def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool, selective: bool = False) -> int:
     """Estimate how many tokens' activations fit into ``free_bytes`` beside gradients and the optimizer's state.
 
     What autograd keeps for a few tokens is counted in a forward pass. With gradient checkpointing that is what layers
@@ -58,11 +59,11 @@ def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool
     pending = sum(3 * parameter.nbytes for parameter in parameters if parameter.grad is None)
     per_token = _kept_bytes(model, shares_prefix) / _PROBE
     if model.is_gradient_checkpointing and model.training:
-        training = model.training
-        per_token += (
-            _kept_bytes(model.eval(), shares_prefix) / _PROBE / model.config.get_text_config().num_hidden_layers
-        )
-        model.train(training)
+        selected = KeptBytes()
+        with selected if selective else nullcontext():
+            all_layers = _kept_bytes(model.eval(), shares_prefix)
+        per_token += (all_layers / model.config.get_text_config().num_hidden_layers + selected.num_bytes) / _PROBE
+        model.train()
     return max(1, min(MOST_TOKENS, int((free_bytes - pending) * SHARE / per_token)))
 
 
