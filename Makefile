@@ -40,7 +40,7 @@ unit: .venv/dev
 	.venv/bin/python -m coverage run -m pytest -m "not integration" --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
-	.venv/bin/python -m coverage run -m pytest -m integration --numprocesses 2 --dist loadgroup --durations 10
+	.venv/bin/python -m coverage run -m pytest -m integration --numprocesses 2 --dist loadfile --durations 10
 
 clean:
 	rm -rf .venv .coverage .coverage.* .pytest_cache .ruff_cache

@@ -11,14 +11,6 @@ import torch
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share a process and its fixtures; benchmarks have none, and go wherever there is room."""
-    for item in items:
-        if item.path.name != "test_benchmarks.py":
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
