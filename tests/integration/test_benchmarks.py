@@ -5,15 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quick_runs import check_result, run_quick
 
 from benchmarks import report
 from benchmarks.report import Claim, Options, finish, parse_options
@@ -23,33 +20,6 @@ from lit_grpo.scheduling.plans import PLANS
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_quick(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run a benchmark in a process of its own; return its result and what it printed."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(output), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(output.read_text()), run.stdout
-
-
-def check_result(result: dict[str, Any], name: str) -> None:
-    """What every result file holds, and what none may."""
-    assert result["name"] == name
-    assert result["command"].startswith(f"python -m benchmarks.{name} --quick")
-    assert result["date"] == datetime.date.today().isoformat()
-    assert result["commit"] == "unknown" or len(result["commit"]) == 40
-    assert isinstance(result["dirty"], bool)
-    assert result["versions"].keys() == {"python", "torch", "transformers", "lightning", "lit_grpo"}
-    assert result["machine"].keys() == {"cpu", "cores", "ram_gib", "system"}
-    assert result["machine"]["cores"] >= 1 and result["machine"]["ram_gib"] > 0
-    for claim in result["claims"]:
-        assert claim.keys() == {"text", "value", "bound", "holds"}
-        assert math.isfinite(claim["value"])
-    text = json.dumps(result)
-    for place in (str(ROOT), str(Path.home()), os.environ.get("TMPDIR", "/tmp") + "/", socket.gethostname()):
-        assert place not in text
 
 
 def test_group_size_memory_measures_every_case_in_both_phases(tmp_path: Path) -> None:
@@ -71,16 +41,6 @@ def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder
     assert len(slots) == 2
     assert all(0 < row["forward_share"] < 1 for row in slots)
     assert all(row["tokens_per_s"] > 0 and row["slots_over_it"] > 0 for row in result["rows"])
-
-
-def test_update_vs_trl_measures_ours_beside_each_size_of_trls_micro_batches(tmp_path: Path) -> None:
-    result, _ = run_quick("update_vs_trl", tmp_path / "result.json")
-    check_result(result, "update_vs_trl")
-    assert [(row["system"], row["micro-batch"]) for row in result["rows"]] == [
-        ("lit_grpo", "4096 tokens"), ("TRL", "2 rows"), ("TRL", "4 rows")
-    ]  # fmt: skip
-    assert all(row["tokens_per_s"] > 0 and row["peak_mib"] > 0 for row in result["rows"])
-    assert [claim["bound"] for claim in result["claims"]] == [">= 1", "<= 0.5"]
 
 
 @pytest.mark.parametrize(
@@ -159,11 +119,6 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
         "length_prediction",
         "decode_gpu",
         "vllm_plan",
-        "weight_sync",
-        "vllm_learning",
-        "update_memory",
-        "shared_prefix",
-        "update_gpu",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
