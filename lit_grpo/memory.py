@@ -21,8 +21,8 @@ _LARGE_BLOCK = 2**20
 def return_freed_blocks() -> None:
     """Let glibc take blocks of 1 MiB and more from the system one by one, and so give each back when it is freed.
 
-    By itself it raises that limit to 32 MiB, and micro-batches of many sizes leave a heap of holes: a third of the
-    update's peak on a CPU, up to a half. It costs page faults; what MALLOC_MMAP_THRESHOLD_ says counts more.
+    By itself it raises that limit to 32 MiB, and micro-batches of many sizes leave a heap of holes: up to half of the
+    update's peak on a CPU. It costs page faults; where MALLOC_MMAP_THRESHOLD_ is set, that counts.
     """
     if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library may have none

@@ -9,14 +9,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from conftest import ALPHABET
+from conftest import ALPHABET, random_policy, save_tokenizer
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
+
+
+SERVER_ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
+
+
+def save_policy_for_vllm(folder: Path) -> Path:
+    """Save a policy of a head size that vLLM's CPU kernels know, and two prompts; return the folder."""
+    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    (folder / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2*3="}\n')
+    return folder
 
 
 def make_rollout(
@@ -184,3 +197,14 @@ def fit(module: GRPOModule, *batches: Sequence[RolloutGroup], callbacks: Sequenc
     recorder = StepRecorder()
     make_trainer(*callbacks, recorder).fit(module, train_dataloaders=Batches(batches))
     return recorder
+
+
+def check_slots_decode_with(module: Any) -> None:
+    """The log-probs that SlotGenerator samples with must be those of the policy's own forward pass."""
+    generator = SlotGenerator(4)
+    generator.start(module.policy, module.tokenizer)
+    generator.load_weights(module.policy.named_parameters(), 1)
+    prompts = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
+    groups, _ = RolloutController(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(module.policy, rollout), atol=1e-5)

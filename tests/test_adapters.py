@@ -9,18 +9,15 @@ import peft
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import fit, full_logprobs, make_module, random_groups, sgd
+from hand_made import check_slots_decode_with, fit, full_logprobs, make_module, random_groups, sgd
 
 from lit_grpo.adapters import LoraSettings, add_adapters
 from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.rollout.adapter_weights import AdapterWeights, adapter_folder, apart, share_of_elements
-from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.vllm_adapters import adapter_arguments
 from lit_grpo.rollout.vllm_engine import VLLMGenerator
 from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.microbatch import make_micro_batch
 from lit_grpo.update.objective import Objective
@@ -72,13 +69,7 @@ def test_the_export_loads_without_peft_and_computes_the_same(trained: Any, tmp_p
 
 
 def test_the_slots_decode_with_them(trained: Any) -> None:
-    generator = SlotGenerator(4)
-    generator.start(trained.policy, trained.tokenizer)
-    generator.load_weights(trained.policy.named_parameters(), 2)
-    prompts = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
-    groups, _ = RolloutController(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(trained.policy, rollout), atol=1e-5)
+    check_slots_decode_with(trained)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

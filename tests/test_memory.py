@@ -26,7 +26,7 @@ peak = PeakMemory(torch.device("cpu"))
 del [torch.ones(2**21) for _ in range(2)][:]  # 8 MiB each: glibc learns to keep blocks of that size
 blocks = [torch.ones(2**20) for _ in range(64)]
 before = peak.current_gib()
-del blocks[:-1:]
+del blocks[:-1]
 print((before - peak.current_gib()) * 1024)
 """
 

@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import Batches, Checkpoints, full_logprobs, make_module, make_trainer, random_groups, sgd
+from hand_made import (
+    Batches,
+    Checkpoints,
+    check_slots_decode_with,
+    make_module,
+    make_trainer,
+    random_groups,
+    sgd,
+)
 
 from lit_grpo.adapters import LoraSettings
 from lit_grpo.nf4 import dequantized, without_quant_states
 from lit_grpo.policy import load_policy
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.objective import Objective
 
@@ -25,7 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
 ]
-needs_bitsandbytes = pytest.mark.skipif(util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 def run(policy_folder: Path, checkpoints: Path, ckpt_path: Path | None = None) -> Any:
@@ -46,7 +50,6 @@ def trained(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     return run(policy_folder, folder), folder
 
 
-@needs_bitsandbytes
 def test_linear_layers_take_four_bits_and_only_adapters_learn(trained: Any) -> None:
     module, _ = trained
     before = load_policy(module.policy_name, nf4=True)
@@ -62,7 +65,6 @@ def test_linear_layers_take_four_bits_and_only_adapters_learn(trained: Any) -> N
             assert torch.equal(parameter, dict(before.named_parameters())[name.replace(".base_layer.", ".")])
 
 
-@needs_bitsandbytes
 def test_a_run_goes_on_exactly_from_a_checkpoint(trained: Any, policy_folder: Path, tmp_path: Path) -> None:
     whole, checkpoints = trained
     resumed = run(policy_folder, tmp_path, checkpoints / "2.ckpt")
@@ -70,7 +72,6 @@ def test_a_run_goes_on_exactly_from_a_checkpoint(trained: Any, policy_folder: Pa
         assert torch.equal(actual, expected)
 
 
-@needs_bitsandbytes
 def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Path) -> None:
     module, _ = trained
     module.export(tmp_path)
@@ -80,16 +81,9 @@ def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Pat
     assert torch.allclose(loaded(ids).logits, module.policy.eval()(ids).logits, atol=1e-4)
 
 
-@needs_bitsandbytes
 def test_the_slots_decode_with_it(trained: Any) -> None:
     module, _ = trained
-    generator = SlotGenerator(4)
-    generator.start(module.policy, module.tokenizer)
-    generator.load_weights(module.policy.named_parameters(), 4)
-    prompts = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
-    groups, _ = RolloutController(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(module.policy, rollout), atol=1e-5)
+    check_slots_decode_with(module)
 
 
 def test_what_a_checkpoint_keeps() -> None:

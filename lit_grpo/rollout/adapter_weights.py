@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -12,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_grpo.rollout.weight_files import write_full
+from lit_grpo.rollout.weight_files import weights_folder, write_full
 from lit_grpo.rollout.weights import PolicyWeights, check_complete, complete, lora_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class AdapterWeights(PolicyWeights):
@@ -88,11 +85,10 @@ def adapter_folder(
     (config,) = settings.peft_config.values()
     config = copy.copy(config)
     config.lora_alpha, config.use_rslora = config.r, False  # B is scaled
-    parent = parent or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
-    with tempfile.TemporaryDirectory(prefix="lit_grpo_adapters_", dir=parent) as name:
-        config.save_pretrained(name)
-        write_full(adapters.items(), Path(name) / "adapter_model.safetensors")
-        yield Path(name)
+    with weights_folder(parent) as folder:
+        config.save_pretrained(str(folder))
+        write_full(adapters.items(), folder / "adapter_model.safetensors")
+        yield folder
 
 
 def share_of_elements(adapters: Mapping[str, torch.Tensor], policy: PreTrainedModel) -> float:

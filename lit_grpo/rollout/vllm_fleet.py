@@ -19,13 +19,12 @@ from lit_grpo.rollout.vllm_client import ServerClient, ServerError
 from lit_grpo.rollout.vllm_member import Server
 from lit_grpo.rollout.vllm_process import ServerProcess
 from lit_grpo.rollout.vllm_setup import require_vllm, save_skeleton, server_arguments, server_environment
-from lit_grpo.rollout.weight_files import write_full, write_patch
+from lit_grpo.rollout.weight_files import weights_folder, write_full, write_patch
 from lit_grpo.rollout.weights import SyncReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SHARED_MEMORY = Path("/dev/shm")
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -140,9 +139,8 @@ class Fleet:
             WeightSyncError: No server took the weights, or not all of them bound the same.
         """
         self._look()
-        base = self.weights_folder or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
-        with tempfile.TemporaryDirectory(prefix="lit_grpo_weights_", dir=base) as folder:
-            path = Path(folder) / "weights.safetensors"
+        with weights_folder(self.weights_folder) as folder:
+            path = folder / "weights.safetensors"
             num_bytes, changed = self._write(weights, path)
             digests = self._tell(lambda number, server: server.update(path, version, number, self.sends_changes))
         self._version = version

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 _INDEX, _VALUE = "|index", "|value"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def weights_folder(parent: str | None = None) -> Iterator[Path]:
+    """Make a folder for weights on their way, in ``parent`` or else in shared memory where there is some."""
+    parent = parent or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
+    with tempfile.TemporaryDirectory(prefix="lit_grpo_weights_", dir=parent) as folder:
+        yield Path(folder)
 
 
 def write_full(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
-from hand_made import full_logprobs, make_module, make_trainer, sgd
+from conftest import random_policy
+from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback
 
 from callbacks import RolloutScheduler, WeightSync
@@ -28,22 +28,16 @@ pytestmark = pytest.mark.integration
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("c", tuple(2 + i * 7 % 30 for i in range(40)), "")]
 SAMPLING = SamplingParams(max_tokens=24)
-ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of a head size that vLLM's CPU kernels know, and prompts."""
-    folder = tmp_path_factory.mktemp("policy")
-    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    (folder / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2*3="}\n')
-    return folder
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
 def generator() -> Iterator[VLLMServerGenerator]:
-    generator = VLLMServerGenerator(4, adapters="alone", server_args=ARGUMENTS)
+    generator = VLLMServerGenerator(4, adapters="alone", server_args=SERVER_ARGUMENTS)
     yield generator
     generator.close()
 

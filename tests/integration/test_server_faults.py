@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
-from hand_made import full_logprobs, make_module, make_trainer, sgd
+from conftest import random_policy
+from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from callbacks import RolloutScheduler, WeightSync
@@ -29,17 +29,11 @@ pytestmark = pytest.mark.integration
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
 SAMPLING = SamplingParams(max_tokens=48)
-ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of a head size that vLLM's CPU kernels know, and prompts."""
-    folder = tmp_path_factory.mktemp("policy")
-    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    (folder / "train.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2*3="}\n')
-    return folder
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def policy(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def generator(policy: Any, folder: Path) -> Iterator[VLLMServerGenerator]:
     """Three servers; the tests use them up one after another."""
-    generator = VLLMServerGenerator(2, num_servers=3, transfer="changes", timeout_s=10.0, server_args=ARGUMENTS)
+    generator = VLLMServerGenerator(2, num_servers=3, transfer="changes", timeout_s=10.0, server_args=SERVER_ARGUMENTS)
     generator.start(policy, load_tokenizer(str(folder)))
     generator.load_weights(PolicyWeights(policy), 0)
     yield generator
@@ -180,6 +174,6 @@ def test_a_run_whose_last_server_dies_says_so_and_resumes_from_its_checkpoint(fo
     assert len(pids(generator)) == 1
     with pytest.raises(GenerationError, match="No vLLM server is left; start them again and resume"):
         train(folder, generator, KillAll(generator, after=2))
-    again = VLLMServerGenerator(4, server_args=ARGUMENTS)
+    again = VLLMServerGenerator(4, server_args=SERVER_ARGUMENTS)
     resumed = train(folder, again, ckpt_path=folder / "checkpoints" / "last.ckpt")
     assert resumed.policy_version == 3

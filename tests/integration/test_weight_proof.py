@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
-from hand_made import make_module, make_trainer, sgd
+from conftest import random_policy
+from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
 
 from callbacks import RolloutScheduler, WeightSync
 from lit_grpo.adapters import LoraSettings
@@ -27,12 +26,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of a head size that vLLM's CPU kernels know, and prompts."""
-    folder = tmp_path_factory.mktemp("policy")
-    random_policy(head_dim=32).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
-    (folder / "train.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("1+1=", "2*3=")))
-    return folder
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
 
 
 def even_length(completion: str, num_tokens: int) -> float:
