@@ -22,11 +22,7 @@ FULL = {
     "vocabulary": [(2048, Work(32, 64, 72, vocab_size=size)) for size in (1_000, 32_000, 150_000)],
     "batch": [(256, Work(32, 64, 20, num_groups=size, sigma=0.3)) for size in (1, 8, 32)],
 }
-QUICK = {
-    "group size": [(256, Work(16, 16, size)) for size in (24, 32)],
-    "vocabulary": [(256, Work(16, 16, 24, vocab_size=size)) for size in (1_000, 2_000)],
-    "batch": [(256, Work(16, 16, 24, num_groups=size)) for size in (1, 2)],
-}
+QUICK = {"group size": [(256, Work(16, 16, size)) for size in (24, 32)]}
 
 
 def main(options: Options) -> int:

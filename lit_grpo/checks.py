@@ -119,7 +119,6 @@ def check_prompt_lengths(
     sampling: SamplingParams,
     eval_sampling: SamplingParams,
     context: int,
-    max_tokens_per_micro_batch: int | Literal["auto"],
 ) -> None:
     """Check that every prompt leaves room for its completion, before anything is sampled.
 
@@ -128,10 +127,9 @@ def check_prompt_lengths(
         sampling: For training.
         eval_sampling: For all else.
         context: The most tokens that the model takes.
-        max_tokens_per_micro_batch: The most that go through it at once in training.
 
     Raises:
-        ValueError: A prompt is too long for the model's context or for a micro-batch.
+        ValueError: A prompt is too long for the model's context.
     """
     for split, rows in prompts.items():
         max_tokens = (sampling if split == "train" else eval_sampling).max_tokens
@@ -142,8 +140,27 @@ def check_prompt_lengths(
             raise ValueError(
                 f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
             )
-        if split == "train" and max_tokens_per_micro_batch != "auto" and total > max_tokens_per_micro_batch:
-            raise ValueError(
-                f"{said}, but max_tokens_per_micro_batch is {max_tokens_per_micro_batch}; "
-                f"the smallest that works is {total}."
-            )
+
+
+def check_micro_batch(
+    prompts: Sequence[Prompt], sampling: SamplingParams, max_tokens: int, shares_prefix: bool
+) -> None:
+    """Check that micro-batches have room for every training prompt and its completion, before anything is sampled.
+
+    Args:
+        prompts: For training, at least one.
+        sampling: For training.
+        max_tokens: The most that go through the model at once.
+        shares_prefix: Whether a prompt may be in another micro-batch than its completion.
+
+    Raises:
+        ValueError: ``max_tokens`` is too low.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    num_tokens = len(longest.token_ids)
+    least = max(num_tokens, sampling.max_tokens) if shares_prefix else num_tokens + sampling.max_tokens
+    if least > max_tokens:
+        raise ValueError(
+            f"Prompt {longest.prompt_id!r} has {num_tokens} tokens and up to {sampling.max_tokens} may follow, but "
+            f"max_tokens_per_micro_batch is {max_tokens}; the smallest that works is {least}."
+        )

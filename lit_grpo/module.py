@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_grpo.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.checks import (
     check_generations,
+    check_micro_batch,
     check_minibatches,
     check_mode,
     check_prompt_lengths,
@@ -41,7 +42,7 @@ from lit_grpo.update.gradient import clip_gradient
 from lit_grpo.update.kl import KL_ESTIMATORS
 from lit_grpo.update.losses import StepTotals
 from lit_grpo.update.masks import entropy_threshold
-from lit_grpo.update.microbatch import MicroBatches, make_micro_batches, num_row_tokens
+from lit_grpo.update.microbatch import MicroBatches, least_tokens, make_micro_batches
 from lit_grpo.update.objective import Objective
 from lit_grpo.update.policy_loss import policy_loss
 from lit_grpo.update.prefix_support import prefix_refusal
@@ -84,8 +85,8 @@ class GRPOModule(EvaluationModule):
         objective: What an optimizer step minimises.
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
-        max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and their prompt once for
-            all of its completions among them. ``auto`` estimates it from the free memory, and halves it and begins
+        max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
+            its completions or by itself. ``auto`` estimates it from the free memory, and halves it and begins
             the step anew when memory runs out all the same.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
         optimizer: Any torch optimizer.
@@ -223,7 +224,9 @@ class GRPOModule(EvaluationModule):
             ValueError: A prompt is too long for the model's context or for a micro-batch.
         """
         context = context_length(self.policy)
-        check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context, self.max_tokens_per_micro_batch)
+        check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context)
+        if "train" in prompts and self.max_tokens_per_micro_batch != "auto":
+            check_micro_batch(prompts["train"], self.sampling, self.max_tokens_per_micro_batch, self._shares_prefix)
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
@@ -395,11 +398,12 @@ class GRPOModule(EvaluationModule):
                 self.policy, free_bytes(self.device), self._shares_prefix, self.gradient_checkpointing == "selective"
             )
             self._budget = TokenBudget(int(-self.ranks.max(-tokens)))
-        return max(self._budget.tokens, *map(num_row_tokens, rollouts), 1)
+        return max(self._budget.tokens, least_tokens(rollouts, self._shares_prefix))
 
     def _halve_budget(self, step: Step) -> None:
         assert self._budget is not None
-        rank_zero_warn(self._budget.halve(int(self.ranks.max(max(map(num_row_tokens, step.rollouts), default=1)))))
+        least = int(self.ranks.max(least_tokens(step.rollouts, self._shares_prefix)))
+        rank_zero_warn(self._budget.halve(least))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.completion import Completion, FinishReason
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from lit_grpo.scheduling.spans import Span
+    from lit_grpo.update.split_prompt import SplitPrompt
 
 __all__ = [
     "Completion",
@@ -168,12 +169,24 @@ class PackedGroup:
     """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses behind it.
 
     ``response_tokens`` counts what of each response goes through the model: all but its last token, which predicts
-    nothing.
+    nothing. The prompt of a group that is split may be carried instead of standing in the row: its keys and values were
+    computed for all of its micro-batches, and follow those of the row from ``carried_at`` on.
     """
 
     start: int
     prompt_tokens: int
     response_tokens: tuple[int, ...]
+    carried_at: int | None = None
+
+    @property
+    def prompt_start(self) -> int:
+        """Where its prompt's keys begin."""
+        return self.start if self.carried_at is None else self.carried_at
+
+    @property
+    def response_start(self) -> int:
+        """Where its first response begins in the row."""
+        return self.start + (self.prompt_tokens if self.carried_at is None else 0)
 
 
 @dataclass
@@ -187,8 +200,10 @@ class MicroBatch:
 
     The completion tokens, one completion after another, are the N axis: ``source_N`` says where in the flattened
     (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first token is
-    the prompt's last. ``advantages_C`` and ``lengths_C``, the number of its tokens, are per completion, in the order of
-    the N axis; ``rows_C`` is each one's place among the rollouts of the step.
+    the prompt's last. The last tokens of carried prompts count as standing behind the row, one after another.
+    ``prompts`` are those of groups that are split, by group, and None for all others. ``advantages_C`` and
+    ``lengths_C``, the number of its tokens, are per completion, in the order of the N axis; ``rows_C`` is each one's
+    place among the rollouts of the step.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
@@ -207,8 +222,9 @@ class MicroBatch:
     lengths_C: torch.Tensor
     rows_C: torch.Tensor
     groups: tuple[PackedGroup, ...] = ()
+    prompts: tuple[SplitPrompt | None, ...] = ()
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "groups"}
-        return MicroBatch(**tensors, groups=self.groups)
+        tensors = {name: value.to(device) for name, value in vars(self).items() if name not in ("groups", "prompts")}
+        return replace(self, **tensors)

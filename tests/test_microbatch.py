@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hand_made import make_rollout
 
 from lit_grpo.types import MicroBatch, PackedGroup, Rollout
-from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches, num_row_tokens
+from lit_grpo.update.microbatch import least_tokens, make_micro_batch, make_micro_batches
 
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], float]
 
@@ -64,7 +65,7 @@ def test_an_id_that_looks_like_padding_is_a_token_like_any_other(shared_prefix: 
 def test_moving_to_a_device_moves_every_field() -> None:
     here = make_micro_batch([make_rollout([5], [9])], [1.0])
     moved = vars(here.to("meta"))
-    assert moved.pop("groups") == here.groups
+    assert moved.pop("groups") == here.groups and moved.pop("prompts") == here.prompts
     assert {value.device.type for value in moved.values()} == {"meta"}
 
 
@@ -73,10 +74,10 @@ def test_no_rollouts_make_no_micro_batch() -> None:
 
 
 def test_micro_batches_are_laid_out_when_asked_for_and_empty_ones_follow() -> None:
-    made = make_micro_batches([make_rollout([5], [7] * length) for length in (3, 2)], [1.0, 2.0], 5).and_empty(2)
-    assert made[0] is not made[0]
+    made = make_micro_batches([make_rollout([n], [7] * n) for n in (3, 2)], [1.0, 2.0], 6).and_empty(2)
+    assert next(iter(made)) is not next(iter(made))
     assert [batch.lengths_C.tolist() for batch in made] == [[3], [2], [], []]
-    assert [batch.rows_C.tolist() for batch in made[1:3]] == [[1], []]
+    assert [batch.rows_C.tolist() for batch in made] == [[0], [1], [], []]
 
 
 def test_in_rows_padding_counts_towards_the_budget() -> None:
@@ -85,10 +86,31 @@ def test_in_rows_padding_counts_towards_the_budget() -> None:
     assert [batch.lengths_C.tolist() for batch in made] == [[5], [1, 1]]  # two rows of 6 would be too many
 
 
-def test_a_group_that_fits_is_never_split_and_a_larger_one_takes_its_prompt_along() -> None:
+def test_a_group_that_fits_is_never_split_and_the_last_micro_batch_of_a_larger_one_has_its_prompt() -> None:
     fits, large = [make_rollout([5] * 4, [7] * 6)] * 2, [make_rollout([6] * 5, [7] * 7)] * 4
     made = make_micro_batches([*large, *fits], [0.0] * 6, 20)  # 4 + 2 x 6 = 16 tokens; 5 + 4 x 7 = 33 in two of 19
-    assert [batch.groups for batch in made] == [(PackedGroup(0, 5, (6, 6)),)] * 2 + [(PackedGroup(0, 4, (5, 5)),)]
+    first, second, third = made
+    assert first.groups == (PackedGroup(0, 5, (6, 6), carried_at=12),)
+    assert second.groups == (PackedGroup(0, 5, (6, 6)),) and third.groups == (PackedGroup(0, 4, (5, 5)),)
+    assert first.prompts == second.prompts != third.prompts == (None,)
+    assert first.input_ids_BT.tolist() == [[7] * 12] and first.position_ids_BT.tolist() == [[*range(5, 11)] * 2]
+    assert first.source_N.tolist() == [12, *range(6), 12, *range(6, 12)]  # behind the row, the prompt's last token
+
+
+def test_a_carried_prompt_needs_no_token_in_the_row() -> None:
+    rollouts = [make_rollout([6] * 5, [7])] * 7
+    first, second = make_micro_batches(rollouts, [0.0] * 7, 8)
+    assert first.groups == (PackedGroup(0, 1, ()), PackedGroup(0, 5, (0,) * 4, carried_at=1))
+    assert first.input_ids_BT.tolist() == [[0]] and first.source_N.tolist() == [1] * 4
+    assert second.groups == (PackedGroup(0, 5, (0,) * 3),) and second.source_N.tolist() == [4] * 3
+
+
+def test_a_prompt_may_be_alone_in_its_row() -> None:
+    rollouts = [make_rollout([6] * 5, [7] * 6)]
+    first, second = make_micro_batches(rollouts, [1.0], 6)
+    assert first.groups == (PackedGroup(0, 5, (5,), carried_at=5),) and first.source_N.tolist() == [5, *range(5)]
+    assert second.groups == (PackedGroup(0, 5, ()),) and second.lengths_C.tolist() == []
+    assert first.prompts == second.prompts != (None,)
 
 
 def test_what_is_left_of_a_split_group_shares_a_micro_batch_with_another() -> None:
@@ -100,24 +122,60 @@ def test_what_is_left_of_a_split_group_shares_a_micro_batch_with_another() -> No
 
 def test_a_rollout_longer_than_the_budget_is_an_error_that_says_what_works() -> None:
     rollouts = [make_rollout([5, 6, 7], [8] * 4), make_rollout([5], [8] * 2)]
-    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch is 6, .* has 7 tokens; set it to at least 7\."):
-        make_micro_batches(rollouts, [1.0, 1.0], 6)
-    assert len(make_micro_batches(rollouts, [1.0, 1.0], 7)) == 2
+    for shared_prefix, least in [(True, 4), (False, 7)]:
+        error = rf"max_tokens_per_micro_batch is {least - 1}, .* has {least} tokens; set it to at least {least}\."
+        with pytest.raises(ValueError, match=error):
+            make_micro_batches(rollouts, [1.0, 1.0], least - 1, shared_prefix)
+    assert len(make_micro_batches(rollouts, [1.0, 1.0], 7, shared_prefix=False)) == 2
+    assert len(make_micro_batches(rollouts, [1.0, 1.0], 4)) == 3
+
+
+def groups_and_prompts(micro_batch: MicroBatch) -> list[tuple[PackedGroup, Any]]:
+    return list(zip(micro_batch.groups, micro_batch.prompts, strict=True))
 
 
 def rows_of(micro_batch: MicroBatch) -> list[Row]:
     """Prompt, completion, log-probs and advantage of each completion, read back through the N axis alone."""
     tokens, positions = micro_batch.input_ids_BT.flatten(), micro_batch.position_ids_BT.flatten()
+    carried = [prompt for group, prompt in groups_and_prompts(micro_batch) if group.carried_at is not None]
     columns = zip(micro_batch.source_N, micro_batch.target_ids_N, micro_batch.sampled_logprobs_N, strict=True)
     rows = []
     for length, advantage in zip(micro_batch.lengths_C.tolist(), micro_batch.advantages_C.tolist(), strict=True):
         sources, targets, logprobs = zip(*(next(columns) for _ in range(length)), strict=True)
-        last = int(sources[0])
-        prompt = tokens[last - int(positions[last]) : last + 1].tolist()
-        assert positions[torch.stack(sources)].tolist() == list(range(len(prompt) - 1, len(prompt) - 1 + length))
-        assert tokens[torch.stack(sources)].tolist() == [prompt[-1], *map(int, targets[:-1])]
+        last, own = int(sources[0]), [int(source) for source in sources[1:]]
+        if last >= len(tokens):
+            prompt = list(carried[last - len(tokens)].token_ids)
+        else:
+            prompt = tokens[last - int(positions[last]) : last + 1].tolist()
+        assert positions[own].tolist() == list(range(len(prompt), len(prompt) - 1 + length))
+        assert tokens[own].tolist() == [*map(int, targets[:-1])]
         rows.append((tuple(prompt), tuple(map(int, targets)), tuple(map(float, logprobs)), advantage))
     return rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_prompt_is_in_the_row_of_the_last_micro_batch_that_has_responses_to_it(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [[number] * rng.randint(1, 9) for number in range(1, 5)]
+    rollouts = [make_rollout(rng.choice(prompts), [7] * rng.randint(1, 20)) for _ in range(40)]
+    places: dict[tuple[int, ...], list[tuple[bool, Any]]] = {}
+    for micro_batch in make_micro_batches(rollouts, [0.0] * 40, rng.randint(20, 100)):
+        for (group, prompt), ids in zip(groups_and_prompts(micro_batch), prompt_ids(micro_batch), strict=True):
+            if not is_dummy(group, prompt):
+                places.setdefault(ids, []).append((group.carried_at is not None, prompt))
+    for carried in places.values():
+        assert [is_carried for is_carried, _ in carried] == [True] * (len(carried) - 1) + [False]
+        assert len({id(prompt) for _, prompt in carried}) == 1
+        assert (carried[0][1] is None) == (len(carried) == 1)
+
+
+def prompt_ids(micro_batch: MicroBatch) -> list[tuple[int, ...]]:
+    """The prompt of each group: as it stands in the row, or as it is carried."""
+    row = micro_batch.input_ids_BT[0].tolist()
+    return [
+        tuple(row[group.start : group.start + group.prompt_tokens]) if group.carried_at is None else prompt.token_ids
+        for group, prompt in groups_and_prompts(micro_batch)
+    ]
 
 
 def row_of(rollout: Rollout, advantage: float) -> Row:
@@ -126,16 +184,23 @@ def row_of(rollout: Rollout, advantage: float) -> Row:
     return (rollout.prompt.token_ids, tokens, logprobs, float(torch.tensor(advantage)))
 
 
+def is_dummy(group: PackedGroup, prompt: Any) -> bool:
+    return group == PackedGroup(0, 1, ()) and prompt is None
+
+
 def num_budgeted(micro_batch: MicroBatch) -> int:
     """What a micro-batch takes of the budget."""
     if micro_batch.groups:
-        return sum(group.prompt_tokens for group in micro_batch.groups) + int(micro_batch.lengths_C.sum())
+        in_row = [
+            g.prompt_tokens for g, p in groups_and_prompts(micro_batch) if g.carried_at is None and not is_dummy(g, p)
+        ]
+        return sum(in_row) + int(micro_batch.lengths_C.sum())
     return len(micro_batch.lengths_C) * (micro_batch.input_ids_BT.shape[1] + 1)
 
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
 @pytest.mark.parametrize("seed", range(60))
-def test_nothing_is_lost_nothing_is_over_budget_and_the_largest_come_first(seed: int, shared_prefix: bool) -> None:
+def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bool) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 30) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 6))]
     rollouts = [
@@ -147,19 +212,23 @@ def test_nothing_is_lost_nothing_is_over_budget_and_the_largest_come_first(seed:
         for _ in range(rng.randint(1, 40))
     ]
     advantages = [rng.gauss(0, 1) for _ in rollouts]
-    longest = max(map(num_row_tokens, rollouts))
-    budget = longest + rng.randrange(0, 3 * longest)
+    least = least_tokens(rollouts, shared_prefix)
+    budget = least + rng.randrange(0, 3 * least)
     micro_batches = make_micro_batches(rollouts, advantages, budget, shared_prefix)
 
     rows = [row for micro_batch in micro_batches for row in rows_of(micro_batch)]
     assert sorted(rows) == sorted(map(row_of, rollouts, advantages))
-    sizes = [num_budgeted(micro_batch) for micro_batch in micro_batches]
-    assert all(size <= budget for size in sizes)
-    if shared_prefix:
-        assert sizes == sorted(sizes, reverse=True)
-        assert all(
-            smaller + larger > budget for smaller, larger in pairwise(sorted(sizes))
-        )  # no two would fit into one
-    else:
+    assert all(num_budgeted(micro_batch) <= budget for micro_batch in micro_batches)
+    if not shared_prefix:
         lengths = [len(prompt) + len(completion) for prompt, completion, _, _ in rows]
         assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_groups_that_fit_are_packed_best_fit_the_largest_first(seed: int) -> None:
+    rng = random.Random(seed)
+    rollouts = [make_rollout([number] * rng.randint(1, 9), [7] * rng.randint(1, 20)) for number in range(1, 30)]
+    budget = 29 + rng.randint(0, 60)
+    sizes = [num_budgeted(micro_batch) for micro_batch in make_micro_batches(rollouts, [0.0] * 29, budget)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(smaller + larger > budget for smaller, larger in pairwise(sorted(sizes)))  # no two would fit into one

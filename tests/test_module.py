@@ -38,7 +38,7 @@ from lit_grpo.update.advantages import Scale, group_advantages
 from lit_grpo.update.estimator import Advantages
 from lit_grpo.update.kl import KLTerm
 from lit_grpo.update.losses import Normalization
-from lit_grpo.update.microbatch import num_row_tokens
+from lit_grpo.update.microbatch import least_tokens, num_row_tokens
 from lit_grpo.update.objective import Objective
 from lit_grpo.update.reference import Reference
 
@@ -189,9 +189,9 @@ def test_more_minibatches_than_prompts_is_an_error(policy_folder: Path, policy: 
 
 def test_a_row_longer_than_a_micro_batch_is_an_error(policy_folder: Path, policy: Any) -> None:
     groups = random_groups(policy, MIXED)
-    longest = max(num_row_tokens(rollout) for group in groups for rollout in group.rollouts)
-    with pytest.raises(ValueError, match=f"set it to at least {longest}"):
-        fit(make_module(policy_folder, max_tokens_per_micro_batch=longest - 1), groups)
+    least = least_tokens([rollout for group in groups for rollout in group.rollouts], shared_prefix=True)
+    with pytest.raises(ValueError, match=f"set it to at least {least}"):
+        fit(make_module(policy_folder, max_tokens_per_micro_batch=least - 1), groups)
 
 
 @pytest.mark.parametrize("change", ["eval", "gradient_checkpointing_enable"])

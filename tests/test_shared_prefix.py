@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -126,9 +129,9 @@ def check_against_plain(model: Any, max_tokens: int = 10_000, tolerance: float =
         for micro_batch in micro_batches:
             members = [rollouts[int(number)] for number in micro_batch.advantages_C]
             logprobs_N, _ = micro_batch_logprobs(model, micro_batch, 1.0)
-            expected_N = torch.cat([expected[id(rollout)] for rollout in members])
-            assert relative_error(logprobs_N.detach(), expected_N) < tolerance
-            (logprobs_N * torch.cat([upstream(rollout) for rollout in members])).sum().backward()
+            expected_N = torch.cat([torch.empty(0), *(expected[id(rollout)] for rollout in members)])
+            assert not members or relative_error(logprobs_N.detach(), expected_N) < tolerance
+            (logprobs_N * torch.cat([torch.empty(0), *map(upstream, members)])).sum().backward()
     assert relative_error(gradients(model), gradient) < tolerance
     return len(micro_batches)
 
@@ -169,10 +172,48 @@ def test_and_with_lora(name: str, checkpointing: bool) -> None:
     check_against_plain(model)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3-mixed"])
-@pytest.mark.parametrize("max_tokens", [49, 60, 75])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("max_tokens", [25, 49, 60])
 def test_and_with_groups_split_over_micro_batches(name: str, max_tokens: int) -> None:
     assert check_against_plain(family(name), max_tokens) >= 3
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-mixed"])
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_and_with_split_groups_checkpointing_and_lora(name: str, checkpointing: Any, lora: bool) -> None:
+    model = family(name)
+    checkpoint_layers(model, checkpointing)
+    assert check_against_plain(with_lora(model) if lora else model, 49) >= 3
+
+
+def test_the_prompt_of_a_split_group_goes_through_the_model_twice_however_many_micro_batches_there_are() -> None:
+    model, seen = family("qwen3"), []
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append((kwargs["input_ids"].shape[1], torch.is_grad_enabled())), with_kwargs=True
+    )
+    rollouts = [make_rollout([3] * 7, [4, 5, 6], sample_id=sample) for sample in range(10)]
+    with shared_prefixes(model):
+        for micro_batch in make_micro_batches(rollouts, [0.0] * 10, 10):  # three completions, or the prompt and one
+            micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
+    assert seen == [(7, False), (6, True), (6, True), (6, True), (9, True)]
+
+
+def test_what_was_carried_of_a_prompt_is_given_up_in_its_last_micro_batch() -> None:
+    model, rollouts = family("qwen3"), [make_rollout([3] * 7, [4, 5, 6], sample_id=sample) for sample in range(10)]
+    references = []
+    gc.disable()
+    try:
+        with shared_prefixes(model):
+            for micro_batch in make_micro_batches(rollouts, [0.0] * 10, 10):
+                micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
+                (prompt,) = micro_batch.prompts
+                assert prompt is not None
+                references += [weakref.ref(carried) for carried in prompt._carried.values()]
+        assert len(references) == 3 * (2 * 3 + 1)  # keys and values of three layers, and the last hidden state
+        assert not any(reference() for reference in references)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -184,9 +225,10 @@ def dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[PackedGroup], window: int | None
 ) -> torch.Tensor:
     """The definition: one mask over the whole row, token by token."""
-    spans = []  # group, 0 for the prompt or the number of the response, position
+    spans, carried = [], []  # group, 0 for the prompt or the number of the response, position
     for number, group in enumerate(groups):
-        spans += [(number, 0, position) for position in range(group.prompt_tokens)]
+        prompt = [(number, 0, position) for position in range(group.prompt_tokens)]
+        (spans if group.carried_at is None else carried).extend(prompt)
         for index, length in enumerate(group.response_tokens):
             spans += [(number, index + 1, group.prompt_tokens + position) for position in range(length)]
 
@@ -194,24 +236,27 @@ def dense_attention(
         near = 0 <= query[2] - key[2] < (window or 10**9)
         return query[0] == key[0] and key[1] in (0, query[1]) and near
 
-    mask = torch.tensor([[sees(query, key) for key in spans] for query in spans])
+    mask = torch.tensor([[sees(query, key) for key in spans + carried] for query in spans])
     return scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
 
 
 @pytest.mark.parametrize("masked_rows", [4, 512])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
     seed: int, masked_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_layout, "MASKED_ROWS", masked_rows)
     rng = random.Random(seed)
-    groups, start = [], 0
+    groups, start, num_carried = [], 0, 0
     for _ in range(rng.randint(1, 3)):
         responses = tuple(rng.randint(0, 12) for _ in range(rng.randint(0, 4)))
-        groups.append(PackedGroup(start, rng.randint(1, 15), responses))
-        start += groups[-1].prompt_tokens + sum(responses)
+        group = PackedGroup(start, rng.randint(1, 15), responses, num_carried if rng.random() < 0.4 else None)
+        num_carried += 0 if group.carried_at is None else group.prompt_tokens
+        groups.append(group)
+        start = group.response_start + sum(responses)
+    groups = [g if g.carried_at is None else replace(g, carried_at=g.carried_at + start) for g in groups]
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(1, 4, start, 8), (1, 2, start, 8), (1, 2, start, 8)]
+    shapes = [(1, 4, start, 8), (1, 2, start + num_carried, 8), (1, 2, start + num_carried, 8)]
     ours = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     for window in (None, 1, 2, 5, 11, 100):
@@ -230,11 +275,16 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
-    groups = [PackedGroup(0, 7, (4, 0, 9)), PackedGroup(20, 3, ()), PackedGroup(23, 1, (5, 200))]
+    groups = [
+        PackedGroup(0, 7, (4, 0, 9)),
+        PackedGroup(20, 6, (1, 2), carried_at=232),
+        PackedGroup(23, 3, ()),
+        PackedGroup(26, 1, (5, 200)),
+    ]
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 229, 16), (1, 2, 229, 16), (1, 2, 229, 16)]
+    shapes = [(1, 4, 232, 16), (1, 2, 238, 16), (1, 2, 238, 16)]
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
-    mask = prefix_block_mask(groups, window, torch.device("cpu"))
+    mask = prefix_block_mask(groups, window, 232, torch.device("cpu"))
     actual = flex_prefix_attention(query, key, value, mask, 0.3)  # it has no backward pass on a CPU
     torch.testing.assert_close(actual, dense_attention(query, key, value, groups, window), rtol=0, atol=1e-5)
 

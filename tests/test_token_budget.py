@@ -14,8 +14,7 @@ from hand_made import fit, flat, make_module, make_rollout, random_groups, relat
 from lit_grpo.module import GRPOModule
 from lit_grpo.update import token_budget
 from lit_grpo.update.checkpointing import checkpoint_layers
-from lit_grpo.update.layout import packed
-from lit_grpo.update.microbatch import num_row_tokens
+from lit_grpo.update.microbatch import least_tokens, make_micro_batch
 from lit_grpo.update.reference import micro_batch_logprobs
 from lit_grpo.update.token_budget import MOST_TOKENS, TokenBudget, estimate_tokens
 
@@ -60,12 +59,10 @@ def test_a_step_that_ran_out_of_memory_begins_anew_and_ends_the_same(policy_fold
 
 def test_where_one_completion_is_too_much_the_error_says_what_to_do(policy_folder: Path) -> None:
     groups = random_groups(random_policy(), REWARDS)
-    longest = max(num_row_tokens(rollout) for group in groups for rollout in group.rollouts)
+    least = least_tokens([rollout for group in groups for rollout in group.rollouts], shared_prefix=True)
     with (
         pytest.warns(match="Memory ran out"),
-        pytest.raises(
-            torch.OutOfMemoryError, match=f"micro-batches of {longest} tokens, .* set gradient_checkpointing"
-        ),
+        pytest.raises(torch.OutOfMemoryError, match=f"micro-batches of {least} tokens, .* set gradient_checkpointing"),
     ):
         fit(make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, callbacks=[ScarceMemory(room=3)])
 
@@ -82,12 +79,12 @@ def test_other_errors_and_a_fixed_budget_are_left_alone(policy_folder: Path) -> 
 
 def test_the_budget_is_halved_down_to_the_longest_sequence() -> None:
     budget = TokenBudget(100)
-    budget.halve(longest=40)
+    budget.halve(least=40)
     assert budget.tokens == 50
-    budget.halve(longest=40)
+    budget.halve(least=40)
     assert budget.tokens == 40
     with pytest.raises(torch.OutOfMemoryError, match="micro-batches of 40 tokens"):
-        budget.halve(longest=40)
+        budget.halve(least=40)
 
 
 @pytest.mark.parametrize("shares_prefix", [True, False])
@@ -112,7 +109,7 @@ def test_the_estimate_counts_what_a_forward_pass_keeps() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logprobs_N, _ = micro_batch_logprobs(model, packed([make_rollout([3] * 100, [4] * 400)], [0.0], [0]), 1.0)
+        logprobs_N, _ = micro_batch_logprobs(model, make_micro_batch([make_rollout([3] * 100, [4] * 400)], [0.0]), 1.0)
     bytes_per_token = (sum(held.values()) - sum(p.nbytes for p in model.parameters())) / 499
     assert logprobs_N.requires_grad
     assert token_budget._kept_bytes(model, True) / 64 == pytest.approx(bytes_per_token, rel=0.15)

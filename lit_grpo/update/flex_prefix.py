@@ -11,12 +11,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from lit_grpo.types import PackedGroup
 
 
-def prefix_block_mask(groups: Sequence[PackedGroup], window: int | None, device: torch.device) -> BlockMask:
+def prefix_block_mask(
+    groups: Sequence[PackedGroup], window: int | None, num_tokens: int, device: torch.device
+) -> BlockMask:
     """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself.
 
     Args:
         groups: Where prompts and responses stand.
         window: How many tokens back a token sees, itself among them; ``None`` for all.
+        num_tokens: Of the row; carried prompts follow it.
         device: Of the row. On a GPU the mask is made by a compiled kernel, block by block, never token by token.
     """
     group_T, segment_T, position_T = (values.to(device) for values in _labels(groups))
@@ -28,8 +31,9 @@ def prefix_block_mask(groups: Sequence[PackedGroup], window: int | None, device:
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return same_group & same_segment & near
 
-    length = len(group_T)
-    return create_block_mask(sees, None, None, length, length, device=device.type, _compile=device.type == "cuda")
+    return create_block_mask(
+        sees, None, None, num_tokens, len(group_T), device=device.type, _compile=device.type == "cuda"
+    )
 
 
 def flex_prefix_attention(
@@ -59,12 +63,14 @@ def _compiled() -> Callable[..., object]:
 
 
 def _labels(groups: Sequence[PackedGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number of its group, number of its response within that (0 for the prompt) and position, for every token."""
-    numbers, segments, positions = [], [], []
+    """Number of its group, number of its response within that (0 for the prompt) and position, for every key."""
+    num_keys = sum(group.prompt_tokens + sum(group.response_tokens) for group in groups)
+    labels = torch.empty((3, num_keys), dtype=torch.int64)
     for number, group in enumerate(groups):
+        start = group.prompt_start
         for segment, length in enumerate((group.prompt_tokens, *group.response_tokens)):
-            first = group.prompt_tokens if segment else 0
-            numbers.append(torch.full((length,), number))
-            segments.append(torch.full((length,), segment))
-            positions.append(torch.arange(first, first + length))
-    return torch.cat(numbers), torch.cat(segments), torch.cat(positions)
+            rows = slice(start, start + length)
+            labels[0, rows], labels[1, rows] = number, segment
+            labels[2, rows] = torch.arange(length) + (group.prompt_tokens if segment else 0)
+            start = rows.stop if segment else group.response_start
+    return labels[0], labels[1], labels[2]

@@ -2,50 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lit_grpo.types import MicroBatch, PackedGroup, Rollout
 
+if TYPE_CHECKING:
+    from lit_grpo.update.split_prompt import SplitPrompt
+
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
-def packed(rollouts: Sequence[Rollout], advantages_C: Sequence[float], rows_C: Sequence[int]) -> MicroBatch:
+class Member(NamedTuple):
+    """A rollout of a step: its place there, itself, and its advantage."""
+
+    row: int
+    rollout: Rollout
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Members:
+    """Rollouts of one prompt that go through the policy together, with it or behind what was computed of it before."""
+
+    prompt_ids: tuple[int, ...]
+    members: Sequence[Member]
+    has_prompt: bool = True
+
+    def part(self, numbers: Sequence[int], has_prompt: bool) -> Members:
+        """Return some of them."""
+        return Members(self.prompt_ids, [self.members[number] for number in numbers], has_prompt)
+
+
+def by_prompt(members: Sequence[Member]) -> list[Members]:
+    """Group rollouts whose prompts have the same tokens."""
+    groups: dict[tuple[int, ...], list[Member]] = {}
+    for member in members:
+        groups.setdefault(member.rollout.prompt.token_ids, []).append(member)
+    return [Members(prompt_ids, some) for prompt_ids, some in groups.items()]
+
+
+def packed(
+    parts: Sequence[Members], prompts: Mapping[tuple[int, ...], SplitPrompt] = MappingProxyType({})
+) -> MicroBatch:
     """Lay rollouts out as one row without padding, a prompt once before all of its responses.
 
-    Rollouts whose prompts have the same tokens make a group. Without rollouts the row has one token and no completion,
-    so that a rank which has nothing to learn from can still take part.
+    Where nothing would be in the row it has one token, so that a rank that has nothing to learn from can take part.
+
+    Args:
+        parts: The rollouts of each prompt.
+        prompts: Those, by their tokens, that have responses in other micro-batches too.
     """
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, rollout in enumerate(rollouts):
-        by_prompt.setdefault(rollout.prompt.token_ids, []).append(index)
-    order = [index for members in by_prompt.values() for index in members]
-    tokens, positions, sources, groups, start = [], [], [], [], 0
-    for prompt_ids, members in by_prompt.items():
-        completions = [rollouts[index].completion.token_ids_T for index in members]
-        group = PackedGroup(start, len(prompt_ids), tuple(max(len(ids_T) - 1, 0) for ids_T in completions))
-        tokens += [torch.tensor(prompt_ids), *(ids_T[:-1] for ids_T in completions)]
-        positions += [torch.arange(length) + first for first, length in _spans(group)]
-        sources.append(_sources(group, [len(ids_T) for ids_T in completions]))
-        groups.append(group)
-        start += group.prompt_tokens + sum(group.response_tokens)
+    tokens, positions, groups, start, carried_tokens = [], [], [], 0, 0
+    for part in parts:
+        completions = [member.rollout.completion.token_ids_T for member in part.members]
+        lengths = tuple(max(len(ids_T) - 1, 0) for ids_T in completions)
+        groups.append(PackedGroup(start, len(part.prompt_ids), lengths, None if part.has_prompt else carried_tokens))
+        if part.has_prompt:
+            tokens.append(torch.tensor(part.prompt_ids))
+            positions.append(torch.arange(len(part.prompt_ids)))
+        else:
+            carried_tokens += len(part.prompt_ids)
+        tokens += [ids_T[:-1] for ids_T in completions]
+        positions += [torch.arange(length) + len(part.prompt_ids) for length in lengths]
+        start = groups[-1].response_start + sum(lengths)
+    split = [prompts.get(part.prompt_ids) for part in parts]
+    if not start:
+        tokens, positions, start = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], 1
+        groups, split = [PackedGroup(0, 1, ()), *groups], [None, *split]
+    groups = [_behind(group, start) for group in groups]
+    members = [member for part in parts for member in part.members]
     return MicroBatch(
-        input_ids_BT=torch.cat(tokens)[None] if tokens else torch.zeros((1, 1), dtype=torch.int64),
-        position_ids_BT=torch.cat(positions)[None] if tokens else torch.zeros((1, 1), dtype=torch.int64),
-        source_N=torch.cat([*sources, _NONE]),
-        groups=tuple(groups) or (PackedGroup(0, 1, ()),),
-        **_completions(
-            [rollouts[index] for index in order],
-            [advantages_C[index] for index in order],
-            [rows_C[index] for index in order],
-        ),
+        input_ids_BT=torch.cat(tokens)[None],
+        position_ids_BT=torch.cat(positions)[None],
+        source_N=torch.cat([*_sources(groups, start, [m.rollout.completion.num_tokens for m in members]), _NONE]),
+        groups=tuple(groups),
+        prompts=tuple(split),
+        **_completions(members),
     )
 
 
-def in_rows(rollouts: Sequence[Rollout], advantages_C: Sequence[float], rows_C: Sequence[int]) -> MicroBatch:
+def in_rows(parts: Sequence[Members]) -> MicroBatch:
     """Lay rollouts out one a row, padded on the right; without rollouts, one row of one token."""
+    members = [member for part in parts for member in part.members]
+    rollouts = [member.rollout for member in members]
     longest = max((len(r.prompt.token_ids) + r.completion.num_tokens - 1 for r in rollouts), default=1)
     input_ids_BT = torch.zeros((max(1, len(rollouts)), longest), dtype=torch.int64)
     sources = []
@@ -58,31 +102,38 @@ def in_rows(rollouts: Sequence[Rollout], advantages_C: Sequence[float], rows_C: 
         input_ids_BT=input_ids_BT,
         position_ids_BT=torch.arange(longest).repeat(len(input_ids_BT), 1),
         source_N=torch.cat([*sources, _NONE]),
-        **_completions(rollouts, advantages_C, rows_C),
+        **_completions(members),
     )
 
 
-def _spans(group: PackedGroup) -> list[tuple[int, int]]:
-    """First position and length of the prompt, and of each response."""
-    return [(0, group.prompt_tokens), *((group.prompt_tokens, length) for length in group.response_tokens)]
+def _behind(group: PackedGroup, num_tokens: int) -> PackedGroup:
+    """Put a carried prompt behind a row of so many tokens."""
+    return group if group.carried_at is None else replace(group, carried_at=group.carried_at + num_tokens)
 
 
-def _sources(group: PackedGroup, num_targets: Sequence[int]) -> torch.Tensor:
-    """Where each completion token's predecessor stands in the row."""
-    last = group.start + group.prompt_tokens - 1
-    sources, start = [], last + 1
-    for length, targets in zip(group.response_tokens, num_targets, strict=True):
-        sources += [torch.full((min(targets, 1),), last), torch.arange(start, start + length)]
-        start += length
-    return torch.cat(sources)
+def _sources(groups: Sequence[PackedGroup], num_tokens: int, num_targets: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Where each completion token's predecessor stands: in the row, or behind it for the last of a carried prompt."""
+    targets, num_carried = iter(num_targets), 0
+    for group in groups:
+        if group.carried_at is None:
+            last = group.start + group.prompt_tokens - 1
+        else:
+            last = num_tokens + num_carried
+            num_carried += 1
+        start = group.response_start
+        for length in group.response_tokens:
+            yield torch.full((min(next(targets), 1),), last)
+            yield torch.arange(start, start + length)
+            start += length
 
 
-def _completions(rollouts: Sequence[Rollout], advantages_C: Sequence[float], rows_C: Sequence[int]) -> dict[str, Any]:
+def _completions(members: Sequence[Member]) -> dict[str, Any]:
     """What the objective wants, completion after completion."""
+    completions = [member.rollout.completion for member in members]
     return {
-        "target_ids_N": torch.cat([*(rollout.completion.token_ids_T for rollout in rollouts), _NONE]),
-        "sampled_logprobs_N": torch.cat([*(rollout.completion.logprobs_T for rollout in rollouts), torch.empty(0)]),
-        "advantages_C": torch.tensor(advantages_C, dtype=torch.float32),
-        "lengths_C": torch.tensor([rollout.completion.num_tokens for rollout in rollouts], dtype=torch.int64),
-        "rows_C": torch.tensor(rows_C, dtype=torch.int64),
+        "target_ids_N": torch.cat([*(completion.token_ids_T for completion in completions), _NONE]),
+        "sampled_logprobs_N": torch.cat([*(completion.logprobs_T for completion in completions), torch.empty(0)]),
+        "advantages_C": torch.tensor([member.advantage for member in members], dtype=torch.float32),
+        "lengths_C": torch.tensor([completion.num_tokens for completion in completions], dtype=torch.int64),
+        "rows_C": torch.tensor([member.row for member in members], dtype=torch.int64),
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 from lit_grpo.types import MicroBatch, Rollout
-from lit_grpo.update.layout import in_rows, packed
+from lit_grpo.update.layout import Member, Members, by_prompt, in_rows, packed
 from lit_grpo.update.packing import pack_groups, pack_rows
+from lit_grpo.update.split_prompt import SplitPrompt
 
 
 def num_row_tokens(rollout: Rollout) -> int:
@@ -16,41 +16,40 @@ def num_row_tokens(rollout: Rollout) -> int:
     return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
 
 
+def least_tokens(rollouts: Sequence[Rollout], shared_prefix: bool) -> int:
+    """The smallest budget that works: the longest prompt or completion, or both together where they are in one row."""
+    if not shared_prefix:
+        return max(map(num_row_tokens, rollouts), default=1)
+    return max((max(len(r.prompt.token_ids), r.completion.num_tokens) for r in rollouts), default=1)
+
+
 @dataclass(frozen=True)
-class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of a step, each laid out when it is asked for, so that only one of them takes memory.
+class MicroBatches(Iterable[MicroBatch]):
+    """The micro-batches of a step, each laid out when its turn comes, so that only one of them takes memory.
+
+    They are to go through the policy in their order: of a prompt that has responses in several, the last has it in its
+    row, and those before carry it (see :class:`~lit_grpo.update.split_prompt.SplitPrompt`).
 
     Args:
-        rollouts: The step's.
-        advantages_C: One a rollout.
         shared_prefix: Lay them out packed; otherwise in rows.
-        rows: Of each micro-batch, the places of its rollouts; none make an empty one.
+        bins: The members of each micro-batch; none make an empty one.
     """
 
-    rollouts: Sequence[Rollout]
-    advantages_C: Sequence[float]
     shared_prefix: bool
-    rows: tuple[tuple[int, ...], ...]
+    bins: Sequence[Sequence[Members]]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.bins)
 
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> MicroBatches: ...
-
-    def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
-        if isinstance(index, slice):
-            return replace(self, rows=self.rows[index])
-        rows = self.rows[index]
-        members, advantages = [self.rollouts[row] for row in rows], [self.advantages_C[row] for row in rows]
-        return make_micro_batch(members, advantages, self.shared_prefix, rows)
+    def __iter__(self) -> Iterator[MicroBatch]:
+        split = {members.prompt_ids for bin in self.bins for members in bin if not members.has_prompt}
+        prompts = {prompt_ids: SplitPrompt(prompt_ids) for prompt_ids in split}
+        for bin in self.bins:
+            yield packed(bin, prompts) if self.shared_prefix else in_rows(bin)
 
     def and_empty(self, number: int) -> MicroBatches:
         """Return these, and as many empty ones behind them."""
-        return replace(self, rows=self.rows + ((),) * number)
+        return replace(self, bins=[*self.bins, *[()] * number])
 
 
 def make_micro_batches(
@@ -58,8 +57,8 @@ def make_micro_batches(
 ) -> MicroBatches:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
 
-    Best fit by length packs them. A prompt counts once for all of its completions in a micro-batch. The largest come
-    first, so that a shortage of memory shows at once.
+    Best fit by length packs them. A prompt counts once for all of its completions, in the micro-batch that has it in
+    its row. The largest come first, so that a shortage of memory shows at once, but for what is left of a group begun.
 
     Args:
         rollouts: In any order; those with the same prompt tokens share it.
@@ -68,42 +67,27 @@ def make_micro_batches(
         shared_prefix: Lay them out packed; otherwise in rows (see :class:`~lit_grpo.types.MicroBatch`).
 
     Raises:
-        ValueError: A rollout is longer than ``max_tokens``; the message says the smallest that works.
+        ValueError: ``max_tokens`` is less than :func:`least_tokens`; the message says the smallest that works.
     """
-    longest = max(map(num_row_tokens, rollouts), default=0)
-    if longest > max_tokens:
+    least = least_tokens(rollouts, shared_prefix)
+    if least > max_tokens:
+        what = "a prompt or a completion" if shared_prefix else "a prompt with its completion"
         raise ValueError(
-            f"max_tokens_per_micro_batch is {max_tokens}, but a prompt with its completion has {longest} tokens; "
-            f"set it to at least {longest}."
+            f"max_tokens_per_micro_batch is {max_tokens}, but {what} has {least} tokens; set it to at least {least}."
         )
-    chosen = _packed_rows(rollouts, max_tokens) if shared_prefix else pack_rows(_lengths(rollouts), max_tokens)
-    return MicroBatches(rollouts, advantages_C, shared_prefix, tuple(map(tuple, chosen)))
+    scored = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
+    if not shared_prefix:
+        bins = pack_rows([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
+        return MicroBatches(False, [[Members((), [scored[row] for row in rows])] for rows in bins])
+    groups = by_prompt(scored)
+    lengths = [[member.rollout.completion.num_tokens for member in group.members] for group in groups]
+    bins = pack_groups([len(group.prompt_ids) for group in groups], lengths, max_tokens)
+    return MicroBatches(True, [[groups[p.group].part(p.responses, p.has_prompt) for p in parts] for parts in bins])
 
 
 def make_micro_batch(
-    rollouts: Sequence[Rollout],
-    advantages_C: Sequence[float],
-    shared_prefix: bool = True,
-    rows_C: Sequence[int] | None = None,
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float], shared_prefix: bool = True
 ) -> MicroBatch:
-    """Lay all these rollouts out as one micro-batch.
-
-    ``rows_C`` are their places among the rollouts of the step; by default they are the step's.
-    """
-    places = range(len(rollouts)) if rows_C is None else rows_C
-    return (packed if shared_prefix else in_rows)(rollouts, advantages_C, places)
-
-
-def _lengths(rollouts: Sequence[Rollout]) -> list[int]:
-    return [num_row_tokens(rollout) for rollout in rollouts]
-
-
-def _packed_rows(rollouts: Sequence[Rollout], max_tokens: int) -> list[list[int]]:
-    """The rollouts of each packed micro-batch."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for row, rollout in enumerate(rollouts):
-        by_prompt.setdefault(rollout.prompt.token_ids, []).append(row)
-    order = [row for rows in by_prompt.values() for row in rows]
-    lengths = [[rollouts[row].completion.num_tokens for row in rows] for rows in by_prompt.values()]
-    bins = pack_groups([len(prompt) for prompt in by_prompt], lengths, max_tokens)
-    return [[order[item] for part in parts for item in part] for parts in bins]
+    """Lay all these rollouts out as one micro-batch."""
+    scored = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
+    return packed(by_prompt(scored)) if shared_prefix else in_rows([Members((), scored)])

@@ -15,14 +15,14 @@ class Bin:
     items: list[int] = field(default_factory=list)
 
 
-def best_fit(sizes: Sequence[int], capacity: int) -> list[Bin]:
+def best_fit(sizes: Sequence[int], capacity: int, taken: int = 0) -> list[Bin]:
     """Put each item, largest first, into the fullest bin that has room for it, or into a new one.
 
     Best-fit decreasing: at most 11/9 of the fewest bins possible, plus 4 (D. S. Johnson, "Near-optimal bin packing
-    algorithms", 1973). No item may be larger than ``capacity``.
+    algorithms", 1973). No item may be larger than ``capacity``. Of the first bin ``taken`` tokens are taken beforehand.
     """
-    bins: list[Bin] = []
-    room: list[tuple[int, int]] = []  # (free tokens, bin), in order
+    bins = [Bin(taken)] if taken else []
+    room = [(capacity - taken, 0)] if taken else []  # (free tokens, bin), in order
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         place = bisect_left(room, (sizes[item], 0))
         if place < len(room):
@@ -36,28 +36,54 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[Bin]:
     return bins
 
 
-def pack_groups(prompts: Sequence[int], responses: Sequence[Sequence[int]], capacity: int) -> list[list[list[int]]]:
-    """Pack groups whose prompt counts once wherever responses of theirs go; the fullest bin comes first.
+@dataclass(frozen=True)
+class Part:
+    """Responses of a group that go through the policy together, by number within it; with their prompt or without."""
 
-    A group that is larger than ``capacity`` is split into as few parts as best fit finds, and each part takes the
-    prompt again; a group that fits is never split.
+    group: int
+    responses: tuple[int, ...]
+    has_prompt: bool
+    tokens: int
+
+
+def pack_groups(prompts: Sequence[int], responses: Sequence[Sequence[int]], capacity: int) -> list[list[Part]]:
+    """Pack groups whose prompt counts once for all of their responses.
+
+    A group that fits is never split. Of one that is larger than ``capacity`` one part has the prompt, with responses or
+    by itself, and its bin comes after those of all other parts. Otherwise the fullest bins come first, and few groups
+    are begun and not finished at a time.
 
     Args:
-        prompts: Tokens of each group's prompt.
-        responses: Tokens of each response, by group; none is longer than ``capacity`` less the prompt.
+        prompts: Tokens of each group's prompt, none longer than ``capacity``.
+        responses: Tokens of each response, by group; none is longer than ``capacity``.
         capacity: The most tokens of a bin.
 
     Returns:
-        For every bin its parts, each a list of responses, counted through over all groups.
+        The parts of each bin.
     """
-    parts: list[Bin] = []
-    first = 0
-    for prompt, lengths in zip(prompts, responses, strict=True):
-        for split in best_fit(lengths, capacity - prompt):
-            parts.append(Bin(prompt + split.tokens, [first + item for item in split.items]))
-        first += len(lengths)
-    bins = best_fit([part.tokens for part in parts], capacity)
-    return [[parts[item].items for item in one.items] for one in sorted(bins, key=lambda one: -one.tokens)]
+    last: list[Part] = []  # of groups that are split, with their prompts
+    others: list[Part] = []
+    for group, (prompt, lengths) in enumerate(zip(prompts, responses, strict=True)):
+        first, *more = best_fit(lengths, capacity, taken=prompt)
+        (last if more else others).append(Part(group, tuple(first.items), True, first.tokens))
+        others += [Part(group, tuple(one.items), False, one.tokens) for one in more]
+    bins = dict(enumerate(_packed(others, capacity)))
+    bins_of: dict[int, list[int]] = {}
+    for number, parts in bins.items():
+        for part in parts:
+            bins_of.setdefault(part.group, []).append(number)
+    order: list[list[Part]] = []
+    for parts in _packed(last, capacity):
+        begun = [number for part in parts for number in bins_of[part.group]]
+        order += [bins.pop(number) for number in begun if number in bins]
+        order.append(parts)
+    return [*order, *bins.values()]
+
+
+def _packed(parts: Sequence[Part], capacity: int) -> list[list[Part]]:
+    """The parts of each bin, the fullest first."""
+    bins = sorted(best_fit([part.tokens for part in parts], capacity), key=lambda one: -one.tokens)
+    return [[parts[item] for item in one.items] for one in bins]
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:

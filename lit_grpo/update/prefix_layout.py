@@ -69,13 +69,13 @@ def group_pieces(group: PackedGroup, window: int | None) -> list[Piece]:
         group: Where it stands in the row.
         window: How many tokens back a query sees, its own among them; ``None`` for all.
     """
-    prompt = Span(group.start, 0, group.prompt_tokens)
-    responses, start = [], group.start + group.prompt_tokens
+    prompt = Span(group.prompt_start, 0, group.prompt_tokens)
+    responses, start = [], group.response_start
     for length in group.response_tokens:
         if length:
             responses.append(Span(start, group.prompt_tokens, length))
             start += length
-    pieces = list(_own_pieces(prompt, window))
+    pieces = list(_own_pieces(prompt, window)) if group.carried_at is None else []
     for response in responses:
         pieces += _own_pieces(response, window)
     if responses and (window is None or max(response.end for response in responses) <= window):

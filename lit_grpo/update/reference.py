@@ -45,9 +45,11 @@ def micro_batch_logprobs(
             )
         with shared_prefixes(model):
             return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient)
-    layout = {"shared_prefix": SharedPrefix(micro_batch.groups)} if micro_batch.groups else {}
-    hidden_BTD = hidden_states(model, micro_batch.input_ids_BT, position_ids=micro_batch.position_ids_BT, **layout)
-    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, micro_batch.source_N)
+    layout = SharedPrefix(micro_batch.groups, micro_batch.prompts)
+    layout.compute_carried(model)
+    kwargs = {"shared_prefix": layout} if micro_batch.groups else {}
+    hidden_BTD = hidden_states(model, micro_batch.input_ids_BT, position_ids=micro_batch.position_ids_BT, **kwargs)
+    hidden_ND = layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, micro_batch.source_N)
     linear = linear_head(model)
     if linear is not None:
         return linear_logprobs(hidden_ND, micro_batch.target_ids_N, linear, temperature, entropy_gradient)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from lit_grpo.policy import hidden_states
 from lit_grpo.types import PackedGroup
 from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix_attention import piecewise_attention
@@ -17,7 +18,12 @@ from lit_grpo.update.prefix_layout import Piece, group_pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.update.split_prompt import SplitPrompt
+
 ATTENTION_NAME = "lit_grpo_shared_prefix"
+
+
+_LAST_HIDDEN = "last hidden state"
 
 
 class SharedPrefix:
@@ -25,27 +31,68 @@ class SharedPrefix:
 
     Args:
         groups: Prompts and responses, and where they stand in the row.
+        prompts: By group, those that are carried from one micro-batch to the next; none by default.
     """
 
-    def __init__(self, groups: Sequence[PackedGroup]) -> None:
+    def __init__(self, groups: Sequence[PackedGroup], prompts: Sequence[SplitPrompt | None] = ()) -> None:
         self.groups = tuple(groups)
+        split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
+        self._carried = [prompt for group, prompt in split if group.carried_at is not None]
+        self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
         self.windows: set[int | None] = set()
         """The sliding windows that layers have asked for so far, ``None`` for full attention."""
         self._pieces: dict[int | None, list[Piece]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
+    def compute_carried(self, model: PreTrainedModel) -> None:
+        """Run the carried prompts that have not been through ``model`` yet, each by itself and without gradient."""
+        for prompt in self._carried:
+            if not prompt.is_known:
+                alone = SharedPrefix([PackedGroup(0, len(prompt.token_ids), ())], [prompt])
+                input_ids_BT = torch.tensor(prompt.token_ids, device=model.device)[None]
+                positions_BT = torch.arange(len(prompt.token_ids), device=model.device)[None]
+                with torch.no_grad():
+                    hidden_BTD = hidden_states(model, input_ids_BT, position_ids=positions_BT, shared_prefix=alone)
+                prompt.keep(_LAST_HIDDEN, hidden_BTD[0, -1:].clone())
+                prompt.is_known = True
+
+    def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Put the last hidden states of carried prompts behind those of the row."""
+        for place, prompt in self._in_row:
+            hidden_TD = prompt.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
+        carried = [prompt.lend(_LAST_HIDDEN) for prompt in self._carried]
+        return torch.cat([hidden_TD, *carried]) if carried else hidden_TD
+
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scaling: float
+        self,
+        layer: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float,
     ) -> torch.Tensor:
         """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
+        key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
         self.windows.add(window)
         if query.device.type != "cpu":
             if window not in self._masks:
-                self._masks[window] = prefix_block_mask(self.groups, window, query.device)
+                self._masks[window] = prefix_block_mask(self.groups, window, query.shape[2], query.device)
             return flex_prefix_attention(query, key, value, self._masks[window], scaling)
         if window not in self._pieces:
             self._pieces[window] = [piece for group in self.groups for piece in group_pieces(group, window)]
         return piecewise_attention(query, key, value, self._pieces[window], scaling)
+
+    def _carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep what is computed of prompts in the row, and put carried ones behind the row."""
+        for place, prompt in self._in_row:
+            index = (slice(None), slice(None), place)
+            if prompt.is_known:
+                tensor = prompt.settle(name, tensor, index)
+            else:
+                prompt.keep(name, tensor[index])
+        carried = [prompt.lend(name) for prompt in self._carried]
+        return torch.cat([tensor, *carried], 2) if carried else tensor
 
 
 def shared_prefix_attention(
@@ -76,7 +123,7 @@ def shared_prefix_attention(
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     # Autocast leaves normed queries and keys in float32; attention runs in the values' dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return shared_prefix.attend(query, key, value, sliding_window, scaling).transpose(1, 2), None
+    return shared_prefix.attend(module, query, key, value, sliding_window, scaling).transpose(1, 2), None
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:

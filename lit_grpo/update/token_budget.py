@@ -30,18 +30,18 @@ class TokenBudget:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def halve(self, longest: int) -> str:
-        """Go down, but not below the longest sequence; return what to tell the user.
+    def halve(self, least: int) -> str:
+        """Go down, but not below what one prompt or completion takes; return what to tell the user.
 
         Raises:
             torch.OutOfMemoryError: It was there already.
         """
-        if self.tokens <= longest:
+        if self.tokens <= least:
             raise torch.OutOfMemoryError(
-                f"Memory ran out with micro-batches of {self.tokens} tokens, and a prompt with its completion may have "
-                f"{longest}; set gradient_checkpointing, or lower sampling.max_tokens or data.max_prompt_tokens."
+                f"Memory ran out with micro-batches of {self.tokens} tokens, and this step cannot do with less than "
+                f"{least}; set gradient_checkpointing, or lower sampling.max_tokens or data.max_prompt_tokens."
             )
-        before, self.tokens = self.tokens, max(self.tokens // 2, longest)
+        before, self.tokens = self.tokens, max(self.tokens // 2, least)
         return (
             f"Memory ran out with micro-batches of {before} tokens. They have at most {self.tokens} from now on and "
             f"the step begins anew; max_tokens_per_micro_batch={self.tokens} would begin with that."

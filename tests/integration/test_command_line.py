@@ -250,7 +250,7 @@ BAD_INPUT = {
     "mapped column": (["--data.columns", '{"gold": "solution"}'], "takes 'gold' from column 'solution'"),
     "prompt beyond the limit": (["--data.max_prompt_tokens", "2"], "max_prompt_tokens=2"),
     "prompt beyond the context": (["--model.sampling.max_tokens", "255"], "the model's context is 256"),
-    "beyond a micro-batch": (["--model.max_tokens_per_micro_batch", "20"], "the smallest that works is 22"),
+    "beyond a micro-batch": (["--model.max_tokens_per_micro_batch", "12"], "the smallest that works is 16"),
     "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
     "reward file": (["--model.rewards", '[{"function": "absent.py:score"}]'], "there is no file absent.py"),
     "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "does not import"),
