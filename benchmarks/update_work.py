@@ -21,7 +21,10 @@ SIGMA = 0.6  # of the logarithm of completion lengths
 
 @dataclass(frozen=True)
 class Work:
-    """Groups of one optimizer step: completion lengths are log-normal, from a fixed seed."""
+    """Groups of one optimizer step: completion lengths are log-normal, from a fixed seed.
+
+    ``max_tokens`` is the limit on a completion; by default eight times the mean, which next to none reaches.
+    """
 
     prompt_tokens: int
     mean_tokens: int
@@ -30,16 +33,19 @@ class Work:
     vocab_size: int = 4096
     sigma: float = SIGMA
     seed: int = 0
+    max_tokens: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """The most tokens of a completion."""
+        return self.max_tokens or 8 * self.mean_tokens
 
     def lengths(self) -> list[list[int]]:
-        """Tokens of each completion, by group; at most eight times the mean."""
+        """Tokens of each completion, by group."""
         rng = random.Random(self.seed)
         mu = math.log(self.mean_tokens) - self.sigma**2 / 2
         return [
-            [
-                min(max(1, round(rng.lognormvariate(mu, self.sigma))), 8 * self.mean_tokens)
-                for _ in range(self.group_size)
-            ]
+            [min(max(1, round(rng.lognormvariate(mu, self.sigma))), self.limit) for _ in range(self.group_size)]
             for _ in range(self.num_groups)
         ]
 
@@ -51,7 +57,7 @@ class Work:
     def _group(self, rng: random.Random, prompt_id: str, lengths: list[int]) -> RolloutGroup:
         tokens = [rng.randrange(2, self.vocab_size) for _ in range(self.prompt_tokens)]
         prompt = Prompt(prompt_id, tuple(tokens), "")
-        sampling = SamplingParams(max_tokens=8 * self.mean_tokens)
+        sampling = SamplingParams(max_tokens=self.limit)
         rollouts = []
         for sample, length in enumerate(lengths):
             ids_T = torch.tensor([rng.randrange(2, self.vocab_size) for _ in range(length)])

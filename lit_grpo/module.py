@@ -26,7 +26,7 @@ from lit_grpo.checks import (
 )
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.galore import GaLoreAdamW
-from lit_grpo.memory import free_bytes, return_freed_blocks
+from lit_grpo.memory import free_bytes, return_freed_memory
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
 from lit_grpo.nf4 import without_quant_states
 from lit_grpo.policy import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
@@ -177,8 +177,6 @@ class GRPOModule(EvaluationModule):
             check_training_sampling(self.sampling)
             check_minibatches(self.num_minibatches, getattr(self._data(), "batch_size", self.num_minibatches))
             check_trainer(self.trainer)
-            if self.trainer.strategy.root_device.type == "cpu":
-                return_freed_blocks()
 
     def _data(self) -> pl.LightningDataModule | None:
         return self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
@@ -387,6 +385,8 @@ class GRPOModule(EvaluationModule):
                     if not is_open or not is_out_of_memory(error):
                         raise
                     short = True
+                if self.device.type == "cpu":
+                    return_freed_memory()
         return not short
 
     def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
