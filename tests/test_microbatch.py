@@ -169,6 +169,24 @@ def test_a_prompt_is_in_the_row_of_the_last_micro_batch_that_has_responses_to_it
         assert (carried[0][1] is None) == (len(carried) == 1)
 
 
+@pytest.mark.parametrize("num_groups", [4, 16, 64])
+def test_few_prompts_are_carried_at_a_time_however_many_groups_there_are(num_groups: int) -> None:
+    rng = random.Random(num_groups)
+    rollouts = [
+        make_rollout([number] * 8, [7] * rng.randint(4, 30)) for number in range(1, num_groups + 1) for _ in range(20)
+    ]
+    begun: set[int] = set()
+    most = 0
+    for micro_batch in make_micro_batches(rollouts, [0.0] * len(rollouts), 64):
+        for group, prompt in groups_and_prompts(micro_batch):
+            if group.carried_at is not None:
+                begun.add(id(prompt))
+            else:
+                begun.discard(id(prompt))
+        most = max(most, len(begun))
+    assert 1 <= most <= 8
+
+
 def prompt_ids(micro_batch: MicroBatch) -> list[tuple[int, ...]]:
     """The prompt of each group: as it stands in the row, or as it is carried."""
     row = micro_batch.input_ids_BT[0].tolist()

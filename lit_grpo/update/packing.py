@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -67,16 +68,25 @@ def pack_groups(prompts: Sequence[int], responses: Sequence[Sequence[int]], capa
         first, *more = best_fit(lengths, capacity, taken=prompt)
         (last if more else others).append(Part(group, tuple(first.items), True, first.tokens))
         others += [Part(group, tuple(one.items), False, one.tokens) for one in more]
-    bins = dict(enumerate(_packed(others, capacity)))
-    bins_of: dict[int, list[int]] = {}
+    return _finishing_what_is_begun(_packed(others, capacity), _packed(last, capacity))
+
+
+def _finishing_what_is_begun(others: Sequence[list[Part]], last: Sequence[list[Part]]) -> list[list[Part]]:
+    """Order bins: those with the last part of a group behind the others of that group, and soon after the first."""
+    bins, bins_of = dict(enumerate(others)), dict[int, list[int]]()
     for number, parts in bins.items():
         for part in parts:
             bins_of.setdefault(part.group, []).append(number)
+    ends = dict(enumerate(last))
+    end_of = {part.group: number for number, parts in ends.items() for part in parts}
     order: list[list[Part]] = []
-    for parts in _packed(last, capacity):
-        begun = [number for part in parts for number in bins_of[part.group]]
-        order += [bins.pop(number) for number in begun if number in bins]
-        order.append(parts)
+    for first in range(len(last)):
+        begun = deque([first])
+        while begun:
+            parts = ends.pop(begun.popleft(), [])
+            before = [bins.pop(number) for part in parts for number in bins_of[part.group] if number in bins]
+            begun.extend(end_of[part.group] for one in before for part in one if part.group in end_of)
+            order += [*before, parts] if parts else []
     return [*order, *bins.values()]
 
 
