@@ -113,11 +113,10 @@ def test_a_prompt_may_be_alone_in_its_row() -> None:
     assert first.prompts == second.prompts != (None,)
 
 
-def test_what_is_left_of_a_split_group_shares_a_micro_batch_with_another() -> None:
-    large, small = [make_rollout([6] * 5, [7] * 7)] * 3, [make_rollout([5], [7] * 7)]
-    made = make_micro_batches([*large, *small], [0.0] * 4, 20)
-    assert [len(batch.groups) for batch in made] == [2, 1]
-    assert sorted(length for batch in made for length in batch.lengths_C.tolist()) == [7] * 4
+def test_the_part_with_the_prompt_shares_a_micro_batch_with_another_group_and_the_others_come_before() -> None:
+    large, small = [make_rollout([6] * 5, [7] * 7)] * 4, [make_rollout([5], [7])]
+    made = list(make_micro_batches([*small, *large], [0.0] * 5, 21))
+    assert [[group.prompt_tokens for group in batch.groups] for batch in made] == [[5], [5, 1]]
 
 
 def test_a_rollout_longer_than_the_budget_is_an_error_that_says_what_works() -> None:
@@ -184,7 +183,7 @@ def test_few_prompts_are_carried_at_a_time_however_many_groups_there_are(num_gro
             else:
                 begun.discard(id(prompt))
         most = max(most, len(begun))
-    assert 1 <= most <= 8
+    assert 1 <= most <= 3
 
 
 def prompt_ids(micro_batch: MicroBatch) -> list[tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,11 +47,10 @@ class Part:
 
 
 def pack_groups(prompts: Sequence[int], responses: Sequence[Sequence[int]], capacity: int) -> list[list[Part]]:
-    """Pack groups whose prompt counts once for all of their responses.
+    """Pack groups whose prompt counts once for all of their responses; the fullest bin comes first.
 
     A group that fits is never split. Of one that is larger than ``capacity`` one part has the prompt, with responses or
-    by itself, and its bin comes after those of all other parts. Otherwise the fullest bins come first, and few groups
-    are begun and not finished at a time.
+    by itself. The others have bins of their own, right before that part's, so that few groups are begun at a time.
 
     Args:
         prompts: Tokens of each group's prompt, none longer than ``capacity``.
@@ -62,38 +60,18 @@ def pack_groups(prompts: Sequence[int], responses: Sequence[Sequence[int]], capa
     Returns:
         The parts of each bin.
     """
-    last: list[Part] = []  # of groups that are split, with their prompts
-    others: list[Part] = []
+    with_prompt: list[Part] = []
+    others: list[list[Part]] = []
     for group, (prompt, lengths) in enumerate(zip(prompts, responses, strict=True)):
         first, *more = best_fit(lengths, capacity, taken=prompt)
-        (last if more else others).append(Part(group, tuple(first.items), True, first.tokens))
-        others += [Part(group, tuple(one.items), False, one.tokens) for one in more]
-    return _finishing_what_is_begun(_packed(others, capacity), _packed(last, capacity))
-
-
-def _finishing_what_is_begun(others: Sequence[list[Part]], last: Sequence[list[Part]]) -> list[list[Part]]:
-    """Order bins: those with the last part of a group behind the others of that group, and soon after the first."""
-    bins, bins_of = dict(enumerate(others)), dict[int, list[int]]()
-    for number, parts in bins.items():
-        for part in parts:
-            bins_of.setdefault(part.group, []).append(number)
-    ends = dict(enumerate(last))
-    end_of = {part.group: number for number, parts in ends.items() for part in parts}
+        with_prompt.append(Part(group, tuple(first.items), True, first.tokens))
+        others.append([Part(group, tuple(one.items), False, one.tokens) for one in more])
     order: list[list[Part]] = []
-    for first in range(len(last)):
-        begun = deque([first])
-        while begun:
-            parts = ends.pop(begun.popleft(), [])
-            before = [bins.pop(number) for part in parts for number in bins_of[part.group] if number in bins]
-            begun.extend(end_of[part.group] for one in before for part in one if part.group in end_of)
-            order += [*before, parts] if parts else []
-    return [*order, *bins.values()]
-
-
-def _packed(parts: Sequence[Part], capacity: int) -> list[list[Part]]:
-    """The parts of each bin, the fullest first."""
-    bins = sorted(best_fit([part.tokens for part in parts], capacity), key=lambda one: -one.tokens)
-    return [[parts[item] for item in one.items] for one in bins]
+    for one in sorted(best_fit([part.tokens for part in with_prompt], capacity), key=lambda one: -one.tokens):
+        parts = [with_prompt[item] for item in one.items]
+        order += [[other] for part in parts for other in others[part.group]]
+        order.append(parts)
+    return order
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
