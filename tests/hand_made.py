@@ -19,8 +19,6 @@ from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Reques
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
-
-
 SERVER_ARGUMENTS = {"max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 8 * 2**20, "stream_interval": 1}
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lit_grpo.update.split_prompt import SplitPrompt
 
 ATTENTION_NAME = "lit_grpo_shared_prefix"
-
-
 _LAST_HIDDEN = "last hidden state"
 
 
