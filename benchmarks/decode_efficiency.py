@@ -20,8 +20,8 @@ from benchmarks.forced_lengths import ForcedGenerator, started
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.scheduling.families import synthetic_lengths
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import SamplingParams
 
 CASES = ((8, 16, 32), (8, 32, 64))  # prompts, group size, slots

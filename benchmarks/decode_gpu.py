@@ -26,8 +26,8 @@ from benchmarks.decode_systems import NOISE, Run, Steps, Work, by_key, generate,
 from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from lit_grpo.memory import PeakMemory
-from lit_grpo.scheduling.families import synthetic_lengths
-from lit_grpo.tiny import make_tokenizer
+from lit_grpo.policy.tiny import make_tokenizer
+from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import Prompt
 
 CASES = {32: 8, 512: 64}  # group size: slots

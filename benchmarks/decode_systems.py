@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.forced_lengths import ForcedGenerator, ForetoldLengths, started
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.scheduling.jobs import Key
-from lit_grpo.scheduling.traces import noisy
-from lit_grpo.types import Prompt, SamplingParams
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.scheduling.replay.traces import noisy
+from lit_grpo.types import Key, Prompt, SamplingParams
 
 NOISE = 0.35
 """The error of predictions, in their logarithm."""

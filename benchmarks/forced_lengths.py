@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.scheduling.jobs import Job, Key, NoLengths
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.scheduling.jobs import Job, NoLengths
+from lit_grpo.types import Key
 
 if TYPE_CHECKING:
-    from lit_grpo.rollout.token_rows import TokenRows
+    from lit_grpo.rollout.slots.rows import TokenRows
 
 
 class ForcedGenerator(SlotGenerator):

@@ -17,7 +17,7 @@ import torch
 from benchmarks.forced_lengths import ForcedGenerator, started
 from benchmarks.random_policies import QWEN3_WIDE, random_qwen3
 from lit_grpo.memory import PeakMemory
-from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.rollout.loop import RolloutController
 from lit_grpo.types import Prompt, SamplingParams
 
 System = Literal["lit_grpo", "full group"]
@@ -38,7 +38,7 @@ class Case:
 
 def main(argument: str) -> None:
     """Run the case that is given as JSON."""
-    from lit_grpo.tiny import make_tokenizer
+    from lit_grpo.policy.tiny import make_tokenizer
 
     case = Case(**json.loads(argument))
     logging.getLogger("transformers").setLevel(logging.ERROR)

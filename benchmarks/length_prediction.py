@@ -22,9 +22,9 @@ import torch
 from benchmarks.length_records import NUM_SCALARS, Record, drift, made_up, sampled
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.arithmetic import ArithmeticRows
-from lit_grpo.scheduling.length_quality import spearman
-from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths.quality import spearman
 from lit_grpo.types import Prompt
 
 POINTS = (0, 8, 32, 64)

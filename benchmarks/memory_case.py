@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
 from benchmarks.workloads import NOISE_REWARD, HardRows, arithmetic_prompts, load, noise_reward
-from callbacks import RolloutScheduler, WeightSync
-from lit_grpo.data import PromptDataModule
+from lit_grpo.data.module import PromptDataModule
 from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import PromptBatch, SamplingParams
-from lit_grpo.update.advantages import group_advantages
+from lit_grpo.update.advantages.functions import group_advantages
 
 
 @dataclass(frozen=True)

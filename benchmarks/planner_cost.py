@@ -19,13 +19,13 @@ from typing import Any
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, Lengths
-from lit_grpo.scheduling.known_lengths import lengths_of
-from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.plans import PLANS, make_plan
-from lit_grpo.scheduling.traces import Trace, load_trace
+from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.replay.known import lengths_of
+from lit_grpo.scheduling.replay.traces import Trace, load_trace
 from lit_grpo.types import SamplingParams
 
 MOST_SECONDS = 1.0

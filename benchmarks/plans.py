@@ -20,12 +20,11 @@ import numpy as np
 from benchmarks.plan_figures import Figures
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.families import FAMILIES
 from lit_grpo.scheduling.jobs import Lengths, NoLengths
-from lit_grpo.scheduling.known_lengths import KnownLengths, lengths_of
-from lit_grpo.scheduling.plans import make_plan
-from lit_grpo.scheduling.simulator import Fleet, simulate
-from lit_grpo.scheduling.traces import Trace, load_trace
+from lit_grpo.scheduling.plans.plan import make_plan
+from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
+from lit_grpo.scheduling.replay.simulator import Fleet, simulate
+from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
 RECORDED = ROOT / "benchmarks" / "traces" / "demo.jsonl"
 RECORDED_SLOTS = (8, 32)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from lit_grpo.scheduling.bounds import memory_bound
-from lit_grpo.scheduling.families import FAMILIES
-from lit_grpo.scheduling.known_lengths import lengths_of
-from lit_grpo.scheduling.plans import make_plan
-from lit_grpo.scheduling.simulator import Fleet, Schedule, simulate
-from lit_grpo.scheduling.traces import Trace, load_trace
+from lit_grpo.scheduling.plans.plan import make_plan
+from lit_grpo.scheduling.replay.known import lengths_of
+from lit_grpo.scheduling.replay.simulator import Fleet, Schedule, simulate
+from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
 NOISE = 0.35
 NUM_SLOTS = 64

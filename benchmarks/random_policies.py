@@ -59,7 +59,7 @@ def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = 
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from lit_grpo.tiny import EOS_ID, PAD_ID
+    from lit_grpo.policy.tiny import EOS_ID, PAD_ID
 
     config = Qwen3Config(
         **sizes,  # pyright: ignore[reportArgumentType]
@@ -79,7 +79,7 @@ def save_random_policy(folder: Path) -> None:
 
     Every token is about equally likely, so the lengths of completions are geometric, with a mean of about 15.
     """
-    from lit_grpo.tiny import make_tokenizer
+    from lit_grpo.policy.tiny import make_tokenizer
 
     random_qwen3(QWEN3_7M).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

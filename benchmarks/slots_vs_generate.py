@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Prompt, SamplingParams
 
 Run = Callable[[], int]

@@ -29,7 +29,7 @@ from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
-from lit_grpo.update.checkpointing import Checkpointing
+from lit_grpo.update.logprobs.checkpointing import Checkpointing
 
 Figures = dict[str, Any]
 TIMED_ROWS = 4  # of TRL's

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from benchmarks.report import Claim, Options, Row, finish, parse_options
 from benchmarks.update_case import TIMED_ROWS, Case, Figures, measure
 from benchmarks.update_work import SIGMA, Work
-from lit_grpo.update.checkpointing import Checkpointing
+from lit_grpo.update.logprobs.checkpointing import Checkpointing
 
 
 @dataclass(frozen=True)

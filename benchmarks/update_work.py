@@ -114,7 +114,7 @@ def save_update_policy(folder: Path, size: str, vocab_size: int, device: str = "
     """Save a random Qwen3 with a tokenizer that knows sixteen of its tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from lit_grpo.tiny import EOS, PAD, make_tokenizer
+    from lit_grpo.policy.tiny import EOS, PAD, make_tokenizer
 
     tokenizer = make_tokenizer()
     config = Qwen3Config(

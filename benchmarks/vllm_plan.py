@@ -19,12 +19,12 @@ import numpy as np
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.vllm_engine import VLLMGenerator
-from lit_grpo.rollout.weights import PolicyWeights
+from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.families import synthetic_lengths
-from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 POINTS = (0, 8, 32, 64)

@@ -16,9 +16,10 @@ import torch
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import load
-from lit_grpo.rollout.vllm_engine import VLLMGenerator
-from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.rollout.weights import PolicyWeights, check_arrival
+from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.tensors import check_arrival
 
 ENGINE = {"max_model_len": 64, "block_size": 32}
 KV = {"kv_cache_memory_bytes": 64 * 2**20}

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lit_grpo.arithmetic import ArithmeticRows
-from lit_grpo.sources import RowSource
+from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.data.sources import RowSource
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -53,6 +53,6 @@ def noise_reward(completion: str) -> float:
 
 def load(policy: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a policy for decoding."""
-    from lit_grpo.policy import load_policy, load_tokenizer
+    from lit_grpo.policy.loading import load_policy, load_tokenizer
 
     return load_policy(policy).to(device).eval(), load_tokenizer(policy)  # pyright: ignore[reportArgumentType]

@@ -1,15 +1,15 @@
 """Lightning callbacks: thin adapters between the trainer and ``lit_grpo``."""
 
-from callbacks.completion_writer import CompletionWriter
-from callbacks.interrupt_checkpoint import InterruptCheckpoint
-from callbacks.memory_monitor import MemoryMonitor
-from callbacks.policy_exporter import PolicyExporter
-from callbacks.progress_bar import GRPOProgressBar
-from callbacks.rollout_scheduler import RolloutScheduler
-from callbacks.rollout_timeline import RolloutTimeline
-from callbacks.sample_logger import SampleLogger
-from callbacks.throughput_monitor import ThroughputMonitor
-from callbacks.weight_sync import WeightSync
+from .completion_writer import CompletionWriter
+from .interrupt_checkpoint import InterruptCheckpoint
+from .memory_monitor import MemoryMonitor
+from .policy_exporter import PolicyExporter
+from .progress_bar import GRPOProgressBar
+from .rollout_scheduler import RolloutScheduler
+from .rollout_timeline import RolloutTimeline
+from .sample_logger import SampleLogger
+from .throughput_monitor import ThroughputMonitor
+from .weight_sync import WeightSync
 
 __all__ = [
     "CompletionWriter",

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardRunner
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.plans import make_plan
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 PREDICTION_POINTS = (0, 8, 32, 64)

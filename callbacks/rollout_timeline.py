@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_grpo.timeline import Timeline, draw_timeline
+from lit_grpo.scheduling.timeline import Timeline, draw_timeline
 from lit_grpo.types import PromptBatch
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_grpo.module import GRPOModule
-from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.probe import logprob_gap
-from lit_grpo.rollout.weights import check_arrival
+from lit_grpo.rollout.proof import logprob_gap
+from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Prompt
 
 

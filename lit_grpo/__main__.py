@@ -8,12 +8,12 @@ from types import ModuleType
 def main() -> None:
     """Run the command line; a mistake in the input ends it with one sentence."""
     if sys.argv[1:2] == ["simulate"]:  # needs no torch, whose import would take most of the time
-        from lit_grpo.simulate import main as simulate
+        from lit_grpo.cli.simulate import main as simulate
 
         simulate(sys.argv[2:])
         return
     if sys.argv[1:2] == ["serve"]:
-        from lit_grpo.serve import main as serve
+        from lit_grpo.cli.serve import main as serve
 
         serve(sys.argv[2:])
         return
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    from lit_grpo.cli import run
+    from lit_grpo.cli.command_line import run
 
     run()
 

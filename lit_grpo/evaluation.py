@@ -72,7 +72,7 @@ class EvaluationModule(pl.LightningModule):
         self.log("step", float(self.policy_version), sync_dist=True)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
-        """Return one row a completion, for :class:`callbacks.CompletionWriter`."""
+        """Return one row a completion, for :class:`lit_grpo.callbacks.CompletionWriter`."""
         return [
             {
                 "prompt_id": rollout.prompt.prompt_id,

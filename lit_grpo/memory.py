@@ -1,4 +1,4 @@
-"""How much memory a phase took at its peak, how much is free, and how freed memory comes back."""
+"""How much memory a phase took at its peak, how much is free, whether it ran out, and how freed memory goes back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import ctypes
 import resource
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 _GIB = 2**30
+
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+
 _STATUS = Path("/proc/self/status")
+
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it
 
 
@@ -73,3 +81,19 @@ def _status_gib(name: str) -> float:
         return int(line.split()[1]) * 1024 / _GIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's or the host's memory ran out; torch has no class of its own for the host's."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def update_bytes(policy: PreTrainedModel) -> int:
+    """Estimate what an update will take that is not there yet: gradients, two moments of Adam, and as much again.
+
+    The last part stands for activations, whose size the micro-batches decide.
+    """
+    trained = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+    return 4 * trained

@@ -12,8 +12,8 @@ import torch
 from torchmetrics import Metric
 
 from lit_grpo.types import PromptBatch
-from lit_grpo.update.advantages import uniform_groups
-from lit_grpo.update.corrections import gap_metrics, gap_sums
+from lit_grpo.update.advantages.functions import uniform_groups
+from lit_grpo.update.objective.corrections import gap_metrics, gap_sums
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Reduces a float64 tensor over ranks; every rank must call it, with as many elements."""
@@ -101,7 +101,7 @@ class TokenMetrics:
     """Gathers what the optimizer steps on one batch did, over micro-batches and then over ranks.
 
     Means are over tokens, however they are split. ``sampling/*`` compares the trainer's log-probs with the
-    generator's before the first step, when they should agree (see :func:`lit_grpo.update.corrections.gap_metrics`).
+    generator's before the first step, when they should agree (see :func:`gap_metrics`).
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.checks import (
     check_generations,
     check_micro_batch,
@@ -25,34 +24,43 @@ from lit_grpo.checks import (
     check_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.galore import GaLoreAdamW
-from lit_grpo.memory import free_bytes, return_freed_memory
+from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.metrics import TokenMetrics, rollout_metrics
-from lit_grpo.nf4 import without_quant_states
-from lit_grpo.policy import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
+from lit_grpo.optim.galore import GaLoreAdamW
+from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
+from lit_grpo.policy.loading import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
-from lit_grpo.rollout.out_of_memory import is_out_of_memory
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.types import MicroBatch, Prompt, PromptBatch, Rollout, SamplingParams
-from lit_grpo.update.checkpointing import Checkpointing, checkpoint_layers
-from lit_grpo.update.estimator import Advantages, GroupRewards
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import Prompt, PromptBatch, Rollout, SamplingParams
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
+from lit_grpo.update.batches.step import (
+    Before,
+    Key,
+    Step,
+    kl_sums,
+    measure,
+    minibatches,
+    sampled_kl,
+    taking_part_and_learnt,
+)
+from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.gradient import clip_gradient
-from lit_grpo.update.kl import KL_ESTIMATORS
-from lit_grpo.update.losses import StepTotals
-from lit_grpo.update.masks import entropy_threshold
-from lit_grpo.update.microbatch import MicroBatches, least_tokens, make_micro_batches
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.policy_loss import policy_loss
-from lit_grpo.update.prefix_support import prefix_refusal
-from lit_grpo.update.reference import AdapterFreeReference, Reference, micro_batch_logprobs
-from lit_grpo.update.reference_settings import ReferenceSettings
-from lit_grpo.update.shared_prefix import shared_prefixes
-from lit_grpo.update.state import ObjectiveState
-from lit_grpo.update.step import Before, Key, Step, kl_sums, measure, minibatches, sampled_kl, taking_part_and_learnt
-from lit_grpo.update.token_budget import TokenBudget, estimate_tokens
-from lit_grpo.update.tokens import Tokens
+from lit_grpo.update.logprobs.checkpointing import Checkpointing, checkpoint_layers
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings
+from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.kl import KL_ESTIMATORS
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.state import ObjectiveState
+from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
+from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.prefix.support import prefix_refusal
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -62,7 +70,7 @@ if TYPE_CHECKING:
 class GRPOModule(EvaluationModule):
     """Train a causal language model with GRPO (DeepSeekMath, arXiv 2402.03300).
 
-    The batch comes in with whole rollout groups that :class:`callbacks.RolloutScheduler` has put there;
+    The batch comes in with whole rollout groups that :class:`lit_grpo.callbacks.RolloutScheduler` has put there;
     ``training_step`` turns rewards into advantages, and takes ``num_iterations x num_minibatches``
     optimizer steps on them.
 
@@ -284,7 +292,9 @@ class GRPOModule(EvaluationModule):
 
     def _rewards(self, batch: PromptBatch) -> GroupRewards:
         if not batch.groups:
-            raise RuntimeError("The batch has no rollouts; add callbacks.RolloutScheduler to the trainer's callbacks.")
+            raise RuntimeError(
+                "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
+            )
         return GroupRewards.of(batch.groups, [function.name for function in self.rewards])
 
     def _before(self, rollouts: Sequence[Rollout]) -> Before:

@@ -1,4 +1,4 @@
-"""What flows through one training iteration, from prompt to micro-batch.
+"""What flows through one training iteration, from prompt to rollout group.
 
 Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logprobs_BT``):
 
@@ -18,28 +18,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from lit_grpo.completion import Completion, FinishReason
+import numpy as np
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    from lit_grpo.scheduling.spans import Span
-    from lit_grpo.update.split_prompt import SplitPrompt
 
-__all__ = [
-    "Completion",
-    "FinishReason",
-    "MicroBatch",
-    "Prompt",
-    "PromptBatch",
-    "Request",
-    "Rollout",
-    "RolloutGroup",
-    "SamplingParams",
-]
+Key = tuple[str, int, int]
+"""``(prompt_id, visit, sample_id)``: one completion of a run."""
+
+
+class Span(NamedTuple):
+    """A slot decodes one completion from ``start`` to ``end``, in steps or seconds.
+
+    ``group`` is a number that completions of one prompt share. A completion that was set aside has several spans.
+    """
+
+    slot: int
+    start: float
+    end: float
+    group: int
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class RolloutGroup:
 class PromptBatch:
     """The seam between callbacks and module: prompts in, whole rollout groups added by the scheduler.
 
-    ``groups`` is empty until :class:`callbacks.RolloutScheduler` has filled it; then it has one group
+    ``groups`` is empty until :class:`lit_grpo.callbacks.RolloutScheduler` has filled it; then it has one group
     a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``spans`` which slot
     decoded which completion when, and ``predicted`` how many tokens were expected of each (by ``Request.key``).
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint.
@@ -164,67 +166,98 @@ class PromptBatch:
         return [rollout for group in self.groups for rollout in group.rollouts]
 
 
-@dataclass(frozen=True)
-class PackedGroup:
-    """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses behind it.
+FinishReason = Literal["stop", "length", "abort"]
 
-    ``response_tokens`` counts what of each response goes through the model: all but its last token, which predicts
-    nothing. The prompt of a group that is split may be carried instead of standing in the row: its keys and values were
-    computed for all of its micro-batches, and follow those of the row from ``carried_at`` on.
+
+class Completion:
+    """The tokens of one sample.
+
+    ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from) and
+    ``versions_T`` (int64, the policy version that sampled each token) lie on the CPU and have equal
+    length. ``finish_reason`` is ``stop`` (an end-of-sequence token or a stop string; the token is
+    kept), ``length`` (the limit) or ``abort``. ``entropy`` is the mean entropy, in nats, of the distributions that its
+    tokens were sampled from; NaN where the generator does not tell.
+
+    A token takes eight bytes, and there are no tensors until they are asked for: ``logprobs_T`` is then the memory that
+    is kept, the others are copies, which can be assigned as a whole.
     """
 
-    start: int
-    prompt_tokens: int
-    response_tokens: tuple[int, ...]
-    carried_at: int | None = None
+    __slots__ = ("_memory", "_num_tokens", "_versions", "entropy", "finish_reason", "request", "text")
+
+    def __init__(
+        self,
+        request: Request,
+        token_ids_T: torch.Tensor,
+        logprobs_T: torch.Tensor,
+        versions_T: torch.Tensor,
+        finish_reason: FinishReason,
+        text: str = "",
+        entropy: float = math.nan,
+    ) -> None:
+        self.request = request
+        self._memory, self._num_tokens = bytearray(), 0  # ids (int32), then log-probs (float32)
+        self.token_ids_T, self.logprobs_T, self.versions_T = token_ids_T, logprobs_T, versions_T
+        self.finish_reason: FinishReason = finish_reason
+        self.text = text
+        self.entropy = entropy
 
     @property
-    def prompt_start(self) -> int:
-        """Where its prompt's keys begin."""
-        return self.start if self.carried_at is None else self.carried_at
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return self._num_tokens
 
     @property
-    def response_start(self) -> int:
-        """Where its first response begins in the row."""
-        return self.start + (self.prompt_tokens if self.carried_at is None else 0)
+    def token_ids_T(self) -> torch.Tensor:
+        """The tokens, int64; a copy."""
+        import torch
+
+        return _tensor(self._memory, torch.int32, 0, self._num_tokens).long()
+
+    @token_ids_T.setter
+    def token_ids_T(self, token_ids_T: torch.Tensor) -> None:
+        logprobs = self._memory[4 * self._num_tokens :]
+        self._memory, self._num_tokens = bytearray(_array(token_ids_T).astype("int32")) + logprobs, len(token_ids_T)
+
+    @property
+    def logprobs_T(self) -> torch.Tensor:
+        """Their log-probs, float32; what is written to it is kept."""
+        import torch
+
+        begin = 4 * self._num_tokens
+        return _tensor(self._memory, torch.float32, begin, (len(self._memory) - begin) // 4)
+
+    @logprobs_T.setter
+    def logprobs_T(self, logprobs_T: torch.Tensor) -> None:
+        self._memory = self._memory[: 4 * self._num_tokens] + bytearray(_array(logprobs_T).astype("float32"))
+
+    @property
+    def versions_T(self) -> torch.Tensor:
+        """The policy versions that sampled them, int64; a copy."""
+        import torch
+
+        if isinstance(self._versions, int):
+            return torch.full((self.num_tokens,), self._versions)
+        return _tensor(self._versions, torch.int64, 0, len(self._versions) // 8).clone()
+
+    @versions_T.setter
+    def versions_T(self, versions_T: torch.Tensor) -> None:
+        values = _array(versions_T)
+        uniform = len(values) > 0 and bool((values == values[0]).all())
+        self._versions: int | bytearray = int(values[0]) if uniform else bytearray(values.astype("int64"))
+
+    def __repr__(self) -> str:
+        return f"Completion({self.request.key}, {self.num_tokens} tokens, {self.finish_reason!r}, {self.text!r})"
 
 
-@dataclass
-class MicroBatch:
-    """What goes through the policy at once, laid out in one of two ways.
+def _array(values_T: torch.Tensor) -> np.ndarray:
+    return values_T.detach().cpu().contiguous().numpy()
 
-    *Packed*, for models that can share a prefix: one row without padding, in which each of ``groups`` stands as [prompt
-    | response 1 | response 2 | ...], every response counting its positions from the prompt's end. *In rows*, where
-    ``groups`` is empty: a completion a row behind a prompt of its own, padded on the right (under causal attention
-    padding on the right is never seen, so there is no attention mask, and no pad id can be mistaken for a token).
 
-    The completion tokens, one completion after another, are the N axis: ``source_N`` says where in the flattened
-    (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first token is
-    the prompt's last. The last tokens of carried prompts count as standing behind the row, one after another.
-    ``prompts`` are those of groups that are split, by group, and None for all others. ``advantages_C`` and
-    ``lengths_C``, the number of its tokens, are per completion, in the order of the N axis; ``rows_C`` is each one's
-    place among the rollouts of the step.
+def _tensor(memory: bytearray, dtype: torch.dtype, begin: int, count: int) -> torch.Tensor:
+    """A tensor on that memory, from byte ``begin`` on; it may take part in autograd, wherever it is asked for."""
+    import torch
 
-    Example:
-        The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
-
-            input_ids_BT    = [[5, 6, 7, 9, 4]]    groups = (PackedGroup(0, 2, (1, 2)),)
-            position_ids_BT = [[0, 1, 2, 2, 3]]
-            source_N = [1, 2, 1, 3, 4]    target_ids_N = [7, 8, 9, 4, 3]    lengths_C = [2, 3]
-    """
-
-    input_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
-    source_N: torch.Tensor
-    target_ids_N: torch.Tensor
-    sampled_logprobs_N: torch.Tensor
-    advantages_C: torch.Tensor
-    lengths_C: torch.Tensor
-    rows_C: torch.Tensor
-    groups: tuple[PackedGroup, ...] = ()
-    prompts: tuple[SplitPrompt | None, ...] = ()
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """Return a copy on ``device``."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if name not in ("groups", "prompts")}
-        return replace(self, **tensors)
+    with torch.inference_mode(False):
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)

@@ -13,8 +13,8 @@ from conftest import ALPHABET, random_policy, save_tokenizer
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
 
 MAX_TOKENS = 12

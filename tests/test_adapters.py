@@ -11,17 +11,18 @@ import torch
 from conftest import random_policy
 from hand_made import check_slots_decode_with, fit, full_logprobs, make_module, random_groups, sgd
 
-from lit_grpo.adapters import LoraSettings, add_adapters
-from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.rollout.adapter_weights import AdapterWeights, adapter_folder, apart, share_of_elements
-from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.vllm_adapters import adapter_arguments
-from lit_grpo.rollout.vllm_engine import VLLMGenerator
-from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.microbatch import make_micro_batch
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.reference import AdapterFreeReference, micro_batch_logprobs
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.rollout.vllm.adapters import adapter_arguments
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
+from lit_grpo.rollout.weights.tensors import WeightSyncError
+from lit_grpo.update.batches.microbatch import make_micro_batch
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.reference import AdapterFreeReference
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 
@@ -84,7 +85,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.adapters.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_grpo.policy.adapters.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"install the extra lit_grpo\[lora\]"):
         add_adapters(random_policy(), LoraSettings())  # pyright: ignore[reportArgumentType]
 

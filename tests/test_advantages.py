@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lit_grpo.update.advantages import Scale, group_advantages, uniform_groups
+from lit_grpo.update.advantages.functions import Scale, group_advantages, uniform_groups
 
 NAN = math.nan
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.rollout.controller import RolloutController
+from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
-from lit_grpo.rollout.weights import PolicyWeights, SyncReport
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.plans import PLANS, FirstCome
+from lit_grpo.scheduling.plans.plan import PLANS, FirstCome
 from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 Lengths = dict[str, list[int]]
@@ -224,7 +225,7 @@ def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: p
 
 def test_bubble_ratio_is_the_share_of_slot_time_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))  # each step takes one second
-    monkeypatch.setattr("lit_grpo.rollout.controller.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr("lit_grpo.rollout.loop.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     generator = FakeGenerator(2, {"a": [1, 2, 3]})
     _, stats = controller(generator).collect(prompts("a"), 3, SAMPLING, seed=0)
     assert stats.num_steps == 4  # two slots busy for two steps, one for two

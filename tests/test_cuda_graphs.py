@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.policy import load_tokenizer
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.cuda_graphs import GraphedDecoder, Part, bucket_sizes
-from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.slots.graphs import GraphedDecoder, Part, bucket_sizes
 from lit_grpo.types import Prompt, SamplingParams
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), "")]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
 
-from lit_grpo.data import PromptDataModule
-from lit_grpo.loaders import EvalLoader, PromptLoader
-from lit_grpo.sources import RowSource
+from lit_grpo.data.loaders import EvalLoader, PromptLoader
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.sources import RowSource
 from lit_grpo.types import Prompt, PromptBatch
 
 WORDS = [

@@ -1,4 +1,4 @@
-from lit_grpo.errors import one_sentence
+from lit_grpo.cli.errors import one_sentence
 
 
 def test_of_all_types_that_were_tried_those_that_say_something_remain() -> None:

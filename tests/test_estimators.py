@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.update.advantages import (
+from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
+from lit_grpo.update.advantages.functions import (
     group_advantages,
     leave_one_out_advantages,
     median_advantages,
     per_reward_advantages,
     virtual_maximum_advantages,
 )
-from lit_grpo.update.estimator import SCALES, Advantages, GroupRewards
-from lit_grpo.update.smoothing import RewardHistory
-from lit_grpo.update.turns import discounted_returns, step_advantages
+from lit_grpo.update.advantages.smoothing import RewardHistory
+from lit_grpo.update.advantages.turns import discounted_returns, step_advantages
 
 NAN = math.nan
 Rewards = list[list[float]]

@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 from conftest import random_policy
 
-from lit_grpo.rollout.fused_decoder import FusedDecoder
-from lit_grpo.rollout.support import check_slot_support
+from lit_grpo.rollout.slots.binding import check_slot_support
+from lit_grpo.rollout.slots.fused import FusedDecoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 34, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.grouping import balanced_lanes, makespan
-from lit_grpo.scheduling.load_vectors import best_lanes
+from lit_grpo.scheduling.plans.grouping import balanced_lanes, best_lanes, makespan
 
 
 def least_makespan(lengths: np.ndarray, num_lanes: int) -> float:

@@ -1,68 +1,147 @@
-"""Imports point one way, and heavy ones stay where they belong."""
+"""Imports point one way, type-only ones included, and heavy ones stay where they belong."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["types", "sources", "arithmetic", "scheduling", "rewards", "policy", "update", "rollout", "module", "cli"]
-LIGHTNING_ALLOWED = {"module", "evaluation", "checks", "data", "cli", "errors", "run_folder", "metrics_csv"}
+UTILITIES = {"types", "memory", "ranks"}
+ROOMS: dict[str, set[str]] = {
+    "types": set(),
+    "memory": set(),
+    "ranks": set(),
+    "optim": set(),
+    "policy": UTILITIES,
+    "scheduling": {"types"},
+    "scheduling.plans": {"types", "scheduling"},
+    "scheduling.lengths": {"types", "scheduling"},
+    "scheduling.replay": {"types", "scheduling", "scheduling.plans", "rollout"},
+    "rewards": UTILITIES,
+    "rollout.weights": {*UTILITIES, "policy"},
+    "rollout": {*UTILITIES, "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights"},
+    "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
+    "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
+    "update.prefix": {*UTILITIES, "policy"},
+    "update.batches": {*UTILITIES, "update.prefix", "update"},
+    "update.logprobs": {*UTILITIES, "policy", "update.prefix", "update.batches"},
+    "update.advantages": UTILITIES,
+    "update.objective": {*UTILITIES, "update", "update.advantages"},
+    "update": {
+        *UTILITIES,
+        "policy",
+        *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
+    },
+    "metrics": {*UTILITIES, "update.advantages", "update.objective"},
+    "checks": {"types"},
+    "evaluation": {"types", "metrics", "rewards"},
+    "data": {*UTILITIES, "policy"},
+    "module": {
+        *UTILITIES,
+        *("metrics", "checks", "evaluation", "policy", "optim", "rewards"),
+        *("rollout", "rollout.slots", "rollout.weights", "update"),
+        *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
+    },
+}
+"""Which rooms each room may import, itself apart. Callbacks may import all of them, and the command line those too."""
+ABOVE = {"callbacks": {"cli"}, "cli": set[str]()}
+"""Which rooms those that stand above all others may not import."""
+ONLY_IN = {
+    "lightning": {"module", "evaluation", "checks", "data", "cli", "callbacks"},
+    "lit_grpo.callbacks": {"cli", "callbacks"},
+    "vllm": {"rollout.vllm"},
+}
 
 
-def imported(path: Path) -> set[str]:
-    """Names of all modules that a file imports when it runs (not for type checking only)."""
-    tree = ast.parse(path.read_text())
-    typing_only = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-    ]
-    skipped = {id(child) for node in typing_only for child in ast.walk(node)}
+def files() -> dict[str, Path]:
+    """All our modules by name."""
+    modules = {}
+    for path in [*(ROOT / "lit_grpo").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
+
+
+MODULES = files()
+
+
+def imported(module: str) -> set[str]:
+    """Names of all modules that a file imports, for type checking only as well."""
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
+            prefix = "callbacks." if node.level else ""
+            inner = {f"{prefix}{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else f"{prefix}{node.module}" for name in inner}
     return names
 
 
-def layer(module: str) -> int | None:
-    parts = module.split(".")
-    return LAYERS.index(parts[1]) if parts[0] == "lit_grpo" and len(parts) > 1 and parts[1] in LAYERS else None
+def room(module: str) -> str | None:
+    """The room that a module of ours is in; None for the package itself, its start and what is not ours."""
+    parts = module.removeprefix("lit_grpo.").split(".")
+    if module in ("lit_grpo", "lit_grpo.__main__") or parts[0] not in {*ABOVE, *(name.split(".")[0] for name in ROOMS)}:
+        return None
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in ROOMS else parts[0]
 
 
-def files() -> list[Path]:
-    return sorted((ROOT / "lit_grpo").rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_imports_a_later_layer(path: Path) -> None:
-    own = layer(".".join(path.relative_to(ROOT).with_suffix("").parts))
+@pytest.mark.parametrize("module", MODULES)
+def test_a_room_imports_only_those_below_it(module: str) -> None:
+    own = room(module)
     if own is None:
+        assert module in ("lit_grpo", "lit_grpo.__main__")
         return
-    for module in imported(path):
-        other = layer(module)
-        assert other is None or other <= own, f"{path.name} imports {module}"
+    for name in imported(module):
+        other = room(name) if name.startswith("lit_grpo.") or name in MODULES else None
+        if other is None or other == own:
+            continue
+        allowed = other not in ABOVE[own] if own in ABOVE else other in ROOMS[own]
+        assert allowed, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_lightning_and_callbacks_are_imported_at_the_top_layer_only(path: Path) -> None:
-    names = imported(path)
-    if path.stem not in LIGHTNING_ALLOWED:
-        assert not {name for name in names if name.split(".")[0] == "lightning"}
-    if path.stem != "cli":
-        assert not {name for name in names if name.split(".")[0] == "callbacks"}
-    if not path.stem.startswith("vllm_"):
-        assert not {name for name in names if name.split(".")[0] == "vllm"}
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_packages_are_imported_where_they_belong(module: str) -> None:
+    for package, rooms in ONLY_IN.items():
+        if any(name == package or name.startswith(f"{package}.") for name in imported(module)):
+            assert room(module) in rooms, f"{module} imports {package}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {module: {name for name in imported(module) if name in MODULES} - {module} for module in MODULES}
+    list(TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
+
+
+def test_no_folder_has_more_than_twelve_files() -> None:
+    folders = {path.parent for path in MODULES.values()}
+    for folder in folders:
+        assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= 12, folder
+
+
+def test_no_file_is_longer_than_400_lines_and_no_function_longer_than_60() -> None:
+    for path in MODULES.values():
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_the_wheel_has_every_package() -> None:
+    import tomllib
+
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {module for module, path in MODULES.items() if path.stem == "__init__"}
+    assert set(listed) == {name.replace("callbacks", "lit_grpo.callbacks") for name in found}
 
 
 def test_scheduling_loads_neither_torch_nor_lightning_nor_transformers() -> None:
     heavy = ("torch", "lightning", "transformers", "matplotlib")
-    modules = [f"lit_grpo.scheduling.{path.stem}" for path in (ROOT / "lit_grpo" / "scheduling").glob("[!_]*.py")]
+    pure = ("lit_grpo.scheduling", "lit_grpo.types", "lit_grpo.rollout.loop", "lit_grpo.rollout.buffer")
+    modules = [module for module in MODULES if module.startswith(pure)]
     code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

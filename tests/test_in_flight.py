@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lit_grpo.scheduling.in_flight import InFlight, smallest_budget
-from lit_grpo.scheduling.jobs import Job, Key, NoLengths
-from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
-from lit_grpo.scheduling.spans import Span
+from lit_grpo.scheduling.flight import InFlight, piece_sizes, prompt_room, smallest_budget
+from lit_grpo.scheduling.jobs import Job, NoLengths
+from lit_grpo.types import Key, Span
 
 
 class Told(NoLengths):

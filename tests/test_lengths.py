@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lit_grpo.scheduling.jobs import Job, Lengths
-from lit_grpo.scheduling.length_quality import spearman
-from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths.quality import spearman
 
 LIMIT = 2000
 Shown = Callable[[np.ndarray, np.random.Generator], np.ndarray]

@@ -10,12 +10,12 @@ from conftest import random_policy
 from hand_made import full_logprobs, make_rollout
 from torch.nn.functional import embedding
 
-from lit_grpo.update import logit_blocks, logprobs
-from lit_grpo.update.linear_head import LinearHead, linear_head
-from lit_grpo.update.linear_logprobs import linear_logprobs
-from lit_grpo.update.logprobs import token_logprobs
-from lit_grpo.update.microbatch import make_micro_batch
-from lit_grpo.update.reference import micro_batch_logprobs
+from lit_grpo.update.batches.microbatch import make_micro_batch
+from lit_grpo.update.logprobs import linear_head as logit_blocks
+from lit_grpo.update.logprobs import logprobs
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.linear_head import LinearHead, linear_head, linear_logprobs
+from lit_grpo.update.logprobs.logprobs import token_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31
 

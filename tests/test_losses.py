@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from lit_grpo.update.kl import k3
-from lit_grpo.update.losses import Normalization, StepTotals, token_weights
-from lit_grpo.update.ratios import log_ratios
-from lit_grpo.update.surrogates import clipped
-from lit_grpo.update.tokens import Tokens
+from lit_grpo.update.normalization import Normalization, StepTotals, token_weights
+from lit_grpo.update.objective.kl import k3
+from lit_grpo.update.objective.surrogates import clipped
+from lit_grpo.update.objective.tokens import Tokens, log_ratios
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2
 

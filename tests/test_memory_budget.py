@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.rollout import memory_budget
-from lit_grpo.rollout.memory_budget import free_bytes, kv_budget_tokens, update_bytes
+from lit_grpo.rollout.slots import memory as memory_budget
+from lit_grpo.rollout.slots.memory import free_bytes, kv_budget_tokens, update_bytes
 from lit_grpo.scheduling.budget import MemoryBudget
 
 

@@ -34,13 +34,13 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lit_grpo import module as module_file
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages import Scale, group_advantages
-from lit_grpo.update.estimator import Advantages
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.losses import Normalization
-from lit_grpo.update.microbatch import least_tokens, num_row_tokens
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.reference import Reference
+from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.advantages.functions import Scale, group_advantages
+from lit_grpo.update.batches.microbatch import least_tokens, num_row_tokens
+from lit_grpo.update.logprobs.reference import Reference
+from lit_grpo.update.normalization import Normalization
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 
@@ -178,7 +178,7 @@ def test_predict_needs_no_reward(policy_folder: Path, policy: Any) -> None:
 
 
 def test_a_batch_without_rollouts_names_the_callback_that_is_missing(policy_folder: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"no rollouts; add callbacks\.RolloutScheduler"):
+    with pytest.raises(RuntimeError, match=r"no rollouts; add lit_grpo.callbacks\.RolloutScheduler"):
         fit(make_module(policy_folder), [])
 
 

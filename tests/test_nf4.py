@@ -19,11 +19,11 @@ from hand_made import (
     sgd,
 )
 
-from lit_grpo.adapters import LoraSettings
-from lit_grpo.nf4 import dequantized, without_quant_states
-from lit_grpo.policy import load_policy
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.objective import Objective
+from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.policy.loading import load_policy
+from lit_grpo.policy.nf4 import dequantized, without_quant_states
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 pytestmark = [

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.update.controllers import EntropyBonus, EntropyController, KLController
-from lit_grpo.update.corrections import Correction, correction_weights, gap_metrics, gap_sums
-from lit_grpo.update.kl import KLTerm, k1, k2, k3
-from lit_grpo.update.losses import StepTotals
-from lit_grpo.update.masks import entropy_threshold, on_policy_completions
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.policy_loss import policy_loss
-from lit_grpo.update.recipes import RECIPES
-from lit_grpo.update.state import ObjectiveState
-from lit_grpo.update.tokens import Tokens
+from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.controllers import EntropyBonus, EntropyController, KLController
+from lit_grpo.update.objective.corrections import Correction, correction_weights, gap_metrics, gap_sums
+from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.recipes import RECIPES
+from lit_grpo.update.objective.state import ObjectiveState
+from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, on_policy_completions
 
 EVERYTHING: dict[str, Any] = {
     "kl": KLTerm(0.1, "k2", importance_weighted=True),

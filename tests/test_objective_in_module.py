@@ -28,14 +28,14 @@ from hand_made import (
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.advantages import group_advantages
-from lit_grpo.update.controllers import EntropyBonus
-from lit_grpo.update.corrections import Correction
-from lit_grpo.update.estimator import SCALES, Advantages
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.microbatch import num_row_tokens
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.recipes import RECIPES
+from lit_grpo.update.advantages.estimator import SCALES, Advantages
+from lit_grpo.update.advantages.functions import group_advantages
+from lit_grpo.update.batches.microbatch import num_row_tokens
+from lit_grpo.update.objective.controllers import EntropyBonus
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.recipes import RECIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 

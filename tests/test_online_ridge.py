@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.online_ridge import OnlineRidge
+from lit_grpo.scheduling.lengths.model import OnlineRidge
 
 
 def batch(rng: np.random.Generator, slopes: list[float], noise: float = 0.0) -> tuple[np.ndarray, np.ndarray]:

@@ -10,9 +10,9 @@ import torch
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups, weights_of
 
-from lit_grpo.adapters import LoraSettings
-from lit_grpo.galore import GaLoreAdamW
-from lit_grpo.policy import embeddings
+from lit_grpo.optim.galore import GaLoreAdamW
+from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.policy.loading import embeddings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),

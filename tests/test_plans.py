@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lit_grpo.scheduling.jobs import Job, NoLengths
-from lit_grpo.scheduling.known_lengths import KnownLengths
-from lit_grpo.scheduling.plans import PLANS, FirstCome, Plan, make_plan
+from lit_grpo.scheduling.plans.plan import PLANS, FirstCome, Plan, make_plan
+from lit_grpo.scheduling.replay.known import KnownLengths
 
 
 def jobs(prompt_id: str, count: int) -> list[Job]:

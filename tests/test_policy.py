@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.policy import (
+from lit_grpo.policy.loading import (
     check_token_logits,
     context_length,
     eos_token_ids,

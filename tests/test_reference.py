@@ -16,13 +16,11 @@ from conftest import random_policy
 from hand_made import Batches, Checkpoints, StepRecorder, fit, flat, make_module, make_trainer, random_groups, sgd
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from lit_grpo.adapters import LoraSettings
 from lit_grpo.module import GRPOModule
-from lit_grpo.update.host_weights import HostWeights
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.reference import Reference
-from lit_grpo.update.reference_settings import ReferenceSettings
+from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.update.logprobs.reference import HostWeights, Reference, ReferenceSettings
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),

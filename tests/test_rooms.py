@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lit_grpo.scheduling.rooms import piece_sizes, prompt_room
+from lit_grpo.scheduling.flight import piece_sizes, prompt_room
 
 
 @pytest.mark.parametrize("max_tokens", [1, 63, 64, 65, 200, 1000, 4096, 100_000])

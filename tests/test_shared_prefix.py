@@ -16,16 +16,16 @@ from conftest import random_policy
 from hand_made import make_rollout, relative_error
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.types import PackedGroup, Rollout
-from lit_grpo.update import prefix_layout
-from lit_grpo.update.checkpointing import checkpoint_layers
-from lit_grpo.update.flex_prefix import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.microbatch import make_micro_batch, make_micro_batches
-from lit_grpo.update.prefix_attention import piecewise_attention
-from lit_grpo.update.prefix_layout import group_pieces
-from lit_grpo.update.prefix_support import prefix_refusal
-from lit_grpo.update.reference import micro_batch_logprobs
-from lit_grpo.update.shared_prefix import shared_prefixes
+from lit_grpo.types import Rollout
+from lit_grpo.update.batches.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.prefix import layout as prefix_layout
+from lit_grpo.update.prefix.attention import piecewise_attention
+from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
+from lit_grpo.update.prefix.layout import PackedGroup, group_pieces
+from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.prefix.support import prefix_refusal
 
 hf: Any = transformers
 SIZES: dict[str, Any] = {

@@ -12,11 +12,11 @@ import pytest
 
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths
-from lit_grpo.scheduling.known_lengths import KnownLengths, lengths_of
-from lit_grpo.scheduling.plans import PLANS, FirstCome, Plan, anything_fits, make_plan
-from lit_grpo.scheduling.simulator import Fleet, Schedule, simulate
-from lit_grpo.scheduling.step_cost import StepCost
-from lit_grpo.scheduling.traces import Trace, load_trace
+from lit_grpo.scheduling.plans.plan import PLANS, FirstCome, Plan, anything_fits, make_plan
+from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
+from lit_grpo.scheduling.replay.simulator import Fleet, Schedule, simulate
+from lit_grpo.scheduling.replay.step_cost import StepCost
+from lit_grpo.scheduling.replay.traces import Trace, load_trace
 
 REFILLING = [name for name in PLANS if name != "full_group"]
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.policy import load_tokenizer
-from lit_grpo.rollout import slots as slots_module
-from lit_grpo.rollout.attention import ATTENTION_NAME
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.generator import Generator, WeightSyncError
-from lit_grpo.rollout.slot_cache import SlotCache
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.rollout.token_rows import TokenRows
-from lit_grpo.rollout.weights import digest
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.weights import digest
+from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots import generator as slots_module
+from lit_grpo.rollout.slots.attention import ATTENTION_NAME
+from lit_grpo.rollout.slots.cache import SlotCache
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.slots.rows import TokenRows
+from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
 Key = tuple[str, int, int]

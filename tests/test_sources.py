@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.sources import FileRows, HubRows, RowSource, make_source
+from lit_grpo.data.sources import FileRows, HubRows, RowSource, make_source
 
 ROWS = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "größer, als?", "answer": "ja"}]
 
@@ -163,7 +163,7 @@ def test_own_source_is_named_after_its_class() -> None:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    heavy = {"torch", "lightning", "transformers", "datasets", "pyarrow", "numpy"}
-    code = f"import sys, lit_grpo.sources; print(sorted({heavy!r} & set(sys.modules)))"
+    heavy = {"datasets", "pyarrow"}
+    code = f"import sys, lit_grpo.data.sources; print(sorted({heavy!r} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.sample_values import SampleValues
-from lit_grpo.scheduling.spans import Span, SpanLog
+from lit_grpo.scheduling.flight import SpanLog
+from lit_grpo.scheduling.jobs import SampleValues
+from lit_grpo.types import Span
 
 
 def test_a_span_log_gives_back_what_was_noted_in_that_order() -> None:

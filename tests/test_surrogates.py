@@ -14,9 +14,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.ratios import log_ratios
-from lit_grpo.update.tokens import Tokens, completion_means, completion_sums, spread
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.tokens import Tokens, completion_means, completion_sums, log_ratios, spread
 
 Token = tuple[float, float]
 LOW, HIGH, C = 0.2, 0.28, 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.survival import Residuals
+from lit_grpo.scheduling.lengths.model import Residuals
 
 NO_LIMIT = 1e9
 

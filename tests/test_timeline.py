@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.spans import Span
-from lit_grpo.timeline import Timeline, active_slots, draw_timeline
+from lit_grpo.scheduling.timeline import Timeline, active_slots, draw_timeline
+from lit_grpo.types import Span
 
 SPANS = [Span(0, 0, 4, 0), Span(1, 0, 1, 0), Span(1, 1, 3, 7), Span(1, 3.5, 6, 7)]
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_grpo.arithmetic import ALPHABET, Remainder, working
-from lit_grpo.muon import Muon
-from lit_grpo.tiny import EOS, TinyRecipe, default_cache_dir, make_tokenizer, tiny_policy, warm_start
+from lit_grpo.policy.exercises import ALPHABET, Remainder, working
+from lit_grpo.policy.muon import Muon
+from lit_grpo.policy.tiny import EOS, TinyRecipe, default_cache_dir, make_tokenizer, tiny_policy, warm_start
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=6, crowd_steps=2, batch_tokens=256
@@ -32,7 +32,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_default_recipe_is_a_policy_of_about_a_million_parameters() -> None:
-    from lit_grpo.tiny import new_model
+    from lit_grpo.policy.tiny import new_model
 
     model = new_model(TinyRecipe(), seed=0, tokenizer=make_tokenizer())
     assert 600_000 < sum(weight.numel() for weight in model.parameters()) < 1_300_000
@@ -69,7 +69,7 @@ def test_the_folder_loads_as_any_other_policy_and_names_its_end_token(folder: Pa
 
 
 def test_the_warm_start_learns() -> None:
-    from lit_grpo.tiny import new_model
+    from lit_grpo.policy.tiny import new_model
 
     recipe = TinyRecipe(hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, num_steps=40, crowd_steps=0)
     tokenizer = make_tokenizer()
@@ -141,7 +141,7 @@ def test_the_environment_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.integration
 def test_two_processes_at_once_make_one_intact_folder(folder: Path, tmp_path: Path) -> None:
     code = (
-        "from lit_grpo.tiny import *; import sys; from pathlib import Path\n"
+        "from lit_grpo.policy.tiny import *; import sys; from pathlib import Path\n"
         f"print(tiny_policy(seed=7, cache_dir={str(tmp_path)!r}, recipe={SHORT!r}))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -12,11 +12,11 @@ from conftest import random_policy
 from hand_made import fit, flat, make_module, make_rollout, random_groups, relative_error
 
 from lit_grpo.module import GRPOModule
-from lit_grpo.update import token_budget
-from lit_grpo.update.checkpointing import checkpoint_layers
-from lit_grpo.update.microbatch import least_tokens, make_micro_batch
-from lit_grpo.update.reference import micro_batch_logprobs
-from lit_grpo.update.token_budget import MOST_TOKENS, TokenBudget, estimate_tokens
+from lit_grpo.update import budget as token_budget
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batch
+from lit_grpo.update.budget import MOST_TOKENS, TokenBudget, estimate_tokens
+from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]

@@ -12,12 +12,9 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.policy import load_tokenizer
-from lit_grpo.rollout import vllm_setup
-from lit_grpo.rollout.vllm_engine import VLLMGenerator
-from lit_grpo.rollout.vllm_process import ServerProcess
-from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.rollout.vllm_setup import (
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.rollout.vllm import arguments as vllm_setup
+from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     kv_bytes_per_token,
     require_vllm,
@@ -25,6 +22,9 @@ from lit_grpo.rollout.vllm_setup import (
     server_environment,
     warn_of_dtype,
 )
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.process import ServerProcess
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:

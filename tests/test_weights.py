@@ -11,9 +11,9 @@ import torch
 from conftest import random_policy
 from safetensors import safe_open
 
-from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.weight_files import rebuild, write_full, write_patch
-from lit_grpo.rollout.weights import PolicyWeights, check_arrival, complete, digest
+from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.rollout.weights.files import rebuild, write_full, write_patch
+from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival, complete
 
 BASE = torch.arange(1024, dtype=torch.float32).view(32, 32).sin()
 

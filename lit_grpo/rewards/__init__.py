@@ -4,13 +4,10 @@ A reward function is any callable named by import path or by file. It scores one
 ``completion``, or the whole group of a prompt when it takes ``completions``; see :mod:`.function`.
 """
 
-from lit_grpo.rewards.exact import ExactMatch, exact_match
-from lit_grpo.rewards.format import FormatMatch
-from lit_grpo.rewards.function import RewardFunction, load_rewards
-from lit_grpo.rewards.length import SoftOverlongPenalty
+from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalty, exact_match
+from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
 from lit_grpo.rewards.maths import MathEquivalence, math_equivalence
 from lit_grpo.rewards.runner import RewardError, RewardRunner
-from lit_grpo.rewards.spec import RewardSpec
 
 __all__ = [
     "ExactMatch",

@@ -1,33 +1,180 @@
-"""A reward function, ready to score.
-
-Any callable with one of two signatures, sync or ``async def``:
-
-- on one rollout, ``def score(completion: str, ...) -> float | bool | None``; it may also take
-  ``prompt: str``, ``num_tokens: int``, ``finish_reason: str``, ``max_tokens: int`` (the sampling limit);
-- on the group of a prompt, ``def score(completions: list[str], ...) -> list[float | None]``; it may also take
-  ``prompts``, ``num_tokens``, ``finish_reasons``, ``max_tokens``, each a list with one value a completion.
-
-Both may take any column of the data under its name (on a group: as a list), or all of them by ``**columns``.
-Where a column has the name of one of the values above, the value above is given. ``None`` means that the
-reward does not apply to the rollout. A callable that takes ``**columns`` may say which columns it needs in an
-attribute ``columns: tuple[str, ...]``.
-"""
+"""A reward function: what it takes, what it returns, and how it is called."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+import numbers
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lit_grpo.rewards.inputs import group_inputs, rollout_inputs
 from lit_grpo.rewards.loading import first_line, load_object, near_names, split_path
-from lit_grpo.rewards.signature import RewardSignature
-from lit_grpo.rewards.spec import RewardSpec
-from lit_grpo.rewards.values import read_value, read_values
-from lit_grpo.types import RolloutGroup
+from lit_grpo.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward function by name.
+
+    Args:
+        function: Import path (``lit_grpo.rewards.exact_match``, ``my_package.my_module:score``) or file and
+            name (``my_rewards.py:score``, relative to the working directory) of a function or a class.
+        weight: Multiplies the function's value in the sum of the rewards; 0 only logs it.
+        name: Under which the values are logged; by default the function's own name.
+        args: Arguments of the class's ``__init__``, or keyword arguments bound to the function.
+    """
+
+    function: str
+    weight: float = 1.0
+    name: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(
+                f"the weight of reward function {self.function!r} must be a finite number, not {self.weight}."
+            )
+        if self.name == "":
+            raise ValueError(
+                f"the name of reward function {self.function!r} is empty; leave it out for the default name."
+            )
+
+
+ROLLOUT_INPUTS = ("prompt", "completion", "num_tokens", "finish_reason", "max_tokens")
+
+GROUP_INPUTS = ("prompts", "completions", "num_tokens", "finish_reasons", "max_tokens")
+
+
+def rollout_inputs(rollout: Rollout) -> dict[str, Any]:
+    """The values of one rollout by the names in ``ROLLOUT_INPUTS``."""
+    completion = rollout.completion
+    return {
+        "prompt": rollout.prompt.text,
+        "completion": completion.text,
+        "num_tokens": completion.num_tokens,
+        "finish_reason": completion.finish_reason,
+        "max_tokens": completion.request.sampling.max_tokens,
+    }
+
+
+def group_inputs(group: RolloutGroup) -> dict[str, list[Any]]:
+    """The values of a group by the names in ``GROUP_INPUTS``, one a rollout."""
+    rows = [rollout_inputs(rollout).values() for rollout in group.rollouts]
+    return {name: list(values) for name, values in zip(GROUP_INPUTS, zip(*rows, strict=True), strict=True)}
+
+
+def read_value(value: Any) -> float | None:
+    """Read one value: a finite number (also a bool, NumPy scalar or 0-d tensor), or ``None``: does not apply.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"it returned {value!r:.80}, which is not a number; return a float or None")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}; return a finite number, or None where it does not apply")
+    return number
+
+
+def read_values(values: Any, num_rollouts: int) -> list[float | Exception | None]:
+    """Read the values of a group; a value that cannot be read is an error in its place alone.
+
+    Raises:
+        ValueError: If ``values`` is not a list (or an array) of ``num_rollouts`` values.
+    """
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"it returned a {type(values).__name__}; return a list with one value a completion")
+    if len(values) != num_rollouts:
+        raise ValueError(f"it returned {len(values)} values for {num_rollouts} completions; return one each")
+    return [_value_or_error(value) for value in values]
+
+
+def _value_or_error(value: Any) -> float | Exception | None:
+    try:
+        return read_value(value)
+    except ValueError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class RewardSignature:
+    """The parameters of a reward function that a rollout or a group is to fill.
+
+    ``names`` are all of them, ``required`` those without a default. ``takes_columns`` says that it has
+    ``**columns``, and ``declared`` are the columns it says it needs of those. ``on_group`` tells the two
+    forms apart: ``completions`` of a group, or the ``completion`` of one rollout.
+    """
+
+    names: frozenset[str]
+    required: tuple[str, ...]
+    takes_columns: bool
+    declared: tuple[str, ...]
+    on_group: bool
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], path: str, bound: Collection[str] = ()) -> RewardSignature:
+        """Read the signature of ``call``, without the parameters in ``bound``, which have their values.
+
+        Raises:
+            ValueError: If it cannot be called with a rollout or a group.
+        """
+        parameters = _parameters(call, path)
+        takes_columns = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        free = [one for one in named if one.name not in bound]
+        names = frozenset(one.name for one in free)
+        if ("completion" in names) == ("completions" in names):
+            listed = ", ".join(one.name for one in free) or "none"
+            which = "both" if "completion" in names else "neither"
+            raise ValueError(
+                f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' "
+                f"(to score a group), but has {which} among its parameters ({listed}); name one of them so."
+            )
+        required = tuple(one.name for one in free if one.default is one.empty)
+        return cls(names, required, takes_columns, _declared(call, path), "completions" in names)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names that every rollout, or every group, has a value for."""
+        return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
+
+
+def _parameters(call: Callable[..., Any], path: str) -> list[inspect.Parameter]:
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward function {path!r}: its parameters cannot be read; wrap it in a function with named ones."
+        ) from error
+    for one in parameters:
+        if one.kind is one.POSITIONAL_ONLY:
+            raise ValueError(
+                f"reward function {path!r}: parameter {one.name!r} is positional-only, but is given by name; "
+                "wrap it in a function without '/'."
+            )
+    return parameters
+
+
+def _declared(call: Callable[..., Any], path: str) -> tuple[str, ...]:
+    columns = getattr(call, "columns", ())
+    if not isinstance(columns, (tuple, list)) or not all(isinstance(column, str) for column in columns):
+        raise ValueError(
+            f"reward function {path!r}: its attribute 'columns' must be a tuple of names, not {columns!r}."
+        )
+    return tuple(columns)
 
 
 @dataclass(frozen=True)

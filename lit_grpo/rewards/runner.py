@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-from lit_grpo.rewards.async_calls import await_calls
-from lit_grpo.rewards.call_thread import run_calls
+from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.loading import first_line
-from lit_grpo.rewards.loop_thread import LoopThread
 from lit_grpo.types import RolloutGroup
 
 Values = Sequence[float | BaseException | None]

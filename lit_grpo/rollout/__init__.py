@@ -1,1 +1,1 @@
-"""Generation: from prompts to whole, rewarded rollout groups."""
+"""How completions are sampled: from prompts to whole, rewarded groups."""

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lit_grpo.rollout.weights import PolicyWeights, SyncReport
+    from lit_grpo.policy.weights import PolicyWeights
+    from lit_grpo.rollout.weights.tensors import SyncReport
     from lit_grpo.types import Completion, Prompt, Request
 
 
@@ -134,10 +135,6 @@ class Generator(Protocol):
     def close(self) -> None:
         """Free what ``start`` took."""
         ...
-
-
-class WeightSyncError(RuntimeError):
-    """The generator's weights are not the policy's; it must not sample until a full sync succeeds."""
 
 
 class GenerationError(RuntimeError):

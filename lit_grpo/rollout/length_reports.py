@@ -9,7 +9,8 @@ from typing import cast
 import numpy as np
 
 from lit_grpo.rollout.generator import Observation
-from lit_grpo.scheduling.jobs import Job, Key, LearntLengths
+from lit_grpo.scheduling.jobs import Job, LearntLengths
+from lit_grpo.types import Key
 
 _PORTIONS = 4  # a rollout; each costs a millisecond or so, whatever it holds
 

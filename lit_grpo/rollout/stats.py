@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lit_grpo.scheduling.jobs import Key
-from lit_grpo.scheduling.spans import Span
+from lit_grpo.types import Key, Span
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Capacity, StepEvents

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-Key = tuple[str, int, int]
-"""``(prompt_id, visit, sample_id)``: one completion of a run."""
+from lit_grpo.types import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +91,29 @@ class NoLengths:
 
     def end(self) -> None:
         """Nothing is learnt."""
+
+
+class SampleValues(Mapping[Key, float]):
+    """Numbers by completion, 8 bytes each; those of a group's first sample, its second and so on.
+
+    Args:
+        groups: ``(prompt_id, visit)`` of each group.
+        values_PG: Float64, a row a group and a column a sample.
+    """
+
+    def __init__(self, groups: Sequence[tuple[str, int]], values_PG: np.ndarray) -> None:
+        self._rows = {group: row for row, group in enumerate(groups)}
+        self._values_PG = values_PG
+
+    def __getitem__(self, key: Key) -> float:
+        row = self._rows[key[:2]]
+        if not 0 <= key[2] < self._values_PG.shape[1]:
+            raise KeyError(key)
+        return float(self._values_PG[row, key[2]])
+
+    def __len__(self) -> int:
+        return self._values_PG.size
+
+    def __iter__(self) -> Iterator[Key]:
+        num_samples = self._values_PG.shape[1]
+        return ((*group, sample_id) for group in self._rows for sample_id in range(num_samples))

@@ -1,1 +1,1 @@
-"""Update phase: advantages, objectives, micro-batches."""
+"""How groups become one optimizer step after another."""

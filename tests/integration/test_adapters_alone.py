@@ -11,17 +11,16 @@ import torch
 from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
-from callbacks import RolloutScheduler, WeightSync
-from lit_grpo.adapters import LoraSettings, add_adapters
-from lit_grpo.data import PromptDataModule
-from lit_grpo.policy import load_tokenizer
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.adapter_weights import AdapterWeights
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.rollout.weights import check_arrival
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.adapters import AdapterWeights
+from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ from quick_runs import check_result, run_quick
 from benchmarks import report
 from benchmarks.report import Claim, Options, finish, parse_options
 from lit_grpo.memory import PeakMemory
-from lit_grpo.scheduling.plans import PLANS
+from lit_grpo.scheduling.plans.plan import PLANS
 
 pytestmark = pytest.mark.integration
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lit_grpo.cli import run
-from lit_grpo.simulate import main as simulate
+from lit_grpo.cli.command_line import run
+from lit_grpo.cli.simulate import main as simulate
 
 pytestmark = pytest.mark.integration
 
@@ -202,7 +202,7 @@ def test_every_config_parses(folder: Path, config: str, capsys: pytest.CaptureFi
 def test_help_documents_every_field(folder: Path) -> None:
     from jsonargparse import ArgumentParser
 
-    from lit_grpo.data import PromptDataModule
+    from lit_grpo.data.module import PromptDataModule
     from lit_grpo.module import GRPOModule
 
     parser = ArgumentParser()
@@ -316,7 +316,7 @@ def test_bad_input_gets_one_sentence(
 
 @pytest.mark.parametrize(
     ("optimizer", "option"),
-    [("lit_grpo.galore.GaLoreAdamW", "rank"), ("bitsandbytes.optim.AdamW8bit", "min_8bit_size")],
+    [("lit_grpo.optim.GaLoreAdamW", "rank"), ("bitsandbytes.optim.AdamW8bit", "min_8bit_size")],
 )
 def test_optimizers_that_need_less_memory_are_named_by_class_path(folder: Path, optimizer: str, option: str) -> None:
     options = ["--model.optimizer", optimizer, "--model.optimizer.lr", "1e-3", f"--model.optimizer.{option}", "16"]

@@ -11,10 +11,10 @@ import torch
 import transformers
 from conftest import random_policy
 
-from lit_grpo.policy import hidden_states, load_tokenizer, token_logits
-from lit_grpo.rollout.attention import ATTENTION_NAME
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.policy.loading import hidden_states, load_tokenizer, token_logits
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots.attention import ATTENTION_NAME
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.integration

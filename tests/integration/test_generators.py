@@ -11,14 +11,14 @@ import torch
 from conftest import random_policy
 from hand_made import full_logprobs
 
-from lit_grpo.adapters import LoraSettings, add_adapters
-from lit_grpo.policy import load_tokenizer
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.generator import Generator, WeightSyncError
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.rollout.vllm_engine import VLLMGenerator
-from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.rollout.weights import check_arrival
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Completion, Prompt, Request, Rollout, SamplingParams
 
 pytestmark = pytest.mark.integration

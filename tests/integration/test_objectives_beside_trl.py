@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.update.controllers import EntropyBonus, EntropyController
-from lit_grpo.update.corrections import Correction, correction_weights
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.losses import StepTotals
-from lit_grpo.update.masks import entropy_threshold
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.policy_loss import policy_loss
-from lit_grpo.update.tokens import Tokens
+from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.controllers import EntropyBonus, EntropyController
+from lit_grpo.update.objective.corrections import Correction, correction_weights
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]

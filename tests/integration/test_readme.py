@@ -44,7 +44,7 @@ def test_every_file_that_the_readme_names_is_there() -> None:
 
 
 def test_every_field_that_the_readme_sets_exists() -> None:
-    from lit_grpo.data import PromptDataModule
+    from lit_grpo.data.module import PromptDataModule
     from lit_grpo.module import GRPOModule
 
     owners = {"model": GRPOModule, "data": PromptDataModule}

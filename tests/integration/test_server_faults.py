@@ -13,16 +13,17 @@ import torch
 from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
-from callbacks import RolloutScheduler, WeightSync
-from lit_grpo.data import PromptDataModule
-from lit_grpo.policy import load_policy, load_tokenizer
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.tiny import make_tokenizer
+from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.controller import RolloutController
 from lit_grpo.rollout.generator import GenerationError
-from lit_grpo.rollout.vllm_server import VLLMServerGenerator
-from lit_grpo.rollout.weights import PolicyWeights, check_arrival
-from lit_grpo.tiny import make_tokenizer
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.tensors import check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.integration

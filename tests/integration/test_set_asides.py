@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.policy import load_tokenizer
-from lit_grpo.rollout import slots as slots_module
-from lit_grpo.rollout.controller import RolloutController
-from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.scheduling.plans import PLANS
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.slots import generator as slots_module
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 
 pytestmark = pytest.mark.integration

@@ -31,10 +31,10 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
-from lit_grpo.update.estimator import Advantages, ScaleBy
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.losses import Normalization
-from lit_grpo.update.objective import Objective
+from lit_grpo.update.advantages.estimator import Advantages, ScaleBy
+from lit_grpo.update.normalization import Normalization
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 trl = pytest.importorskip("trl")
 

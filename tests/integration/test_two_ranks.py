@@ -27,19 +27,19 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     random_groups,
     weights_of,
 )
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
-from callbacks import RolloutScheduler, WeightSync
-from lit_grpo.data import PromptDataModule
+from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
-from lit_grpo.update.controllers import EntropyBonus
-from lit_grpo.update.corrections import Correction
-from lit_grpo.update.estimator import SCALES, Advantages
-from lit_grpo.update.kl import KLTerm
-from lit_grpo.update.objective import Objective
-from lit_grpo.update.recipes import RECIPES
-from lit_grpo.update.token_budget import TokenBudget
+from lit_grpo.update.advantages.estimator import SCALES, Advantages
+from lit_grpo.update.budget import TokenBudget
+from lit_grpo.update.objective.controllers import EntropyBonus
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.recipes import RECIPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
-from callbacks import RolloutScheduler, WeightSync
-from lit_grpo.adapters import LoraSettings
-from lit_grpo.data import PromptDataModule
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.generator import WeightSyncError
-from lit_grpo.rollout.vllm_engine import VLLMGenerator
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import Request, SamplingParams
 
 pytestmark = pytest.mark.integration

@@ -1,0 +1,234 @@
+"""What plans made of a trace, and the table of it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import numpy as np
+
+from lit_grpo.scheduling.bounds import memory_bound, slot_bound
+from lit_grpo.scheduling.jobs import Lengths
+from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
+from lit_grpo.scheduling.replay.simulator import Fleet, Schedule, simulate
+from lit_grpo.scheduling.replay.step_cost import StepCost
+from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan made of the batches of a trace, one after the other."""
+
+    plan: str
+    bound: int
+    schedules: list[Schedule]
+
+    @property
+    def steps(self) -> int:
+        """Decode steps in all."""
+        return sum(schedule.steps for schedule in self.schedules)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the slots' steps in which they decode nothing."""
+        return sum(schedule.bubble_ratio * schedule.steps for schedule in self.schedules) / self.steps
+
+    @property
+    def mean_completion(self) -> float:
+        """Steps until a completion is done, from the start of its batch, on average."""
+        return float(np.concatenate([schedule.ends for schedule in self.schedules]).mean())
+
+
+def print_table(source: str, fleet: Fleet, outcomes: list[Outcome], cost: StepCost | None) -> None:
+    """Print a row for each plan.
+
+    Args:
+        source: The trace, as it was asked for.
+        fleet: What decoded.
+        outcomes: What each plan made of it.
+        cost: What a step takes; None to print no times.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    tokens = sum(int(span.end - span.start) for schedule in outcomes[0].schedules for span in schedule.spans)
+    limit = "" if fleet.kv_tokens is None else f", {fleet.kv_tokens:,} KV tokens"
+    completions = sum(len(schedule.ends) for schedule in outcomes[0].schedules)
+    columns = ["plan", "steps", "over bound", "bubble ratio", "mean completion", "peak KV tokens"]
+    columns += ["set aside"] if fleet.kv_tokens is not None else []
+    columns += ["time in s"] if cost is not None else []
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(
+        f"{source}: {completions:,} completions, {tokens:,} tokens, {fleet.num_engines} x {fleet.num_slots} slots"
+        f"{limit}, lower bound {outcomes[0].bound:,} steps",
+        highlight=False,
+    )
+    table = Table(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for outcome in outcomes:
+        table.add_row(*_cells(outcome, fleet, cost))
+    console.print(table, highlight=False)
+
+
+def _cells(outcome: Outcome, fleet: Fleet, cost: StepCost | None) -> list[str]:
+    schedules = outcome.schedules
+    cells = [
+        outcome.plan,
+        f"{outcome.steps:,}",
+        f"{outcome.steps / outcome.bound:.3f}",
+        f"{outcome.bubble_ratio:.3f}",
+        f"{outcome.mean_completion:,.1f}",
+        f"{max(schedule.peak_kv_tokens for schedule in schedules):,}",
+    ]
+    if fleet.kv_tokens is not None:
+        cells.append(str(sum(schedule.set_asides for schedule in schedules)))
+    if cost is not None:
+        cells.append(f"{sum(schedule.seconds(cost) for schedule in schedules):.3f}")
+    return cells
+
+
+Noise = float | Literal["none", "recorded"]
+
+DEFAULT_TRACE = "lognormal_heavy"
+
+MAX_POINTS = 2000  # of a curve in the picture
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake, without the usage before it, and exit with code 2."""
+        hint = "; --help lists all there are." if message.startswith("unrecognized arguments") else ""
+        self.exit(2, f"error: {message}{hint}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table for each trace, and write the picture; a mistake ends with one sentence and exit code 2."""
+    parser = _make_parser()
+    options = parser.parse_args(arguments)
+    try:
+        fleet = Fleet(options.slots, options.kv_tokens, options.engines)
+        sources = options.trace or [DEFAULT_TRACE]
+        results = [(source, _outcomes(load_trace(source), fleet, options)) for source in sources]
+        for source, outcomes in results:
+            print_table(source, fleet, outcomes, options.step_cost)
+        if options.output is not None:
+            _write_picture(options.output, fleet, results[0][1])
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m lit_grpo simulate", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--trace",
+        action="append",
+        metavar="FILE_OR_SPEC",
+        help="Lengths: JSON lines with prompt_id, sample_id, prompt_tokens, tokens, and optionally visit, step (each "
+        "is a batch of its own) and predicted; or a family with its settings, such as "
+        f"lognormal_heavy:prompts=32,group=16,max_tokens=1024,seed=0. Families: {', '.join(FAMILIES)}. May be given "
+        f"several times. Default: {DEFAULT_TRACE}.",
+    )
+    add("--slots", type=int, default=64, help="Completions that an engine decodes at a time. Default: %(default)s.")
+    add("--kv_tokens", type=int, help="Tokens that the KV cache of an engine holds. Default: no limit.")
+    add("--engines", type=int, default=1, help="Engines, which get whole groups each. Default: %(default)s.")
+    add("--shared_queue", action="store_true", help="Let all engines take from one queue instead.")
+    add(
+        "--noise",
+        type=_parse_noise,
+        default=0.0,
+        help="Spread of the logarithm of the prediction's errors: 0 for true lengths, none where nothing is known, "
+        "recorded for the predictions in the file. Default: 0.",
+    )
+    add("--plans", nargs="+", metavar="PLAN", help=f"Plans: {', '.join(PLANS)}. Default: all that apply.")
+    add(
+        "--step_cost",
+        type=_parse_step_cost,
+        metavar="A,B,C",
+        help="Milliseconds that a step takes: A + B x active rows + C x KV tokens. Default: no times.",
+    )
+    add("--output", type=Path, metavar="PICTURE.png", help="Write who decoded when, of the first trace's first batch.")
+    return parser
+
+
+def _parse_noise(text: str) -> Noise:
+    if text in ("none", "recorded"):
+        return text
+    try:
+        sigma = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: give 0 or more, none or recorded.") from None
+    if not (math.isfinite(sigma) and sigma >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no spread: give 0 or more, none or recorded.")
+    return sigma
+
+
+def _parse_step_cost(text: str) -> StepCost:
+    try:
+        milliseconds = [float(part) for part in text.split(",")]
+        if len(milliseconds) != 3:
+            raise ValueError(f"there are {len(milliseconds)} numbers")
+        return StepCost(*(value / 1000 for value in milliseconds))
+    except ValueError as error:
+        message = f"{text!r} is no cost ({error}): give three times in milliseconds, such as 20,0.1,0.0005."
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _outcomes(trace: Trace, fleet: Fleet, options: argparse.Namespace) -> list[Outcome]:
+    """Run all plans on all batches of a trace."""
+    batches = trace.batches()
+    for batch in batches:
+        fleet.check(batch)
+    most = max(len(batch) for batch in batches)
+    fits_at_once = most <= fleet.num_slots and fleet.kv_tokens is None
+    plans = options.plans or [name for name in PLANS if name != "full_group" or fits_at_once]
+    known = [(batch, _lengths(batch, options.noise)) for batch in batches]
+    bound = sum(_bound(batch, fleet) for batch in batches)
+    return [
+        Outcome(name, bound, [_simulate(name, batch, fleet, lengths, options.shared_queue) for batch, lengths in known])
+        for name in plans
+    ]
+
+
+def _simulate(name: str, trace: Trace, fleet: Fleet, lengths: Lengths, shared_queue: bool) -> Schedule:
+    if shared_queue:
+        plans = [make_plan(name, lengths, fleet.num_slots * fleet.num_engines)]
+    else:
+        plans = [make_plan(name, lengths, fleet.num_slots) for _ in range(fleet.num_engines)]
+    return simulate(trace, plans, fleet, lengths)
+
+
+def _lengths(trace: Trace, noise: Noise) -> Lengths:
+    if noise == "recorded":
+        if trace.predicted is None:
+            raise ValueError(f"{trace.name} has rows without predicted: give --noise a number or none.")
+        return KnownLengths(trace.jobs, trace.predicted)
+    return lengths_of(trace, None if noise == "none" else noise)
+
+
+def _bound(trace: Trace, fleet: Fleet) -> int:
+    num_slots = fleet.num_slots * fleet.num_engines
+    if fleet.kv_tokens is None:
+        return slot_bound(trace.lengths, num_slots)
+    kv_tokens = fleet.kv_tokens * fleet.num_engines
+    return memory_bound(trace.group, trace.prompt_tokens, trace.lengths, num_slots, kv_tokens)
+
+
+def _write_picture(path: Path, fleet: Fleet, outcomes: list[Outcome]) -> None:
+    from lit_grpo.scheduling.timeline import Timeline, draw_timeline
+
+    timelines = []
+    for outcome in outcomes:
+        schedule = outcome.schedules[0]
+        steps = np.unique(np.linspace(0, schedule.steps, MAX_POINTS).astype(np.int64))
+        title = f"{outcome.plan}: {schedule.steps:,} steps, bubble ratio {schedule.bubble_ratio:.2f}"
+        timelines.append(Timeline(title, outcome.plan, schedule.spans, (steps, schedule.kv_tokens_at(steps))))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_timeline(timelines, slot_limit=fleet.num_slots * fleet.num_engines).savefig(path)
+    print(f"The picture is in {path}.")

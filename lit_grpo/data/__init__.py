@@ -1,0 +1,7 @@
+"""Where prompts come from: rows of any source, rendered, tokenised and put into batches."""
+
+from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.sources import RowSource
+
+__all__ = ["ArithmeticRows", "PromptDataModule", "RowSource"]

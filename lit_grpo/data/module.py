@@ -1,0 +1,215 @@
+"""The DataModule: rows of any source become prompts, and prompts become batches."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_grpo.data.loaders import EvalLoader, PromptLoader
+from lit_grpo.data.rendering import PromptRenderer, UnusableRow
+from lit_grpo.data.sources import Row, RowSource, make_source
+from lit_grpo.policy.loading import TINY, load_tokenizer
+from lit_grpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+SPLITS_OF_STAGE = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+
+NUM_ROWS_SHOWN = 5
+
+
+class PromptDataModule(LightningDataModule):
+    """Prompts for training, validation, test and predict, from files, Hugging Face datasets or Python.
+
+    A source is the path of a .jsonl, .json, .csv or .parquet file, a folder written by ``save_to_disk``,
+    the id of a dataset on the Hugging Face hub, or a :class:`lit_grpo.data.sources.RowSource` by class path.
+
+    Args:
+        policy: Whose tokenizer renders the prompts: ``tiny``, a folder or a hub id.
+        train: Source of the training prompts.
+        validation: Source of the validation prompts; without it ``fit`` does not validate.
+        test: Source of the test prompts.
+        predict: Source of the prompts to complete with ``predict``.
+        batch_size: Prompts of one training iteration, on each rank.
+        eval_batch_size: Prompts of one batch in validation, test and predict, on each rank.
+        prompt_column: The column that holds the prompt, as text or as a list of chat messages
+            (``{"role": ..., "content": ...}``).
+        template: Text that makes the prompt of several columns, for instance
+            ``"Question: {question} Answer:"``; ``prompt_column`` is then unused.
+        system_prompt: A system message to begin every conversation with.
+        chat_template: Whether the tokenizer's chat template renders prompts. Without a value: where the
+            prompt is a list of messages, or ``system_prompt`` is given.
+        chat_template_kwargs: Variables for the chat template, for instance ``enable_thinking: false``.
+        columns: New names for columns, as the reward functions know them: ``{answer: solution}`` hands
+            them the column ``solution`` as ``answer``. Prompts are made of the old names.
+        max_prompt_tokens: The longest prompt that is taken; prompts are never cut.
+        unusable_rows: Whether rows without a usable prompt (missing, empty, malformed or too long) are
+            an error (``refuse``) or are left out with a warning (``drop``).
+        shuffle: Whether each epoch goes through the training prompts in an order of its own.
+        seed: Of that order.
+    """
+
+    def __init__(
+        self,
+        policy: str = TINY,
+        train: str | RowSource | None = None,
+        validation: str | RowSource | None = None,
+        test: str | RowSource | None = None,
+        predict: str | RowSource | None = None,
+        batch_size: int = 8,
+        eval_batch_size: int = 64,
+        prompt_column: str = "prompt",
+        template: str | None = None,
+        system_prompt: str | None = None,
+        chat_template: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        columns: dict[str, str] | None = None,
+        max_prompt_tokens: int = 512,
+        unusable_rows: Literal["refuse", "drop"] = "refuse",
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"data.{name} must be at least {least}, not {value}.")
+        if unusable_rows not in ("refuse", "drop"):
+            raise ValueError(f"data.unusable_rows must be refuse or drop, not {unusable_rows!r}.")
+        self.policy = policy
+        self.sources = {"train": train, "validation": validation, "test": test, "predict": predict}
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.columns = columns or {}
+        self.unusable_rows = unusable_rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self.renderer = PromptRenderer(
+            prompt_column, template, system_prompt, chat_template, chat_template_kwargs, max_prompt_tokens
+        )
+        self.prompts: dict[str, list[Prompt]] = {}
+        self._train_loader: PromptLoader | None = None
+
+    def setup(self, stage: str) -> None:
+        """Read and render the prompts that ``stage`` needs, once.
+
+        Raises:
+            ValueError: A source is not set, or has rows that are unusable.
+        """
+        splits = SPLITS_OF_STAGE[stage]
+        if self.sources[splits[0]] is None:
+            raise ValueError(
+                f"data.{splits[0]} is not set, and {stage} needs it; give it a file, a folder, a dataset id "
+                "or the class path of a RowSource."
+            )
+        named = {split: self.sources[split] for split in splits if split not in self.prompts}
+        sources = {split: make_source(source) for split, source in named.items() if source is not None}
+        for split, source in sources.items():
+            self.prompts[split] = self._load(split, source)
+        going_on = self.trainer is not None and self.trainer.global_step > 0
+        if stage == "fit" and not (going_on and self._train_loader):
+            self._train_loader = self._new_train_loader()
+
+    def train_dataloader(self) -> PromptLoader:
+        """The one loader of this fit, wherever it stands in its stream."""
+        assert self._train_loader is not None, "setup('fit') comes before train_dataloader()"
+        return self._train_loader
+
+    def val_dataloader(self) -> EvalLoader | list[Any]:
+        """The validation prompts, or no loader where there are none."""
+        return self._eval_loader("validation") if "validation" in self.prompts else []
+
+    def test_dataloader(self) -> EvalLoader:
+        """The test prompts."""
+        return self._eval_loader("test")
+
+    def predict_dataloader(self) -> EvalLoader:
+        """The prompts to complete."""
+        return self._eval_loader("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the training stream.
+
+        Lightning keeps the state of the loader too, but gives it back only where an epoch was cut off:
+        from a checkpoint at the end of an epoch the stream would begin anew.
+        """
+        return {} if self._train_loader is None else self._train_loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a checkpoint left off; of no effect outside ``fit``."""
+        fitting = self.trainer is None or self.trainer.state.fn == "fit"
+        if self._train_loader is not None and fitting:
+            self._train_loader.load_state_dict(state_dict)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.policy)
+
+    def _new_train_loader(self) -> PromptLoader:
+        rank, world_size = self._rank_and_world_size()
+        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, self.seed, self.shuffle)
+
+    def _eval_loader(self, split: str) -> EvalLoader:
+        return EvalLoader(self.prompts[split], self.eval_batch_size, *self._rank_and_world_size())
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _load(self, split: str, source: RowSource) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        reasons: dict[int, str] = {}
+        for number, row in enumerate(source.rows()):
+            place = f"row {number} of {source.describe()}"
+            if not isinstance(row, dict):
+                raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
+            columns = _rename(row, self.columns, place)
+            try:
+                token_ids, text = self.renderer.render(row, self._tokenizer)
+            except UnusableRow as reason:
+                reasons[number] = str(reason)
+            else:
+                prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns))
+        self._report(source, len(prompts), reasons)
+        return prompts
+
+    def _report(self, source: RowSource, num_usable: int, reasons: dict[int, str]) -> None:
+        if num_usable + len(reasons) == 0:
+            raise ValueError(f"{source.describe()} has no rows; give a source that has at least one.")
+        if not reasons:
+            return
+        shown = [f"row {number} {reason}" for number, reason in list(reasons.items())[:NUM_ROWS_SHOWN]]
+        if len(reasons) > NUM_ROWS_SHOWN:
+            shown.append(f"and {len(reasons) - NUM_ROWS_SHOWN} more")
+        report = (
+            f"{len(reasons)} of the {num_usable + len(reasons)} rows of {source.describe()} are unusable "
+            f"(rows count from 0): {'; '.join(shown)}"
+        )
+        if not num_usable:
+            raise ValueError(f"{report}; no row is left: check data.prompt_column, data.template and the data.")
+        if self.unusable_rows == "refuse":
+            raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
+        rank_zero_warn(f"{report}; they are left out.")
+
+
+def _rename(row: Row, columns: dict[str, str], place: str) -> Row:
+    for name, column in columns.items():
+        if column not in row:
+            raise ValueError(
+                f"data.columns takes {name!r} from column {column!r}, which {place} lacks; "
+                f"it has {', '.join(map(repr, row)) or 'none'}."
+            )
+    kept = {column: value for column, value in row.items() if column not in columns.values()}
+    return kept | {name: row[column] for name, column in columns.items()}

@@ -1,0 +1,173 @@
+"""Rows become prompts: template, chat template and tokens."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lit_grpo.data.sources import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+RESERVED_CHAT_KWARGS = {
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+}
+
+
+class UnusableRow(Exception):
+    """A row that can be no prompt; the message is the reason and follows the words "row 7"."""
+
+
+@dataclass(frozen=True)
+class PromptRenderer:
+    """Turns a row into the token ids and the text of its prompt; the fields are those of PromptDataModule."""
+
+    prompt_column: str = "prompt"
+    template: str | None = None
+    system_prompt: str | None = None
+    chat_template: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_prompt_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"data.max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}.")
+        if self.template is not None:
+            _parse_template(self.template)
+        if self.chat_template is False and (self.system_prompt is not None or self.chat_template_kwargs):
+            raise ValueError(
+                "data.system_prompt and data.chat_template_kwargs act through the chat template, but "
+                "data.chat_template is false; leave them out, or set it to true."
+            )
+        if taken := RESERVED_CHAT_KWARGS.intersection(self.chat_template_kwargs or {}):
+            raise ValueError(
+                f"data.chat_template_kwargs may not set {', '.join(sorted(taken))}, which decides how token "
+                "ids are made here; leave only variables of the chat template."
+            )
+
+    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
+        """Return token ids and text.
+
+        Raises:
+            UnusableRow: The row has no prompt, or none that is usable.
+            ValueError: A chat template is needed and the tokenizer has none.
+        """
+        prompt = self._read(row)
+        if self._renders_as_chat(prompt):
+            token_ids = self._encode_chat(prompt, tokenizer)
+            text = str(tokenizer.decode(token_ids))
+        else:
+            token_ids = _encode_text(prompt, tokenizer)
+            text = prompt
+        if not token_ids:
+            raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
+        unknown = tokenizer.unk_token_id
+        if (
+            unknown is not None
+            and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+            and unknown in token_ids
+        ):
+            raise UnusableRow(f"has a prompt with characters that the tokenizer does not know ({text[:40]!r})")
+        if len(token_ids) > self.max_prompt_tokens:
+            limit = f"max_prompt_tokens={self.max_prompt_tokens}"
+            raise UnusableRow(f"has a prompt of {len(token_ids)} tokens, more than {limit}")
+        return tuple(token_ids), text
+
+    def _renders_as_chat(self, prompt: str | list[Row]) -> bool:
+        messages = isinstance(prompt, list)
+        if messages and self.chat_template is False:
+            raise UnusableRow("holds chat messages, which chat_template: false cannot render")
+        if self.chat_template is None:
+            return messages or self.system_prompt is not None
+        return self.chat_template
+
+    def _read(self, row: Row) -> Any:
+        prompt = _column(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
+        if isinstance(prompt, str):
+            texts = [prompt]
+        elif not isinstance(prompt, list):
+            kind = type(prompt).__name__
+            raise UnusableRow(f"has a prompt of type {kind}, neither text nor a list of chat messages")
+        elif not all(map(_is_message, prompt)):
+            raise UnusableRow('has a chat message that is not {"role": text, "content": text}')
+        else:
+            texts = [message["content"] for message in prompt]
+        if not any(text.strip() for text in texts):
+            raise UnusableRow("has an empty prompt")
+        return prompt
+
+    def _encode_chat(self, prompt: str | list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        import jinja2
+
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
+                "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise UnusableRow("begins with a system message of its own beside system_prompt")
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            token_ids: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, **(self.chat_template_kwargs or {})
+            )
+        except jinja2.TemplateError as error:
+            raise UnusableRow(f"is refused by the chat template: {error}") from error
+        return list(token_ids)
+
+
+def _parse_template(template: str) -> list[tuple[str, str | None]]:
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(
+            f"data.template {template!r} is malformed: {error}; name columns as {{column}} and write a brace "
+            "that is meant as one twice."
+        ) from error
+    for _, column, spec, conversion in parts:
+        if column is not None and (spec or conversion or not column or any(sign in column for sign in ".[]")):
+            raise ValueError(
+                f"data.template {template!r} may hold only plain columns such as {{question}}; leave out "
+                "attributes, indices, formats and empty braces."
+            )
+    if all(column is None for _, column, _, _ in parts):
+        raise ValueError(f"data.template {template!r} names no column; write one as {{question}}.")
+    return [(literal, column) for literal, column, _, _ in parts]
+
+
+def _fill_template(template: str, row: Row) -> str:
+    pieces = _parse_template(template)
+    return "".join(text + ("" if column is None else str(_column(row, column))) for text, column in pieces)
+
+
+def _column(row: Row, column: str) -> Any:
+    if column not in row:
+        raise UnusableRow(f"has no column {column!r} (it has {', '.join(map(repr, row)) or 'none'})")
+    if row[column] is None:
+        raise UnusableRow(f"has no value in column {column!r}")
+    return row[column]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    token_ids: list[int] = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+    while token_ids and token_ids[-1] == tokenizer.eos_token_id:
+        token_ids.pop()
+    return token_ids

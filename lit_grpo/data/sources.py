@@ -1,0 +1,232 @@
+"""Where rows come from: files, Hugging Face datasets, or a class of the user's own.
+
+A row is a dict of one example's columns. Nothing heavy is imported before rows are read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class RowSource(ABC):
+    """Gives rows, in the same order each time it is asked, for row numbers are part of prompt ids.
+
+    Example:
+        A generator of your own, named in a config as ``train: {class_path: my_module.Sums}``::
+
+            class Sums(RowSource):
+                def rows(self):
+                    for a in range(10):
+                        yield {"prompt": f"{a} + {a} =", "answer": str(a + a)}
+    """
+
+    @abstractmethod
+    def rows(self) -> Iterator[Row]:
+        """Yield one dict a row, keyed by column name."""
+
+    def describe(self) -> str:
+        """Name this source in error messages."""
+        return type(self).__name__
+
+
+class FileRows(RowSource):
+    """Rows of a local file; its suffix says how it is read.
+
+    Args:
+        path: A .jsonl file (one object a line), a .json file (a list of objects), a .csv file (with a
+            header; every value is read as text) or a .parquet file.
+
+    Raises:
+        ValueError: The suffix is none of these, or the file is missing, empty or malformed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        if self.path.suffix.lower() not in READERS:
+            raise ValueError(
+                f"{self.describe()} has the suffix {self.path.suffix!r}, which is none that is read here: "
+                f"convert it to one of {', '.join(READERS)}."
+            )
+        if not self.path.is_file():
+            raise ValueError(f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}.")
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the file's rows in order."""
+        empty = True
+        for row in READERS[self.path.suffix.lower()](self.path):
+            empty = False
+            yield row
+        if empty:
+            raise ValueError(f"{self.describe()} has no rows; give a file that has at least one.")
+
+    def describe(self) -> str:
+        """Return the path."""
+        return str(self.path)
+
+
+class HubRows(RowSource):
+    """Rows of a Hugging Face dataset, read with the ``datasets`` library; code in datasets is never run.
+
+    Args:
+        path: A dataset id such as ``openai/gsm8k``, or a folder written by ``save_to_disk``.
+        name: The dataset's configuration, where it has several (``main`` for gsm8k).
+        split: The split to read.
+        revision: A branch, tag or commit of the dataset; without it, the newest.
+
+    Raises:
+        ValueError: The dataset cannot be loaded, or lacks the split.
+    """
+
+    def __init__(self, path: str, name: str | None = None, split: str = "train", revision: str | None = None) -> None:
+        self.path = path
+        self.name = name
+        self.split = split
+        self.revision = revision
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the dataset's rows in order."""
+        for row in self._load():
+            yield dict(row)
+
+    def describe(self) -> str:
+        """Return the path, the configuration's name and the split."""
+        return f"{self.path} ({self.name + ', ' if self.name else ''}split {self.split})"
+
+    def _load(self) -> Any:
+        import datasets
+
+        folder = Path(self.path).expanduser()
+        try:
+            if not folder.is_dir():
+                return datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+            data = datasets.load_from_disk(str(folder))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"The dataset {self.describe()} could not be loaded: {_first_line(error)}; "
+                "check its id, name, split and revision (a local folder must be one written by save_to_disk)."
+            ) from error
+        if not isinstance(data, datasets.DatasetDict):
+            return data
+        if self.split not in data:
+            raise ValueError(
+                f"The dataset {self.path} has no split {self.split!r}; it has {', '.join(map(str, data))}."
+            )
+        return data[self.split]
+
+
+def make_source(source: str | RowSource) -> RowSource:
+    """Turn what a config names into a source.
+
+    A string is the path of a file with a known suffix, else a folder written by ``save_to_disk``, else
+    the id of a dataset on the Hugging Face hub.
+
+    Raises:
+        ValueError: It can be none of these.
+    """
+    if isinstance(source, RowSource):
+        return source
+    path = Path(source).expanduser()
+    if path.suffix.lower() in READERS or path.is_file():
+        return FileRows(path)
+    if source and (path.is_dir() or HUB_ID.fullmatch(source)):
+        return HubRows(source)
+    raise ValueError(
+        f"The source {source!r} is no file ({', '.join(READERS)}), no existing folder and no dataset id "
+        "(owner/name); check the path."
+    )
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"line {number} of {path}"
+            text = _decode(line, place).strip()
+            if text:
+                yield _as_row(_parse(text, place, "make each line one JSON object"), place)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    text = _decode(path.read_bytes(), str(path))
+    if not text.strip():
+        return
+    remedy = "mend it, or name it .jsonl if it holds one object a line"
+    data = _parse(text, str(path), remedy)
+    if not isinstance(data, list):
+        raise ValueError(f"{path} holds {_kind(data)}, not a list of objects; make it a list, one object a row.")
+    for number, row in enumerate(data):
+        yield _as_row(row, f"element {number} (from 0) of {path}")
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    text = _decode(path.read_bytes(), str(path))
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise ValueError(f"The header of {path} names a column twice ({', '.join(header)}); rename one of them.")
+        for cells in filter(None, reader):
+            if len(cells) != len(header):
+                raise ValueError(
+                    f"Line {reader.line_num} of {path} ends a row of {len(cells)} cells where the header "
+                    f"names {len(header)}; mend the row, quoting cells that hold commas."
+                )
+            yield dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"Line {reader.line_num} of {path} is not CSV: {error}; mend that line.") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}; write the file anew.") from error
+
+
+READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+
+
+def _decode(data: bytes, place: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{data[error.start]:02x} at position {error.start}"
+        raise ValueError(f"{place} is not UTF-8 ({byte}); save the file as UTF-8.") from error
+
+
+def _parse(text: str, place: str, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is not JSON: {error}; {remedy}.") from error
+
+
+def _as_row(value: Any, place: str) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f'{place} is {_kind(value)}, not an object; write it as {{"column": value, ...}}.')
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")

@@ -1,0 +1,82 @@
+"""LoRA adapters on the policy, through peft."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lit_grpo.policy.weights import PolicyWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Train low-rank adapters (LoRA, arXiv 2106.09685) and leave the weights of the policy as they are.
+
+    Args:
+        r: The rank.
+        alpha: The adapters' output is scaled by ``alpha / r``.
+        target_modules: The linear layers that get one, by name; ``all-linear`` is all but the head.
+        rslora: Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732).
+        base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes. The
+            policy is then the rounded one with adapters: so it samples, and so it is exported.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    target_modules: list[str] | str = "all-linear"
+    rslora: bool = False
+    base: Literal["nf4"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ValueError(f"lora.r must be at least 1, not {self.r}.")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.alpha must be above 0, not {self.alpha}.")
+        if self.base not in (None, "nf4"):
+            raise ValueError(f"lora.base must be nf4 or left out, not {self.base!r}.")
+
+
+def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
+    """Give the policy adapters that change nothing yet, and freeze everything else.
+
+    Raises:
+        ValueError: peft is not installed, or no layer has one of the names.
+    """
+    if util.find_spec("peft") is None:
+        raise ValueError("model.lora needs peft; install the extra lit_grpo[lora].")
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=settings.target_modules,
+        use_rslora=settings.rslora,
+        lora_dropout=0.0,  # the trainer's log-probs must be the generator's
+        task_type="CAUSAL_LM",
+    )
+    policy.add_adapter(config)
+
+
+def has_adapters(policy: PreTrainedModel) -> bool:
+    """Whether the policy has adapters of :func:`add_adapters`."""
+    return bool(getattr(policy, "_hf_peft_config_loaded", False))
+
+
+def save_merged(policy: PreTrainedModel, folder: str | Path) -> None:
+    """Save the policy with its adapters merged into its weights, and the adapters alone in ``adapter/``."""
+    from huggingface_hub import save_torch_state_dict
+
+    folder = Path(folder)
+    policy.save_pretrained(folder / "adapter")
+    save_torch_state_dict(dict(PolicyWeights(policy)), folder)
+    config = deepcopy(policy.config)
+    vars(config).pop("quantization_config", None)  # the merged weights are numbers
+    config.save_pretrained(folder)
+    if policy.generation_config is not None:
+        policy.generation_config.save_pretrained(folder)

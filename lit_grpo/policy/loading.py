@@ -1,0 +1,157 @@
+"""Loading a policy and its tokenizer, with everything that training needs checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from lit_grpo.policy.nf4 import nf4_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+TINY = "tiny"
+
+
+def resolve_policy(policy: str) -> str:
+    """Return a Hugging Face id or folder; ``tiny`` is made on the spot and cached the first time."""
+    if policy == TINY:
+        from lit_grpo.policy.tiny import tiny_policy
+
+        return str(tiny_policy())
+    return policy
+
+
+def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``policy`` (``tiny``, a folder or a hub id).
+
+    Raises:
+        ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    name = resolve_policy(policy)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(_load_failure(name, "tokenizer", error)) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
+        raise ValueError(
+            _load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there."))
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The tokenizer of policy {name!r} names no eos_token, so no completion could end; "
+            "add one to its tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTrainedModel:
+    """Load the causal language model of ``policy`` in ``dtype``, dropout off, from safetensors only.
+
+    With ``nf4`` its linear layers, but for the head, are kept in four bits and cannot be trained.
+
+    Raises:
+        ValueError: There is no such model, or it is not a causal language model with safetensors.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # one progress bar: the trainer's
+    quantization = nf4_config(dtype) if nf4 else None
+    name = resolve_policy(policy)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, quantization_config=quantization
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(_load_failure(name, "model", error)) from error
+    for module in model.modules():  # with dropout the trainer's log-probs would not be those of the generator
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All ids that end a sequence: the tokenizer's and those of the model's generation config."""
+    ids = {cast(int, tokenizer.eos_token_id)}
+    generation = model.generation_config
+    configured = None if generation is None else generation.eos_token_id
+    ids.update([configured] if isinstance(configured, int) else configured or [])
+    return tuple(sorted(ids))
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The most tokens, prompt and completion together, that the model takes."""
+    return int(model.config.get_text_config().max_position_embeddings)
+
+
+def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
+    return model.get_decoder()(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
+
+
+def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The weights that have a row for each token: of the embedding, and of the head where it has one of its own."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [cast(torch.Tensor, module.weight) for module in modules if module is not None]
+
+
+def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply the head to hidden states of any shape; the last axis becomes V, in float32 (float64 stays).
+
+    :func:`check_token_logits` makes sure that this is what the model itself computes.
+    """
+    return token_head(model)(hidden)
+
+
+def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return :func:`token_logits` of a model, for those who call it at every token.
+
+    Looking the head up takes longer than a small one does.
+    """
+    head = cast(torch.nn.Module, model.get_output_embeddings())
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return logits_of
+
+
+def check_token_logits(model: PreTrainedModel) -> None:
+    """Compare :func:`token_logits` with the model's own forward on a few tokens.
+
+    Raises:
+        ValueError: They differ, because the model scales its logits in some way of its own.
+    """
+    input_ids_BT = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        expected = model(input_ids=input_ids_BT, use_cache=False).logits.float()
+        actual = token_logits(model, hidden_states(model, input_ids_BT))
+    if not torch.allclose(actual, expected, rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"The logits of {type(model).__name__} are not its output embedding applied to its last hidden state "
+            f"(they differ by up to {float((actual - expected).abs().max()):.3g}); this kind of model is not supported."
+        )
+
+
+def _load_failure(name: str, what: str, error: Exception) -> str:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(name).is_dir():
+        return f"The policy folder {name!r} holds no usable {what}: {first_line}"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
+    return (
+        f"No {what} could be loaded for policy {name!r}: {first_line} "
+        "Give 'tiny', a folder made by save_pretrained, or the id of a model you can download."
+    )

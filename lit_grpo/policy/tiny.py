@@ -1,0 +1,272 @@
+"""The embedded default policy: a tiny Qwen3 and its tokenizer, warm-started on the spot and cached.
+
+The warm start is supervised, on :func:`lit_grpo.policy.exercises.demonstration`: first on whole workings, then on
+a crowd most of whom answer hastily. What comes out can do the working, and mostly does not: GRPO is to find
+that the working pays. Nothing is downloaded, and torch and transformers are imported only when it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lit_grpo.policy.exercises import ALPHABET, CONTINUE, demonstration, draw_exercise
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+
+VERSION = 1  # of everything that is not in the recipe; raise it when the same recipe gives another policy
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+PAD_ID, EOS_ID = 0, 1
+
+CACHE_VARIABLE = "LIT_GRPO_CACHE"
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """Everything but the seed that determines the embedded policy.
+
+    Args:
+        hidden_size: Width.
+        num_layers: Depth.
+        intermediate_size: Width of the MLPs.
+        num_heads: Query heads, of 32 dimensions each.
+        num_kv_heads: Key and value heads.
+        rope_theta: Base of the rotary embedding; small, for all that matters here is near.
+        max_positions: The most tokens of prompt and completion.
+        num_steps: Optimizer steps of the warm start.
+        batch_tokens: Tokens of one step.
+        learning_rate: Peak, of AdamW for embeddings and norms.
+        matrix_learning_rate: Peak, of Muon for the matrices.
+        crowd_steps: How many of the last steps show the hasty crowd; those before show whole workings.
+        hasty: Share of the crowd that answers at once.
+        impatient: Share of the crowd that gives up half-way.
+        max_divisor: The largest divisor of the exercises shown.
+        max_working: The most subtractions of the exercises shown.
+        more: Chance of one more subtraction in the whole workings; above the task's, for more is learned of
+            a long working.
+        sharpness: The logits are scaled by this in the end, so that sampling at temperature 1 slips less.
+    """
+
+    hidden_size: int = 128
+    num_layers: int = 2
+    intermediate_size: int = 640
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    rope_theta: float = 100.0
+    max_positions: int = 512
+    num_steps: int = 660
+    batch_tokens: int = 1024
+    learning_rate: float = 4e-3
+    matrix_learning_rate: float = 0.02
+    crowd_steps: int = 100
+    hasty: float = 0.7
+    impatient: float = 0.1
+    max_divisor: int = 39
+    max_working: int = 18
+    more: float = 0.85
+    sharpness: float = 1.5
+
+
+def tiny_policy(seed: int = 0, cache_dir: str | Path | None = None, recipe: TinyRecipe | None = None) -> Path:
+    """Return the folder of the embedded policy, made the first time and cached from then on.
+
+    The folder holds a Qwen3 model and its tokenizer as ``save_pretrained`` writes them. The same seed and
+    recipe give the same weights, bit for bit on one machine. Processes that ask at once make it once.
+
+    Args:
+        seed: Of the weights and of the demonstrations.
+        cache_dir: Where it is kept; by default ``$LIT_GRPO_CACHE``, ``$XDG_CACHE_HOME/lit_grpo`` or
+            ``~/.cache/lit_grpo``, the first that is set.
+        recipe: Sizes and steps.
+
+    Raises:
+        ValueError: The cache folder cannot be written.
+    """
+    from filelock import FileLock
+
+    recipe = recipe or TinyRecipe()
+    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    folder = cache / f"tiny-{_fingerprint(recipe, seed)}"
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                _make(recipe, seed, folder)
+    except OSError as error:
+        raise ValueError(
+            f"The embedded policy cannot be written to the cache folder {str(cache)!r} ({error}); "
+            f"name a writable folder in the environment variable {CACHE_VARIABLE}."
+        ) from error
+    return folder
+
+
+def default_cache_dir() -> Path:
+    """The cache folder that the environment names."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_grpo"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a character; it adds no token of its own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _fingerprint(recipe: TinyRecipe, seed: int) -> str:
+    text = json.dumps({"version": VERSION, "seed": seed, **asdict(recipe)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _make(recipe: TinyRecipe, seed: int, folder: Path) -> None:
+    import torch
+
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch) / "policy"
+        tokenizer = make_tokenizer()
+        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+            model = new_model(recipe, seed, tokenizer)
+            warm_start(model, tokenizer, recipe, seed)
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        os.replace(made, folder)
+
+
+def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Make the model of ``recipe`` with random weights, the global random state left as it was."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=32,
+        max_position_embeddings=recipe.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, seed: int) -> None:
+    """Train ``model`` in place on demonstrations, the loss on their completions only."""
+    import torch
+    from tqdm import tqdm
+
+    from lit_grpo.policy.muon import Muon
+
+    print(
+        "lit_grpo: warm-starting the embedded policy (once, about a minute; then it is cached) ...",
+        file=sys.stderr,
+    )
+    muon = Muon([weight for name, weight in model.named_parameters() if _is_matrix(name)])
+    others = [weight for name, weight in model.named_parameters() if not _is_matrix(name)]
+    adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
+    lessons = tqdm(_lessons(recipe, random.Random(seed)), "warm start", recipe.num_steps, leave=False, unit="step")
+    for step, rows in enumerate(lessons):
+        input_ids_BT, target_ids_BT = _collate(rows, tokenizer)
+        logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), target_ids_BT.flatten())
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        share = _schedule(step, recipe.num_steps)
+        adam.param_groups[0]["lr"] = recipe.learning_rate * share
+        adam.step()
+        muon.step(recipe.matrix_learning_rate * share)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(recipe.sharpness)
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    """Share of the peak learning rate: a short linear rise, then half a cosine down to 2%."""
+    rise = min(1.0, (step + 1) / 30)
+    return rise * (0.02 + 0.49 * (1 + math.cos(math.pi * step / num_steps)))
+
+
+def _lessons(recipe: TinyRecipe, rng: random.Random) -> Iterator[Rows]:
+    """Yield the batch of each step: whole workings, then the crowd."""
+    yield from islice(_batches(recipe, rng, whole=True), recipe.num_steps - recipe.crowd_steps)
+    yield from islice(_batches(recipe, rng, whole=False), recipe.crowd_steps)
+
+
+def _batches(recipe: TinyRecipe, rng: random.Random, whole: bool) -> Iterator[Rows]:
+    """Yield batches of rows of similar length, each padded to at most ``batch_tokens``, without end."""
+    while True:
+        rows = sorted((_row(recipe, rng, whole) for _ in range(1000)), key=_num_tokens)
+        batches: list[Rows] = [[]]
+        for row in rows:
+            if batches[-1] and (len(batches[-1]) + 1) * _num_tokens(row) > recipe.batch_tokens:
+                batches.append([])
+            batches[-1].append(row)
+        rng.shuffle(batches)
+        yield from batches
+
+
+def _row(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]:
+    more = recipe.more if whole else CONTINUE
+    exercise = draw_exercise(rng, "train", recipe.max_divisor, recipe.max_working, more)
+    hasty, impatient = (0.0, 0.0) if whole else (recipe.hasty, recipe.impatient)
+    return exercise.prompt, demonstration(exercise, rng, hasty, impatient)
+
+
+def _num_tokens(row: tuple[str, str]) -> int:
+    return len(row[0]) + len(row[1]) + 1
+
+
+def _collate(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    num_columns = max(map(_num_tokens, rows))
+    input_ids_BT = torch.full((len(rows), num_columns), PAD_ID)
+    target_ids_BT = torch.full_like(input_ids_BT, -100)
+    for row, (prompt, completion) in enumerate(rows):
+        ids_T = torch.tensor([*tokenizer.encode(prompt + completion), EOS_ID])
+        input_ids_BT[row, : len(ids_T)] = ids_T
+        target_ids_BT[row, len(prompt) - 1 : len(ids_T) - 1] = ids_T[len(prompt) :]
+    return input_ids_BT, target_ids_BT

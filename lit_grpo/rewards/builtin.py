@@ -1,0 +1,112 @@
+"""The rewards that come with the project: exact text, form, and length."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bool = False) -> re.Pattern[str]:
+    """Compile ``pattern``, the value of ``argument``.
+
+    Raises:
+        ValueError: If it is no regular expression, or has no group where one is needed.
+    """
+    try:
+        compiled = re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"{argument} {pattern!r} is no regular expression ({error}); correct it.") from error
+    if needs_group and compiled.groups == 0:
+        raise ValueError(f"{argument} {pattern!r} has no group; put parentheses around the answer.")
+    return compiled
+
+
+def last_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """Group 1 of the last match, stripped; the whole text without a pattern; ``None`` without a match."""
+    if pattern is None:
+        return text.strip()
+    answer = None
+    for match in pattern.finditer(text):
+        answer = match.group(1)
+    return None if answer is None else answer.strip()
+
+
+class ExactMatch:
+    """1.0 if the completion's answer equals the row's, else 0.0; ``None`` for a row whose answer is ``None``.
+
+    Both are compared as text without surrounding white space, so a column may hold numbers: ``72`` is the
+    text 72, and ``72.0`` is another text.
+
+    Args:
+        answer_column: The column that holds the expected answer.
+        pattern: Regular expression; group 1 of its last match is the completion's answer, no match is 0.0.
+            By default the whole completion is the answer.
+        ignore_case: Whether upper and lower case are the same.
+    """
+
+    def __init__(self, answer_column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> None:
+        self.columns = (answer_column,)
+        self.answer_column = answer_column
+        self.pattern = None if pattern is None else compile_pattern("pattern", pattern, needs_group=True)
+        self.ignore_case = ignore_case
+
+    def __call__(self, completion: str, **columns: Any) -> float | None:
+        """Score one completion."""
+        expected = columns[self.answer_column]
+        if expected is None:
+            return None
+        answer, expected = last_answer(self.pattern, completion), str(expected).strip()
+        if self.ignore_case and answer is not None:
+            answer, expected = answer.casefold(), expected.casefold()
+        return float(answer == expected)
+
+
+exact_match = ExactMatch()
+
+
+class FormatMatch:
+    r"""1.0 if the completion matches a regular expression, in which ``.`` matches newlines too, else 0.0.
+
+    Python cannot interrupt a match, not even for a reward's time limit: avoid nested repeats, as ``(a+)+``.
+
+    Args:
+        pattern: The regular expression, for example ``<think>.*</think>\s*<answer>.*</answer>``.
+        full: Whether it must match the whole completion; otherwise any part of it will do.
+    """
+
+    def __init__(self, pattern: str, full: bool = True) -> None:
+        compiled = compile_pattern("pattern", pattern, re.DOTALL)
+        self._match = compiled.fullmatch if full else compiled.search
+
+    def __call__(self, completion: str) -> float:
+        """Score one completion."""
+        return float(self._match(completion) is not None)
+
+
+class SoftOverlongPenalty:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+    0 up to ``max_tokens - buffer`` tokens, then linear down to -1 at ``max_tokens``, and -1 beyond.
+
+    Args:
+        buffer: The number of tokens over which the punishment grows; at least 1.
+        max_tokens: Where it reaches -1; by default the most tokens that sampling allows.
+    """
+
+    def __init__(self, buffer: int, max_tokens: int | None = None) -> None:
+        if buffer < 1:
+            raise ValueError(f"buffer must be at least 1 token, not {buffer}.")
+        self.buffer = buffer
+        self.max_tokens = max_tokens
+        if max_tokens is not None:
+            self._check(max_tokens)
+
+    def __call__(self, completion: str, num_tokens: int, max_tokens: int) -> float:
+        """Score one completion by its length."""
+        limit = max_tokens if self.max_tokens is None else self.max_tokens
+        self._check(limit)
+        return max(-1.0, min(0.0, (limit - self.buffer - num_tokens) / self.buffer))
+
+    def _check(self, max_tokens: int) -> None:
+        if self.buffer > max_tokens:
+            raise ValueError(f"buffer {self.buffer} is larger than max_tokens {max_tokens}; make it smaller.")

@@ -1,0 +1,250 @@
+"""The keys and values of the slots: a prompt's once for its whole group, a completion's in pieces.
+
+The pieces of a completion double in length (:func:`lit_grpo.scheduling.flight.piece_sizes`), and the n-th pieces of all
+completions lie on one shelf, side by side. So a short completion does not reserve the maximum, what is not used is not
+read, and a decode step is a few batched matrix products over contiguous memory: one pair a shelf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from lit_grpo.rollout.slots.attention import AttentionInputs
+from lit_grpo.rollout.slots.shelves import KVShape, Shelf, ShelfReader
+from lit_grpo.rollout.slots.writers import CompletionWriter, PromptWriter, Stretch
+from lit_grpo.scheduling.flight import piece_sizes, prompt_room
+
+_WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
+
+
+class SlotCache:
+    """Rows of completions that are being decoded, numbered from 0 without holes, and the prompts that they share.
+
+    Args:
+        shape: What the keys of a token look like.
+        max_tokens: The most tokens of one completion.
+        max_rows: The most rows at a time.
+    """
+
+    def __init__(self, shape: KVShape, max_tokens: int, max_rows: int) -> None:
+        self.shape = shape
+        self.max_tokens = max_tokens
+        self._pieces = [Shelf(size, shape, max_rows) for size in piece_sizes(max_tokens)]
+        self._starts = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])[:-1]
+        self._rows_of: list[list[int]] = [[] for _ in self._pieces]  # by shelf: the row of each entry
+        self._entries_of: list[list[int]] = []  # by row: its entry on each shelf
+        self._prompt_of: list[Hashable] = []  # by row
+        self._prompt_shelves: dict[int, Shelf] = {}
+        self._prompts: dict[Hashable, tuple[int, int, int]] = {}  # its shelf, entry and length
+        self._readers: list[ShelfReader] | None = None
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    # ---- prompts ----------------------------------------------------------------------------------
+
+    def __contains__(self, prompt: Hashable) -> bool:
+        return prompt in self._prompts
+
+    def write_prompts(self, prompts: Sequence[Hashable], lengths: Sequence[int]) -> PromptWriter:
+        """Make room for new prompts of these lengths, which all take the same room; return what is to fill it."""
+        (room,) = {prompt_room(num_tokens) for num_tokens in lengths}
+        shelf = self._prompt_shelves.setdefault(room, Shelf(room, self.shape))
+        entries = shelf.add(len(lengths))
+        for entry, prompt, num_tokens in zip(entries, prompts, lengths, strict=True):
+            self._prompts[prompt] = (room, entry, num_tokens)
+        self._readers = None
+        return PromptWriter(shelf, entries)
+
+    def drop_prompt(self, prompt: Hashable) -> None:
+        """Free a prompt that no row uses."""
+        room, entry, _ = self._prompts.pop(prompt)
+        shelf = self._prompt_shelves[room]
+        moved = shelf.remove(entry)
+        for other, (its_room, its_entry, length) in self._prompts.items():
+            if (its_room, its_entry) == (room, moved):
+                self._prompts[other] = (room, entry, length)
+        if shelf.num_entries:
+            shelf.trim()
+        else:
+            del self._prompt_shelves[room]
+        self._readers = None
+
+    # ---- rows -------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self._prompt_of)
+
+    @property
+    def prompts_in_use(self) -> set[Hashable]:
+        """Prompts that rows read."""
+        return set(self._prompt_of)
+
+    def admit(self, prompts: Sequence[Hashable]) -> None:
+        """Open a row for a new completion of each of ``prompts``, behind the others."""
+        first = self.num_rows
+        self._rows_of[0] += range(first, first + len(prompts))
+        self._entries_of += [[entry] for entry in self._pieces[0].add(len(prompts))]
+        self._prompt_of += prompts
+        self._readers = None
+
+    def write_completion(self, row: int, num_tokens: int) -> CompletionWriter:
+        """Give a row that is empty the pieces of its first ``num_tokens``; return what is to fill them."""
+        pieces = []
+        for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
+            if start >= num_tokens:
+                break
+            if piece:
+                self._extend(piece, [row])
+            pieces.append(Stretch(shelf, self._entries_of[row][piece], min(num_tokens - start, shelf.num_tokens)))
+        room, entry, length = self._prompts[self._prompt_of[row]]
+        return CompletionWriter(Stretch(self._prompt_shelves[room], entry, length), pieces)
+
+    def remove(self, row: int) -> int:
+        """Free a row: the last one takes its place. Returns the number that the moved row had."""
+        last = self.num_rows - 1
+        for piece, entry in enumerate(self._entries_of[row]):
+            moved_entry = self._pieces[piece].remove(entry)
+            moved_row = self._rows_of[piece].pop()
+            if moved_entry != entry:
+                self._rows_of[piece][entry] = moved_row
+                self._entries_of[moved_row][piece] = entry
+            self._pieces[piece].trim()
+        if row != last:
+            self._entries_of[row], self._prompt_of[row] = self._entries_of[last], self._prompt_of[last]
+            for piece, entry in enumerate(self._entries_of[row]):
+                self._rows_of[piece][entry] = row
+        del self._entries_of[last], self._prompt_of[last]
+        self._readers = None
+        return last
+
+    def _extend(self, piece: int, rows: Sequence[int]) -> None:
+        """Give rows their next piece."""
+        for row, entry in zip(rows, self._pieces[piece].add(len(rows)), strict=True):
+            assert len(self._entries_of[row]) == piece
+            self._entries_of[row].append(entry)
+            self._rows_of[piece].append(row)
+        self._readers = None
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    @property
+    def allocated_tokens(self) -> int:
+        """KV tokens there is memory for."""
+        shelves = [*self._pieces, *self._prompt_shelves.values()]
+        return sum(shelf.allocated_tokens for shelf in shelves)
+
+    def growth(self, counts_B: np.ndarray, num_new: int) -> int:
+        """KV tokens that a step will allocate: for rows that enter their next piece, and for ``num_new`` rows."""
+        growth = 0
+        for start, shelf in zip(self._starts, self._pieces, strict=True):
+            entering = num_new if start == 0 else int((counts_B == start).sum())
+            growth += (shelf.room_for(shelf.num_entries + entering) - shelf.room) * shelf.num_tokens
+        return growth
+
+    def tighten(self) -> None:
+        """Give back all memory that is not in use."""
+        for shelf in (*self._pieces, *self._prompt_shelves.values()):
+            shelf.trim(slack=False)
+        self._readers = None
+
+    # ---- a step -----------------------------------------------------------------------------------
+
+    def prepare(self, counts_B: np.ndarray) -> None:
+        """Make room for the next token of each row.
+
+        Args:
+            counts_B: The tokens that each row holds so far: one more than at the last step, if it was there.
+        """
+        for piece, start in enumerate(self._starts):
+            if piece and len(entering := np.flatnonzero(counts_B == start)):
+                self._extend(piece, entering.tolist())
+        longest = int(counts_B.max()) + 1
+        if self._readers is None or longest > len(self._completion_L):
+            self._read_anew(longest)
+            assert self._readers is not None
+            for reader in self._readers:
+                reader.aim(counts_B)
+            self._positions_B = torch.from_numpy(counts_B).to(self.shape.device)
+            self._masks.clear()
+        else:
+            for reader in self._readers:
+                reader.advance()
+            self._positions_B += 1
+            self._see_next()
+
+    def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        """Write each row's new key and value, then attend over its prompt and its completion."""
+        rows, heads, _, size = inputs.query.shape
+        kv_heads = self.shape.num_heads
+        # The query heads that share a KV head stand together, so keys are not repeated.
+        query = inputs.query.reshape(rows * kv_heads, heads // kv_heads, size)
+        key, value = inputs.key.reshape(-1, size), inputs.value.reshape(-1, size)
+        assert self._readers is not None
+        for reader in self._readers:
+            reader.write(layer, key, value)
+        scores = torch.cat([reader.scores(layer, query) for reader in self._readers], -1)
+        scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
+        mask = self._mask(inputs.window)
+        out = scores if scores.dtype == mask.dtype else None
+        scores = torch.add(mask, scores, alpha=inputs.scaling, out=out)  # in float32
+        weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
+        first, *others = self._readers
+        of_first, *of_others = weights.split([reader.width for reader in self._readers], -1)
+        output = first.mix(layer, of_first)
+        for reader, its_weights in zip(others, of_others, strict=True):
+            reader.add_mix(layer, its_weights, output)
+        return output.view(rows, heads, 1, size)
+
+    def _read_anew(self, longest: int) -> None:
+        """Lay out who reads what, after rows or prompts have come, gone or moved.
+
+        Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
+
+        Args:
+            longest: The tokens of the longest completion, the next one included; little more is read of any.
+        """
+        device = self.shape.device
+        width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
+        self._readers, valid = [], []
+        for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
+            if rows_of:
+                entries = np.full(self.num_rows, -1)
+                entries[rows_of] = np.arange(len(rows_of))
+                its_width = min(shelf.num_tokens, width - start)
+                self._readers.append(ShelfReader(shelf, entries, its_width, start))
+        width = min(width, self.max_tokens)
+        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
+        prompt_columns = []
+        for room, shelf in self._prompt_shelves.items():
+            if (member_B := rooms == room).any():
+                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
+                prompt_columns.append(np.arange(room))
+                valid.append((prompt_columns[-1] < lengths[:, None]) & member_B[:, None])
+        self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)
+        self._prompt_lengths_B = torch.from_numpy(lengths).to(device)
+        self._completion_L = torch.arange(width, device=device)
+        self._prompt_L = torch.from_numpy(np.concatenate(prompt_columns)).to(device)
+
+    def _see_next(self) -> None:
+        """Let each row attend to one position more; what slides is computed anew."""
+        self._masks = {window: mask for window, mask in self._masks.items() if window is None}
+        for mask in self._masks.values():
+            mask[:, 0, 0].scatter_(1, self._positions_B[:, None], 0.0)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """What each row adds to its attention scores in this step: shape (rows, 1, 1, columns)."""
+        if window not in self._masks:
+            positions_B1 = self._positions_B[:, None]
+            valid_BL = torch.cat([self._completion_L <= positions_B1, self._prompt_valid_BL], -1)
+            if window is not None:
+                lengths_B1 = self._prompt_lengths_B[:, None]
+                prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
+                absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
+                valid_BL &= lengths_B1 + positions_B1 - absolute_BL < window
+            mask_BL = torch.zeros(valid_BL.shape, device=valid_BL.device).masked_fill_(~valid_BL, -torch.inf)
+            self._masks[window] = mask_BL[:, None, None]
+        return self._masks[window]

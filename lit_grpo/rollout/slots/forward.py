@@ -1,0 +1,161 @@
+"""The policy's forward passes while it decodes: whole sequences, and one token a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lit_grpo.policy.loading import hidden_states
+from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, use_slot_attention
+from lit_grpo.rollout.slots.shelves import KVShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class DecodingMode:
+    """Switches a policy to decoding and gives it back as it was.
+
+    Args:
+        policy: A model that the slots can decode.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self._policy = policy
+        self._attention: str | None = None
+
+    def begin(self) -> None:
+        """Switch to slot attention and evaluation mode, if that has not been done."""
+        if self._attention is None:
+            self._training = self._policy.training
+            self._policy.eval()
+            self._attention = use_slot_attention(self._policy)
+
+    def end(self) -> None:
+        """Give the policy back, if it has been switched."""
+        if self._attention is not None:
+            self._policy.set_attn_implementation(self._attention)
+            self._policy.train(self._training)
+            self._attention = None
+
+
+def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attend with the queries, which are those of the last tokens, over all tokens so far.
+
+    Args:
+        inputs: Queries, scaling and window; shape (rows, heads, T, head size).
+        key: Of all tokens, those of the queries last: shape (rows, KV heads, tokens, head size).
+        value: Likewise.
+
+    Returns:
+        The mixed values, shape (rows, heads, T, head size).
+    """
+    num_new, num_tokens, window = inputs.query.shape[2], key.shape[2], inputs.window
+    mask_NT = None
+    if num_new < num_tokens or (window is not None and window < num_tokens):
+        positions_T = torch.arange(num_tokens, device=key.device)
+        distance_NT = positions_T[-num_new:, None] - positions_T[None, :]
+        mask_NT = distance_NT >= 0 if window is None else (distance_NT >= 0) & (distance_NT < window)
+    return scaled_dot_product_attention(
+        inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling, enable_gqa=True
+    )
+
+
+class AttentionProbe:
+    """Attends over the tokens of one forward, and notes what the layers hand over; it keeps no keys or values.
+
+    ``windows`` and ``scalings`` have an entry a layer, ``shape`` is what the keys look like.
+    """
+
+    shape: KVShape
+
+    def __init__(self) -> None:
+        self.windows: list[int | None] = []
+        self.scalings: list[float] = []
+
+    def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
+        """Causal attention."""
+        self.windows.append(inputs.window)
+        self.scalings.append(inputs.scaling)
+        key = inputs.key
+        self.shape = KVShape(layer + 1, key.shape[1], key.shape[3], key.dtype, key.device)
+        return causal_attention(inputs, key, inputs.value)
+
+
+def prefill(
+    policy: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    max_tokens: int,
+    cache: Attention,
+    first_position: int = 0,
+) -> torch.Tensor:
+    """Run the policy over ``sequences``, in pieces of at most ``max_tokens`` tokens, padding included.
+
+    Args:
+        policy: Switched to slot attention.
+        sequences: Tokens, at least one each.
+        max_tokens: The most that go through the model at once; each sequence has at least one token in a piece.
+        cache: Takes the keys and values, padded on the right to the longest sequence, and attends.
+        first_position: The position of the first token of each.
+
+    Returns:
+        The hidden state of each sequence's last token, shape (rows, hidden size).
+    """
+    device = policy.device
+    lengths = [len(sequence) for sequence in sequences]
+    longest = max(lengths)
+    input_ids_BT = torch.zeros((len(sequences), longest), dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        input_ids_BT[row, : lengths[row]] = torch.tensor(sequence)
+    input_ids_BT = input_ids_BT.to(device)
+    last_B = torch.tensor(lengths, device=device) - 1
+    rows_B = torch.arange(len(sequences), device=device)
+    step = max(1, max_tokens // len(sequences))
+    final_BD = None
+    for begin in range(0, longest, step):
+        piece_BT = input_ids_BT[:, begin : begin + step]
+        positions_BT = torch.arange(begin, begin + piece_BT.shape[1], device=device).expand_as(piece_BT)
+        hidden_BTD = hidden_states(policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=cache)
+        state_BD = hidden_BTD[rows_B, (last_B - begin).clamp(0, piece_BT.shape[1] - 1)]
+        final_BD = state_BD if final_BD is None else torch.where((last_B >= begin)[:, None], state_BD, final_BD)
+    assert final_BD is not None
+    return final_BD
+
+
+class DecoderStep(Protocol):
+    """A decoder that takes one token a row."""
+
+    def __call__(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
+    ) -> torch.Tensor:
+        """Return the last hidden states, shape (rows, hidden size); no position is larger than ``longest``."""
+        ...
+
+
+def decode_step(
+    policy: PreTrainedModel,
+    fused: DecoderStep | None,
+    tokens_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    longest: int,
+    cache: Attention,
+) -> torch.Tensor:
+    """Run the policy over one token a row, the short way where there is one; autocast takes the policy's own.
+
+    Args:
+        policy: Switched to slot attention.
+        fused: The short way, or ``None``.
+        tokens_B: The last token of each row.
+        positions_B: Where it stands in its sequence.
+        longest: The largest of these positions.
+        cache: The keys and values of all tokens before.
+
+    Returns:
+        The last hidden states, shape (rows, hidden size).
+    """
+    if fused is None or torch.is_autocast_enabled(tokens_B.device.type):
+        return hidden_states(policy, tokens_B[:, None], position_ids=positions_B[:, None], slot_cache=cache)[:, 0]
+    return fused(tokens_B, positions_B, longest, cache)

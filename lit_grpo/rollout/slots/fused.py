@@ -1,0 +1,227 @@
+"""What a layer of a Llama-like decoder computes, as plain operations on its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import linear, rms_norm
+
+from lit_grpo.rollout.slots.attention import Attention, AttentionInputs
+from lit_grpo.rollout.slots.forward import AttentionProbe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerOperations:
+    """The operations of one layer. ``scaling`` and ``window`` are what it hands to its attention."""
+
+    attention_norm: Operation
+    query: Operation
+    key: Operation
+    value: Operation
+    head_norm: Operation
+    output: Operation
+    mlp_norm: Operation
+    gate: Operation
+    up: Operation
+    activation: Operation
+    down: Operation
+    scaling: float
+    window: int | None
+
+
+def layer_operations(layer: Any, scaling: float, window: int | None) -> LayerOperations:
+    """Take a layer apart.
+
+    Args:
+        layer: Of the decoder.
+        scaling: What it multiplies its attention scores by.
+        window: How many tokens back it sees.
+
+    Raises:
+        AttributeError: It is not built like Llama's.
+        ValueError: It is, but with something in it that this does not know.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if unknown := {name for name, _ in layer.named_children()} - known:
+        raise ValueError(f"layers with {sorted(unknown)}")
+    return LayerOperations(
+        attention_norm=norm_operation(layer.input_layernorm),
+        query=_linear(attention.q_proj),
+        key=_linear(attention.k_proj),
+        value=_linear(attention.v_proj),
+        head_norm=_head_norm(attention) if hasattr(attention, "q_norm") else _same,
+        output=_linear(attention.o_proj),
+        mlp_norm=norm_operation(layer.post_attention_layernorm),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        activation=mlp.act_fn,
+        down=_linear(mlp.down_proj),
+        scaling=scaling,
+        window=window,
+    )
+
+
+def _linear(module: Any) -> Operation:
+    """A plain linear layer without the module's call; anything else (an adapter, say) is called."""
+    if type(module) is not torch.nn.Linear:
+        return module
+    return lambda hidden: linear(hidden, module.weight, module.bias)
+
+
+def _head_norm(attention: Any) -> Operation:
+    """The norms of query and key heads, which have a weight each."""
+    eps = _epsilon(attention.q_norm)
+    query_weight, key_weight = attention.q_norm.weight, attention.k_norm.weight
+    num_queries = attention.q_proj.out_features // attention.head_dim
+    num_keys = attention.k_proj.out_features // attention.head_dim
+    if eps != _epsilon(attention.k_norm) or query_weight.shape != (attention.head_dim,):
+        raise ValueError("norms of query and key heads that differ, or go over all heads")
+
+    def head_norm(heads: torch.Tensor) -> torch.Tensor:
+        weights = torch.cat([query_weight.expand(num_queries, -1), key_weight.expand(num_keys, -1)])
+        return rms_norm(heads, query_weight.shape, None, eps).mul_(weights)
+
+    return head_norm
+
+
+def norm_operation(module: Any) -> Operation:
+    """Return an RMS norm as one operation; ``ValueError`` for any other norm."""
+    eps = _epsilon(module)
+    return lambda hidden: rms_norm(hidden, module.weight.shape, module.weight, eps)
+
+
+def _epsilon(module: Any) -> float:
+    """The epsilon of an RMS norm, which is tried on a few numbers first."""
+    weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight.dim() != 1 or not isinstance(eps, float):
+        raise ValueError(f"norms of type {type(module).__name__}")
+    size = weight.shape
+    numbers = torch.linspace(-3, 3, 3 * size[0], dtype=weight.dtype, device=weight.device).reshape(3, -1)
+    with torch.no_grad():
+        if not torch.allclose(module(numbers), rms_norm(numbers, size, weight, eps), rtol=1e-2, atol=1e-5):
+            raise ValueError(f"norms of type {type(module).__name__}")
+    return eps
+
+
+def _same(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+
+_TABLE_STEP = 1024
+
+
+class FusedDecoder:
+    """Runs a decoder over the last token of each row.
+
+    Args:
+        model: The policy.
+        seen: What its layers handed to their attention in a forward.
+
+    Raises:
+        AttributeError: The model is not built like Llama.
+        ValueError: It is, but with something in it that this does not know.
+    """
+
+    def __init__(self, model: PreTrainedModel, seen: AttentionProbe) -> None:
+        decoder: Any = model.get_decoder()
+        config = model.config.get_text_config()
+        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope_type not in _ROPE_TYPES:
+            raise ValueError(f"rope type {rope_type}")
+        self._embedding = decoder.embed_tokens
+        self._rotary = decoder.rotary_emb
+        self._norm = norm_operation(decoder.norm)
+        self._head_size = seen.shape.head_size
+        self._layers = [
+            layer_operations(layer, scaling, window)
+            for layer, scaling, window in zip(decoder.layers, seen.scalings, seen.windows, strict=True)
+        ]
+        self._cos = self._sin = torch.empty((0, self._head_size), device=model.device)
+
+    def __call__(
+        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
+    ) -> torch.Tensor:
+        """Return the hidden states of ``tokens_B`` at ``positions_B``, shape (rows, hidden size).
+
+        No position is larger than ``longest``.
+        """
+        hidden = self.embed(tokens_B)
+        self.tabulate(longest + 1, hidden)
+        cos, sin = self.angles(positions_B)
+        for layer in range(self.num_layers):
+            heads, value = self.before(layer, hidden, cos, sin)
+            hidden = self.after(layer, cache.attend(layer, self.inputs(layer, heads, value)), hidden)
+        return self.norm(hidden)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self._layers)
+
+    def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """Return what goes into the first layer, shape (rows, hidden size)."""
+        return self._embedding(tokens_B)
+
+    def angles(self, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of each row's position, shape (rows, 1, head size); they have been tabulated."""
+        return self._cos[positions_B][:, None], self._sin[positions_B][:, None]
+
+    def before(
+        self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the query and key heads, one after another, and the value heads: shape (rows, heads, head size)."""
+        own, size, rows = self._layers[layer], self._head_size, len(hidden)
+        normed = own.attention_norm(hidden)
+        # Query and key heads are normed and rotated together.
+        heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
+        heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
+        return heads, own.value(normed).view(rows, -1, size)
+
+    def inputs(self, layer: int, heads: torch.Tensor, value: torch.Tensor) -> AttentionInputs:
+        """Return what ``before`` has computed as a layer hands it to its attention."""
+        own, num_queries = self._layers[layer], heads.shape[1] - value.shape[1]
+        query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
+        return AttentionInputs(query, key, value[:, :, None], own.scaling, own.window)
+
+    def after(self, layer: int, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what goes into the next layer, after attention has returned ``attended``, of any shape."""
+        own = self._layers[layer]
+        hidden = own.output(attended.reshape(len(hidden), -1)).add_(hidden)
+        normed = own.mlp_norm(hidden)
+        return own.down(own.activation(own.gate(normed)).mul_(own.up(normed))).add_(hidden)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states, after the last layer."""
+        return self._norm(hidden)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of all positions tabulated so far, shape (positions, head size)."""
+        return self._cos, self._sin
+
+    def tabulate(self, num_positions: int, like: torch.Tensor) -> None:
+        """Have cosine and sine of all positions at hand, in the dtype of ``like``; the sine's first half is negative.
+
+        Raises:
+            ValueError: The model rotates only a part of each head.
+        """
+        if num_positions <= len(self._cos) and self._cos.dtype == like.dtype:
+            return
+        positions_1T = torch.arange(-(-num_positions // _TABLE_STEP) * _TABLE_STEP, device=like.device)[None]
+        cos, sin = (table[0] for table in self._rotary(like, positions_1T))
+        if cos.shape[-1] != self._head_size:
+            raise ValueError("only a part of each head is rotated")
+        half = self._head_size // 2
+        self._cos, self._sin = cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)

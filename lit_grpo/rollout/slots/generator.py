@@ -1,0 +1,387 @@
+"""The embedded generator: decodes on the policy itself, in a fixed number of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lit_grpo.memory import is_out_of_memory
+from lit_grpo.policy.loading import eos_token_ids, token_head
+from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.rollout.generator import Capacity, StepEvents
+from lit_grpo.rollout.sampling import entropy, sample_tokens
+from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
+from lit_grpo.rollout.slots.cache import SlotCache
+from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
+from lit_grpo.rollout.slots.graphs import GraphedDecoder
+from lit_grpo.rollout.slots.memory import KVRoom, check_request, kv_budget_tokens, take_out
+from lit_grpo.rollout.slots.prompts import PromptKey, PromptStates, batches
+from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, rows_with_stop_string
+from lit_grpo.rollout.slots.shelves import KVShape
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_complete
+from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class SlotGenerator:
+    """Decode on the policy module, in at most ``num_slots`` rows that are refilled at every step.
+
+    There is nothing to install and nothing to sync: the weights are the policy's own. A prompt is
+    prefilled once for all its completions, and its keys and values are kept once. The KV memory is that of
+    the prompts in work and of what the slots hold, whatever the group size.
+
+    Args:
+        num_slots: How many completions are decoded at a time.
+        prefill_tokens: The most tokens, padding included, of prompts that go through the model at once.
+        kv_memory: How much memory keys and values may take: an amount such as ``2.5GiB``, a share of what is free such
+            as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need. Where lengths make it
+            scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
+    """
+
+    decodes_on_policy = True
+
+    def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
+        self.num_slots = num_slots
+        self.prefill_tokens = prefill_tokens
+        self.kv_memory = MemoryBudget(kv_memory)
+        self.feature_points: tuple[int, ...] = ()
+        self.room: KVRoom | None = None
+        self._version = -1
+        self._policy: PreTrainedModel | None = None
+        self._mode: DecodingMode | None = None
+        self._clear()
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Bind the policy, after a trial on a few tokens; memory is taken with the first request.
+
+        Raises:
+            ValueError: The policy is a model that the slots cannot decode.
+        """
+        self._shape, self._fused = check_slot_support(policy)
+        self._graphs: GraphedDecoder | None = None
+        if self._fused is not None and policy.device.type == "cuda":
+            self._fused = self._graphs = GraphedDecoder(self._fused, policy.parameters, self.num_slots)
+        self._policy, self._tokenizer = policy, tokenizer
+        self._device, self._head = policy.device, token_head(policy)
+        self._eos_ids = np.array(eos_token_ids(policy, tokenizer))
+        self._context = slot_context(policy)
+        self._mode = DecodingMode(policy)
+        self.room = KVRoom(kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token))
+
+    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
+        """Every parameter as it is."""
+        return PolicyWeights(policy, merged=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Check that every weight is the policy's own tensor, then take ``version``."""
+        own = dict(self.policy.named_parameters())
+        report = SyncReport()
+        self._version = -1  # until all of them are here
+        for name, tensor in weights:
+            if name not in own or own[name].data_ptr() != tensor.data_ptr():
+                raise WeightSyncError(
+                    f"SlotGenerator decodes on the policy it was started with, but {name!r} is another tensor."
+                )
+            report.digests[name] = digest(tensor)
+        check_complete(own, report.digests)
+        self._version = version
+        if self._graphs is not None:
+            self._graphs.refresh()
+        if self._rows is not None:
+            self._rows.new_version(version)
+        self._forget()
+        return report
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples now; -1 where no complete set of weights has arrived."""
+        return self._version
+
+    def distrust(self) -> None:
+        """Refuse to sample until ``load_weights`` succeeds again."""
+        self._version = -1
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The policy that ``start`` was given."""
+        if self._policy is None:
+            raise RuntimeError("SlotGenerator has not been started; call start(policy, tokenizer) first.")
+        return self._policy
+
+    def sleep(self) -> dict[str, float]:
+        """Nothing is held between rollouts that the update could use."""
+        return {}
+
+    def close(self) -> None:
+        """Free the KV memory and everything in flight."""
+        self._clear()
+        self._end()
+
+    def _end(self) -> None:
+        """Give the policy back as it was, once nothing is in flight."""
+        if self._mode is not None and not self._num_in_flight:
+            self._mode.end()
+
+    def _clear(self) -> None:
+        self._rows: TokenRows | None = None
+        self._cache: SlotCache | None = None
+        self._incoming: list[Request] = []
+        self._aside: dict[tuple[str, int, int], Completion] = {}
+        self._prompts = PromptStates()
+        self._sampling: SamplingParams | None = None
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    @property
+    def _in_flight(self) -> list[Request]:
+        return [*(self._rows.requests if self._rows is not None else []), *self._incoming]
+
+    @property
+    def _num_in_flight(self) -> int:
+        return (0 if self._rows is None else len(self._rows)) + len(self._incoming)
+
+    def capacity(self) -> Capacity:
+        """Slots and KV memory, and how much of them is free."""
+        in_use = 0 if self._cache is None else self._cache.allocated_tokens
+        free_slots = self.num_slots - self._num_in_flight
+        return Capacity(self.num_slots, free_slots, self.room and self.room.tokens, in_use)
+
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
+        """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
+
+        A request that was set aside goes on with the token after those it has.
+        """
+        self._check_weights()
+        if not requests:
+            return
+        capacity = self.capacity()
+        if len(requests) > capacity.free_slots:
+            raise ValueError(
+                f"{len(requests)} requests for {capacity.free_slots} free slots; submit at most that many."
+            )
+        in_flight = capacity.free_slots < capacity.slots
+        sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
+        assert self.room is not None and self._mode is not None
+        limits = self._context, self.room.granted_tokens, self._shape.bytes_per_token
+        for request in requests:
+            check_request(request, sampling, *limits)
+        self._mode.begin()
+        self._sampling = sampling
+        self._incoming += requests
+
+    def _check_weights(self) -> None:
+        if self._version < 0:
+            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Prefill these prompts some at a time: whenever one is needed, the next ones go through the model with it."""
+        self._prompts.expect(prompts)
+
+    def release(self, prompts: Iterable[Prompt]) -> None:
+        """Keep these prompts no longer than the requests that are in flight need them."""
+        self._prompts.release(prompts)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
+        needed = {self._prompt_key(request) for request in self._incoming}
+        with torch.inference_mode():
+            self._prompts.forget(self._cache, needed, self._version)
+
+    def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
+        """Stop requests and return their partial completions; those not yet begun come back empty."""
+        wanted = set(keys)
+        partial = [self._aside.pop(key) for key in wanted & self._aside.keys()]
+        begun = {completion.request.key for completion in partial}
+        with torch.inference_mode():
+            rows = [] if self._rows is None else self._rows.requests
+            for row in reversed([row for row, request in enumerate(rows) if request.key in wanted]):
+                assert self._rows is not None and self._cache is not None
+                partial.append(take_out(self._rows, self._cache, row))
+        for request in [request for request in self._incoming if request.key in wanted]:
+            self._incoming.remove(request)
+            if request.key not in begun:
+                partial.append(_empty(request))
+        self._forget()
+        self._end()
+        return partial
+
+    # ---- one step ---------------------------------------------------------------------------------
+
+    def step(self) -> StepEvents:
+        """Give every slot its next token: decode those in flight, admit the incoming, sample, finish.
+
+        Where memory runs out, the youngest completions are set aside before the step, and all of them where it runs
+        out within it.
+        """
+        if not self._num_in_flight:
+            return StepEvents()
+        self._check_weights()
+        events = StepEvents()
+        try:
+            with torch.inference_mode():
+                self._step(events)
+        except BaseException as error:
+            allocated_tokens = self.capacity().kv_tokens_in_use
+            self._evacuate(events)
+            if not is_out_of_memory(error) or events.num_active or len(events.set_aside) < 2:
+                raise
+            self._shrink(allocated_tokens, events)
+        self._end()
+        return events
+
+    def _step(self, events: StepEvents) -> None:
+        self._open(events)
+        rows, cache = self._rows, self._cache
+        assert rows is not None and cache is not None and self.room is not None and self._sampling is not None
+        self.room.make(rows, cache, self._incoming, events.set_aside, self._aside)
+        hidden = [self._decode(rows, cache)] if len(rows) else []
+        if fresh := self._incoming:
+            prompts = [self._prompt_key(request) for request in fresh]
+            hidden.append(torch.stack([self._prompts.states[prompt] for prompt in prompts]))
+            cache.admit(prompts)
+            rows.admit(fresh, [None] * len(fresh), self._version)
+            self._incoming = []
+        hidden_BD = torch.cat(hidden)
+        counts_B = rows.counts_B
+        sampled = sample_tokens(self._head(hidden_BD), self._sampling, rows.uniform_B)
+        tokens_B, logprobs_B, entropies_B = (part.cpu().numpy() for part in sampled)
+        events.observations += observe_rows(self.feature_points, rows, counts_B, hidden_BD, entropies_B)
+        rows.append(tokens_B, logprobs_B, entropies_B)
+        events.num_active = events.num_tokens = len(rows)
+        events.finished = self._finish(rows, cache, tokens_B, logprobs_B)
+        if events.finished or events.set_aside:
+            self._forget()
+
+    def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
+        """Run the policy over the last token of each row; return its hidden states, shape (rows, hidden size)."""
+        cache.prepare(rows.counts_B - 1)
+        tokens_B, positions_B = rows.last_tokens_B, rows.positions_B
+        tokens, positions = (torch.from_numpy(part).to(self._device) for part in (tokens_B, positions_B))
+        return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
+
+    def _open(self, events: StepEvents) -> None:
+        """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
+        assert self._sampling is not None
+        max_tokens = self._sampling.max_tokens
+        shape = self._shape_now()
+        known = self._cache
+        if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (max_tokens, shape)):
+            self._rows = TokenRows(self.num_slots, max_tokens)
+            self._cache = SlotCache(shape, max_tokens, self.num_slots)
+            self._prompts.states.clear()
+        assert self._rows is not None
+        self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming}, events)
+        for request in [request for request in self._incoming if request.key in self._aside]:
+            self._resume(request)
+            self._incoming.remove(request)
+
+    def _shape_now(self) -> KVShape:
+        """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
+        kind = self._device.type
+        return (
+            replace(self._shape, dtype=torch.get_autocast_dtype(kind))
+            if torch.is_autocast_enabled(kind)
+            else self._shape
+        )
+
+    def _prefill_prompts(self, prompts: dict[PromptKey, Prompt], events: StepEvents) -> None:
+        """Compute the keys and values of the prompts that are not there yet, some of like length at a time."""
+        rows, cache = self._rows, self._cache
+        assert rows is not None and cache is not None and self.room is not None and self._sampling is not None
+        ahead = not self.room.is_scarce(rows, cache, len(self._incoming))
+        for batch in batches(self._prompts.missing(prompts, cache, ahead, self._version), self.prefill_tokens):
+            sequences = [prompt.token_ids for _, prompt in batch]
+            writer = cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
+            hidden_BD = prefill(self.policy, sequences, self.prefill_tokens, writer)
+            for row, (key, _) in enumerate(batch):
+                self._prompts.states[key] = hidden_BD[row].clone()
+            if 0 in self.feature_points:
+                entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
+                keys = [key[:2] for key, _ in batch]
+                events.observations.append(observe_prompts(keys, hidden_BD, entropies_B))
+
+    def _resume(self, request: Request) -> None:
+        """Compute the keys and values of all but the last token of a completion anew, and give it a row."""
+        assert self._rows is not None and self._cache is not None
+        completion = self._aside[request.key]
+        self._cache.admit([self._prompt_key(request)])
+        if kept := completion.token_ids_T[:-1].tolist():
+            writer = self._cache.write_completion(self._cache.num_rows - 1, len(kept))
+            prefill(self.policy, [kept], self.prefill_tokens, writer, len(request.prompt.token_ids))
+        self._rows.admit([request], [completion], self._version)
+        del self._aside[request.key]
+
+    def _finish(
+        self, rows: TokenRows, cache: SlotCache, tokens_B: np.ndarray, logprobs_B: np.ndarray
+    ) -> list[Completion]:
+        """Take the rows that have ended out of their slots."""
+        assert self._sampling is not None
+        stopped_B = self._stopped(rows, tokens_B)
+        if np.isnan(logprobs_B).any():
+            raise FloatingPointError(
+                f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
+                "look for NaN weights or a learning rate that is too high."
+            )
+        ended = np.flatnonzero(stopped_B | (rows.counts_B >= self._sampling.max_tokens)).tolist()
+        finished = [rows.completion(row, "stop" if stopped_B[row] else "length") for row in ended]
+        for completion in finished:
+            ids = completion.token_ids_T.tolist()
+            completion.text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        for row in reversed(ended):
+            cache.remove(row)
+            rows.remove(row)
+        return finished
+
+    def _stopped(self, rows: TokenRows, tokens_B: np.ndarray) -> np.ndarray:
+        """Whether the token that a row has just got ends it, shape (rows,)."""
+        assert self._sampling is not None
+        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1)
+        stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
+        return stopped_B
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    def _evacuate(self, events: StepEvents) -> None:
+        """After an error within a step: set everything aside, and start from an empty cache."""
+        if self._rows is not None:
+            for row, request in enumerate(self._rows.requests):
+                if self._rows.counts_B[row]:
+                    self._aside[request.key] = self._rows.completion(row, "abort")
+        events.set_aside += self._in_flight
+        events.finished.clear()
+        self._rows = self._cache = None
+        self._incoming = []
+        self._prompts.expect_nothing()
+
+    def _shrink(self, allocated_tokens: int, events: StepEvents) -> None:
+        """After memory ran out: go on with less than what did not fit, and with smaller pieces of prompts."""
+        self.prefill_tokens = max(self.prefill_tokens // 2, 1)
+        assert self.room is not None
+        self.room.shrink(allocated_tokens)
+        events.message = (
+            f"Memory ran out with {allocated_tokens} KV tokens allocated; {len(events.set_aside)} completions were set "
+            f"aside and go on with at most {self.room.tokens}, and prompts in pieces of {self.prefill_tokens} tokens; "
+            "lower num_slots, kv_memory or prefill_tokens to keep this from happening."
+        )
+
+    def _prompt_key(self, request: Request) -> PromptKey:
+        return (*request.key[:2], self._version)
+
+
+def _empty(request: Request) -> Completion:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Completion(request, nothing, torch.empty(0), nothing.clone(), "abort")

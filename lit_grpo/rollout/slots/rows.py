@@ -1,0 +1,184 @@
+"""What the completions in the slots have come to so far, without their keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lit_grpo.rollout.generator import Observation
+from lit_grpo.rollout.sampling import request_key, uniform
+from lit_grpo.types import Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class _Row:
+    """A row's request, when it came, and from which token on which policy version has sampled it."""
+
+    request: Request
+    arrival: int
+    versions: list[tuple[int, int]]
+
+
+class TokenRows:
+    """Tokens and log-probs of the rows in use, numbered from 0 without holes; all of it on the host.
+
+    Args:
+        num_rows: The most rows at a time.
+        max_tokens: The most tokens of a row.
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._rows: list[_Row] = []
+        self._arrivals = 0
+        self._index = np.arange(num_rows)
+        self._tokens = np.zeros((num_rows, max_tokens), dtype=np.int64)
+        self._logprobs = np.zeros((num_rows, max_tokens), dtype=np.float32)
+        self._uniform = np.zeros((num_rows, max_tokens))  # the random numbers of all tokens to come
+        self._entropy_sums = np.zeros(num_rows)
+        self._counts = np.zeros(num_rows, dtype=np.int64)
+        self._prompt_lengths = np.zeros(num_rows, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def requests(self) -> list[Request]:
+        """By row."""
+        return [row.request for row in self._rows]
+
+    @property
+    def counts_B(self) -> np.ndarray:
+        """Tokens of each row, a copy."""
+        return self._counts[: len(self)].copy()
+
+    @property
+    def positions_B(self) -> np.ndarray:
+        """The position of each row's last token in its sequence, prompt included."""
+        return self._prompt_lengths[: len(self)] + self._counts[: len(self)] - 1
+
+    @property
+    def last_tokens_B(self) -> np.ndarray:
+        """The last token of each row, all of which have one."""
+        rows = len(self)
+        return self._tokens[self._index[:rows], self._counts[:rows] - 1]
+
+    @property
+    def uniform_B(self) -> np.ndarray:
+        """The random number of each row's next token."""
+        rows = len(self)
+        return self._uniform[self._index[:rows], self._counts[:rows]]
+
+    def youngest(self) -> int:
+        """The row that was admitted last."""
+        return max(range(len(self)), key=lambda row: self._rows[row].arrival)
+
+    def admit(self, requests: Sequence[Request], begun: Sequence[Completion | None], version: int) -> None:
+        """Open rows behind the others, each empty or with what it has ``begun``."""
+        first, last = len(self), len(self) + len(requests)
+        keys = np.array([request_key(request) for request in requests], dtype=np.uint64)
+        self._uniform[first:last] = uniform(keys[:, None], np.arange(self.max_tokens))
+        self._entropy_sums[first:last] = 0
+        for row, (request, completion) in enumerate(zip(requests, begun, strict=True), first):
+            count = 0 if completion is None else completion.num_tokens
+            versions = []
+            if completion is not None:
+                self._tokens[row, :count] = completion.token_ids_T.numpy()
+                self._logprobs[row, :count] = completion.logprobs_T.numpy()
+                self._entropy_sums[row] = completion.entropy * count
+                versions = _segments(completion.versions_T.tolist())
+            self._counts[row] = count
+            self._prompt_lengths[row] = len(request.prompt.token_ids)
+            if not versions or versions[-1][1] != version:
+                versions.append((count, version))
+            self._rows.append(_Row(request, self._arrivals, versions))
+            self._arrivals += 1
+
+    def append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray, entropies_B: np.ndarray) -> None:
+        """Give every row a token."""
+        rows = len(self)
+        index = self._index[:rows], self._counts[:rows]
+        self._tokens[index] = tokens_B
+        self._logprobs[index] = logprobs_B
+        self._entropy_sums[:rows] += entropies_B
+        self._counts[:rows] += 1
+
+    def new_version(self, version: int) -> None:
+        """Note that further tokens come from another policy version."""
+        for row, count in zip(self._rows, self.counts_B.tolist(), strict=True):
+            row.versions.append((count, version))
+
+    def tails(self, num_tokens: int) -> list[list[int]]:
+        """At most the last ``num_tokens`` tokens of each row."""
+        counts = self.counts_B.tolist()
+        return [self._tokens[row, max(count - num_tokens, 0) : count].tolist() for row, count in enumerate(counts)]
+
+    def mean_logprobs(self, rows_N: np.ndarray, num_tokens: int) -> np.ndarray:
+        """The mean log-prob of the first ``num_tokens`` tokens of some rows, shape (rows,)."""
+        return self._logprobs[rows_N, :num_tokens].mean(1)
+
+    def completion(self, row: int, reason: FinishReason, text: str = "") -> Completion:
+        """Return a row as a completion."""
+        count = int(self._counts[row])
+        token_ids_T, logprobs_T = (torch.from_numpy(part[row, :count]) for part in (self._tokens, self._logprobs))
+        (_, version), *later = self._rows[row].versions
+        versions_T = torch.full((count,), version)
+        for begin, version in later:
+            versions_T[begin:] = version
+        entropy = float(self._entropy_sums[row]) / max(count, 1)
+        return Completion(self._rows[row].request, token_ids_T, logprobs_T, versions_T, reason, text, entropy)
+
+    def remove(self, row: int) -> None:
+        """Free a row: the last one takes its place."""
+        last = len(self) - 1
+        if row != last:
+            count = self._counts[last]
+            for tokens in (self._tokens, self._logprobs):
+                tokens[row, :count] = tokens[last, :count]
+            self._uniform[row, count:] = self._uniform[last, count:]
+            for state in (self._entropy_sums, self._counts, self._prompt_lengths):
+                state[row] = state[last]
+            self._rows[row] = self._rows[last]
+        del self._rows[last]
+
+
+def _segments(versions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where each run of equal versions begins."""
+    return [(i, version) for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
+
+
+def rows_with_stop_string(rows: TokenRows, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the rows whose text has come to hold one of ``stop``; only as many tokens are decoded as it can take."""
+    if not stop:
+        return []
+    longest = max(len(text.encode()) for text in stop)  # a token may hold as little as one byte of a character
+    texts = tokenizer.batch_decode(rows.tails(longest + 1))
+    return [row for row, text in enumerate(texts) if any(string in text for string in stop)]
+
+
+def observe_prompts(keys: Sequence[tuple[str, int]], hidden_BD: torch.Tensor, entropies_B: torch.Tensor) -> Observation:
+    """Tell the last hidden states of prompts, and the entropies of their completions' first tokens."""
+    entropies_B1 = entropies_B[:, None]
+    parts = (hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1)
+    return Observation(keys, 0, torch.cat(parts, -1).cpu().numpy())
+
+
+def observe_rows(
+    points: Sequence[int], rows: TokenRows, counts_B: np.ndarray, hidden_BD: torch.Tensor, entropies_B: np.ndarray
+) -> list[Observation]:
+    """Tell what the policy shows of the rows that have come to one of ``points``; a prompt's point, 0, is left out."""
+    observations = []
+    for point in sorted(set(points).intersection(counts_B.tolist()) - {0}):
+        chosen = np.flatnonzero(counts_B == point)
+        states = hidden_BD[torch.from_numpy(chosen).to(hidden_BD.device)].float().cpu().numpy()
+        features = np.column_stack([states, rows.mean_logprobs(chosen, point), entropies_B[chosen]])
+        requests = rows.requests
+        observations.append(Observation([requests[row].key for row in chosen], point, features))
+    return observations

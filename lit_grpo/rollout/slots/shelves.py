@@ -1,0 +1,197 @@
+"""Storage for keys and values of equal room, side by side, and how the rows of a decode step read and write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the keys of one token look like, and where they live."""
+
+    num_layers: int
+    num_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_heads * self.head_size * self.dtype.itemsize
+
+
+class Shelf:
+    """Entries of ``num_tokens`` tokens each. Entries in use are the first ones, without holes.
+
+    ``keys[layer]`` and ``values[layer]`` have shape (room, KV heads, num_tokens, head size). They are separate tensors
+    so that growing, which copies, needs the memory of one layer twice and not of all.
+
+    Args:
+        num_tokens: The tokens of an entry.
+        shape: What the keys of a token look like.
+        most_entries: Entries that there will be at most, as far as that is known; up to there it grows ahead of need.
+    """
+
+    def __init__(self, num_tokens: int, shape: KVShape, most_entries: int = 0) -> None:
+        self.num_tokens = num_tokens
+        self.shape = shape
+        self.most_entries = most_entries
+        self.num_entries = 0
+        size = (0, shape.num_heads, num_tokens, shape.head_size)
+        empty = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.keys = [empty] * shape.num_layers
+        self.values = [empty] * shape.num_layers
+
+    @property
+    def room(self) -> int:
+        """Entries there is memory for."""
+        return self.keys[0].shape[0]
+
+    @property
+    def allocated_tokens(self) -> int:
+        """Tokens there is memory for."""
+        return self.room * self.num_tokens
+
+    def room_for(self, num_entries: int) -> int:
+        """The room that the shelf takes to hold so many entries: what it has, or an eighth more than needed."""
+        if num_entries <= self.room:
+            return self.room
+        return max(num_entries, min(num_entries + num_entries // 8, self.most_entries))
+
+    def add(self, num_entries: int) -> range:
+        """Take entries into use, at the end; return their numbers."""
+        first, self.num_entries = self.num_entries, self.num_entries + num_entries
+        self._resize(self.room_for(self.num_entries))
+        return range(first, self.num_entries)
+
+    def remove(self, entry: int) -> int:
+        """Free an entry: the last one takes its place. Returns the number that the moved entry had."""
+        self.num_entries -= 1
+        last = self.num_entries
+        if entry != last:
+            for tensor in (*self.keys, *self.values):
+                tensor[entry] = tensor[last]
+        return last
+
+    def trim(self, slack: bool = True) -> None:
+        """Give memory back: what is more than twice what is used, or without ``slack`` all that is not used."""
+        if not slack or self.room > 2 * self.num_entries + 4:
+            self._resize(self.num_entries)
+
+    def _resize(self, room: int) -> None:
+        if room == self.room:
+            return
+        kept = min(room, self.room)
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                # Zeros, because what is masked is multiplied by zero, and memory may hold NaN.
+                tensors[layer] = old.new_zeros((room, *old.shape[1:]))
+                tensors[layer][:kept] = old[:kept]
+
+
+class ShelfReader:
+    """Attention of rows to the entries of one shelf, as batched products over its contiguous memory.
+
+    An entry is read by one row (a piece of a completion) or by several (a prompt): their queries stand side by side, so
+    that the keys are read once for all of them. A *line* is a row's part in one KV head: line = row x KV heads + head.
+    Readers have to be made anew when entries or rows have come, gone or moved.
+
+    Args:
+        shelf: The keys and values.
+        entries_B: By row, the entry that it reads, or -1.
+        width: How many tokens of each entry are read, from its first one on.
+        start: The position in its completion of a piece's first token; -1 for prompts, which are not written.
+    """
+
+    def __init__(self, shelf: Shelf, entries_B: np.ndarray, width: int, start: int = -1) -> None:
+        self.width, self.start = width, start
+        self._shelf, self._entries_B = shelf, entries_B
+        self._heads = shelf.shape.num_heads
+        num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind them that nobody reads yet
+        self._lines = num_entries * self._heads
+        self._per_entry = 1
+        self._there = self._back = self._members = self._member_back = None
+        if len(entries_B) == num_entries and (entries_B == np.arange(num_entries)).all():
+            return  # row n reads entry n, so nothing has to be put in order
+        members = np.flatnonzero(entries_B >= 0)
+        its_entries = entries_B[members]
+        counts = np.bincount(its_entries, minlength=num_entries)
+        self._per_entry = per_entry = int(counts.max())
+        by_entry = np.argsort(its_entries, kind="stable")
+        ranks = np.arange(len(members)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = np.zeros(len(entries_B), dtype=np.int64)  # a row that reads nothing stands where row 0 does
+        places[members[by_entry]] = its_entries[by_entry] * per_entry + ranks
+        order = np.zeros((num_entries, 1, per_entry), dtype=np.int64)  # places left over read what row 0 reads
+        order.reshape(-1)[places[members]] = members
+        head = np.arange(self._heads)
+        entry, rank = np.divmod(places[:, None], per_entry)
+        back = (entry * self._heads + head) * per_entry + rank
+        self._there = self._index(order * self._heads + head[:, None])  # place -> line
+        self._back = self._index(back)  # line -> place
+        if len(members) < len(entries_B):
+            self._members = self._index(members[:, None] * self._heads + head)  # lines that read here
+            self._member_back = self._index(back[members])
+
+    def aim(self, counts_B: np.ndarray) -> None:
+        """Set which rows write their next token to this shelf, and where."""
+        if self.start < 0:
+            return
+        columns_B = counts_B - self.start
+        writers = np.flatnonzero((columns_B >= 0) & (columns_B < self.width))
+        everybody = len(writers) == len(counts_B)
+        head = np.arange(self._heads)
+        lines = self._entries_B[:, None] * self._heads + head
+        rows = slice(None) if everybody else writers
+        self._targets = self._index(lines[rows] * self._shelf.num_tokens + columns_B[rows, None])
+        self._writers = None if everybody else self._index(writers[:, None] * self._heads + head)
+
+    def advance(self) -> None:
+        """Go on to the next token of those that write here."""
+        if self.start >= 0:
+            self._targets += 1
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the new keys and values, shape (lines, head size), of the rows that stand here."""
+        if self.start < 0 or not len(self._targets):
+            return
+        if self._writers is not None:
+            keys, values = keys.index_select(0, self._writers), values.index_select(0, self._writers)
+        size = keys.shape[-1]
+        self._shelf.keys[layer].view(-1, size).index_copy_(0, self._targets, keys)
+        self._shelf.values[layer].view(-1, size).index_copy_(0, self._targets, values)
+
+    def scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Return the products of ``query``, shape (lines, queries, head size), with the keys: (lines, queries, width).
+
+        Lines that read nothing here get those of another.
+        """
+        queries = query.shape[1]
+        if self._there is not None:
+            query = query.index_select(0, self._there)
+        keys = self._shelf.keys[layer].flatten(0, 1)[: self._lines, : self.width]
+        scores = torch.bmm(query.view(-1, self._per_entry * queries, query.shape[2]), keys.transpose(1, 2))
+        scores = scores.view(-1, queries, self.width)
+        return scores if self._back is None else scores.index_select(0, self._back)
+
+    def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
+        """Return the values, weighted by ``weights`` of shape (places, queries, width), in their order."""
+        places = weights if self._there is None else weights.index_select(0, self._there)
+        values = self._shelf.values[layer].flatten(0, 1)[: self._lines, : self.width]
+        mixed = torch.bmm(places.view(self._lines, -1, self.width), values)
+        return mixed.view(len(places), weights.shape[1], -1)
+
+    def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
+        """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
+        mixed = self.mix(layer, weights)
+        if self._members is not None:
+            assert self._member_back is not None
+            output.index_add_(0, self._members, mixed.index_select(0, self._member_back))
+        else:
+            output.add_(mixed if self._back is None else mixed.index_select(0, self._back))
+
+    def _index(self, index: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(index).reshape(-1)).to(self._shelf.shape.device)

@@ -1,0 +1,1 @@
+"""How weights reach a generator, and the proof that they arrived."""

@@ -1,0 +1,75 @@
+"""What a generator says of weights that were sent to it, and the proof that they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightSyncError(RuntimeError):
+    """The generator's weights are not the policy's; it must not sample until a full sync succeeds."""
+
+
+@dataclass
+class SyncReport:
+    """What a generator bound of the weights that it was sent.
+
+    ``digests`` holds the :func:`digest` of each tensor as the receiving side has it, by the policy's name for it;
+    ``num_bytes`` what travelled, and ``changed_share`` the share of the elements that it told of.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+    changed_share: float = 1.0
+
+
+@dataclass
+class Parcel:
+    """Tensors handed over within a process, and the digests and bytes of those that were taken."""
+
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    digests: dict[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def complete(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass weights on; at their end none of those ``expected`` may be missing."""
+    names = []
+    for name, tensor in weights:
+        names.append(name)
+        yield name, tensor
+    check_complete(expected, names)
+
+
+def check_complete(sent: Collection[str], received: Collection[str]) -> None:
+    """Check that nothing is missing.
+
+    Raises:
+        WeightSyncError: Tensors are.
+    """
+    if missing := set(sent) - set(received):
+        raise WeightSyncError(f"{len(missing)} of {len(sent)} weights did not arrive, {min(missing)!r} among them.")
+
+
+def check_arrival(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
+    """Compare the digests on both sides.
+
+    Raises:
+        WeightSyncError: Tensors are missing, unknown, or not those that were sent.
+    """
+    check_complete(sent, received)
+    if unknown := received.keys() - sent.keys():
+        raise WeightSyncError(f"The generator bound {min(unknown)!r}, which the policy does not have.")
+    if wrong := [name for name in sent if sent[name] != received[name]]:
+        raise WeightSyncError(
+            f"{len(wrong)} of {len(sent)} weights arrived with another content than the policy's, "
+            f"{min(wrong)!r} among them."
+        )

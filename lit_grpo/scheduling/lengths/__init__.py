@@ -1,0 +1,1 @@
+"""How long completions are going to be."""

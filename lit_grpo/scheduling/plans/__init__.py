@@ -1,0 +1,1 @@
+"""In which order completions are decoded."""

@@ -1,0 +1,1 @@
+"""What a plan would make of recorded or made-up lengths."""

@@ -1,0 +1,270 @@
+"""Families of made-up completion lengths."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lit_grpo.scheduling.jobs import Job
+from lit_grpo.types import Key
+
+Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+
+
+def _lognormal_mild(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return 0.25 * np.exp(0.4 * rng.standard_normal(shape))
+
+
+def _lognormal_heavy(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return 0.12 * np.exp(1.0 * rng.standard_normal(shape))
+
+
+def _bimodal(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Four of five are short, the fifth is long: answers with and without a chain of thought."""
+    medians = np.where(rng.random(shape) < 0.8, 0.08, 0.7)
+    return medians * np.exp(0.2 * rng.standard_normal(shape))
+
+
+def _per_prompt(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Prompts differ by much, and the completions of one by little."""
+    return 0.15 * np.exp(0.8 * rng.standard_normal((shape[0], 1)) + 0.25 * rng.standard_normal(shape))
+
+
+def _truncated(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """About a fifth reaches the limit."""
+    return 0.5 * np.exp(0.8 * rng.standard_normal(shape))
+
+
+FAMILIES: dict[str, Draw] = {
+    "lognormal_mild": _lognormal_mild,
+    "lognormal_heavy": _lognormal_heavy,
+    "bimodal": _bimodal,
+    "per_prompt": _per_prompt,
+    "truncated": _truncated,
+}
+"""Lengths as fractions of the limit, which cuts off what exceeds it."""
+
+
+def synthetic_lengths(
+    family: str, num_prompts: int, group_size: int, max_tokens: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return lengths between 1 and ``max_tokens``, int64, shape (prompts, group)."""
+    fractions = FAMILIES[family](rng, (num_prompts, group_size))
+    return np.clip(np.rint(fractions * max_tokens), 1, max_tokens).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One completion of a run; see :func:`read_rows` for the fields."""
+
+    prompt_id: str
+    sample_id: int
+    prompt_tokens: int
+    tokens: int
+    visit: int = 0
+    step: int = 0
+    predicted: float | None = None
+
+
+LEAST = {"sample_id": 0, "prompt_tokens": 1, "tokens": 1, "visit": 0, "step": 0}
+
+NEEDED = ("prompt_id", "sample_id", "prompt_tokens", "tokens")
+
+
+def read_rows(path: Path) -> list[TraceRow]:
+    """Read JSON lines, one object for each completion; a ValueError tells file, line, field, value and remedy.
+
+    Fields: ``prompt_id`` (text), ``sample_id`` (0 or more), ``prompt_tokens`` and ``tokens`` (1 or more); and where
+    recorded ``visit`` and ``step`` (0 or more, whole) and ``predicted`` (the tokens that were expected). Other fields
+    are left alone. ``(prompt_id, visit, sample_id)`` comes once.
+    """
+    rows: list[TraceRow] = []
+    seen: dict[tuple[str, int, int], int] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _parse(line, f"{path}, line {number}")
+            key = (row.prompt_id, row.visit, row.sample_id)
+            if key in seen:
+                raise ValueError(
+                    f"{path}, line {number}: prompt_id, visit and sample_id {key} are those of line {seen[key]}: "
+                    "count visit up where a prompt comes again."
+                )
+            seen[key] = number
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} has no rows: give a trace with one JSON object a line.")
+    return rows
+
+
+def _parse(line: str, place: str) -> TraceRow:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: {line.strip()[:60]!r} is no JSON ({error.msg}): give one object a line.") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: {line.strip()[:60]!r} is no JSON object: give one with {', '.join(NEEDED)}.")
+    missing = [name for name in NEEDED if name not in record]
+    if missing:
+        raise ValueError(f"{place}: {missing[0]} is missing: give {', '.join(NEEDED)} in each row.")
+    if not isinstance(record["prompt_id"], str):
+        raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r}: give text in quotes.")
+    whole = {name: _whole(place, name, record[name]) for name in LEAST if name in record}
+    return TraceRow(record["prompt_id"], predicted=_predicted(place, record.get("predicted")), **whole)
+
+
+def _whole(place: str, name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[name]:
+        raise ValueError(f"{place}: {name} is {value!r}: give a whole number of {LEAST[name]} or more.")
+    return value
+
+
+def _predicted(place: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{place}: predicted is {value!r}: give the tokens expected, above 0, or leave it out.")
+    return float(value)
+
+
+SPEC = {"prompts": 32, "group": 16, "max_tokens": 1024, "seed": 0}
+"""The fields of a spec with their defaults."""
+
+NOISE_STREAM = 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Completions that wait to be decoded, in the order of arrival; all arrays have shape (completions,).
+
+    Args:
+        name: What it is called in tables.
+        keys: ``(prompt_id, visit, sample_id)`` of each.
+        group: A number for each, equal where they share a prompt: 0, 1, ... in the order of arrival.
+        prompt_tokens: Tokens of its prompt.
+        lengths: Tokens that it comes to.
+        max_tokens: The most it could have come to.
+        batch: Number of the batch that it waited in; each batch is decoded by itself. None for one batch.
+        predicted: Tokens that the run expected of it, where that was recorded.
+    """
+
+    name: str
+    keys: list[Key]
+    group: np.ndarray
+    prompt_tokens: np.ndarray
+    lengths: np.ndarray
+    max_tokens: np.ndarray
+    batch: np.ndarray | None = None
+    predicted: np.ndarray | None = None
+
+    def batches(self) -> list[Trace]:
+        """Return one trace for each batch, in their order."""
+        if self.batch is None:
+            return [self]
+        return [self._select(np.flatnonzero(self.batch == number)) for number in np.unique(self.batch)]
+
+    def _select(self, rows: np.ndarray) -> Trace:
+        return Trace(
+            self.name,
+            [self.keys[row] for row in rows.tolist()],
+            *(array[rows] for array in (self.group, self.prompt_tokens, self.lengths, self.max_tokens)),
+            predicted=None if self.predicted is None else self.predicted[rows],
+        )
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """What a plan is told of each completion."""
+        sizes = zip(self.keys, self.prompt_tokens.tolist(), self.max_tokens.tolist(), strict=True)
+        return [Job(key, prompt_tokens, max_tokens) for key, prompt_tokens, max_tokens in sizes]
+
+    def __len__(self) -> int:
+        """Return the number of completions."""
+        return len(self.keys)
+
+
+def noisy(lengths: np.ndarray, sigma: float, seed: int = 0) -> np.ndarray:
+    """Return lengths times a log-normal factor ``exp(sigma x N(0, 1))``: predictions with errors of that size."""
+    if not sigma >= 0:
+        raise ValueError(f"The noise is {sigma}: it is the spread of the logarithm of a factor, so give 0 or more.")
+    # Not the stream that made-up lengths of the same seed come from: the errors would follow the lengths.
+    rng = np.random.default_rng((NOISE_STREAM, seed))
+    return lengths * np.exp(sigma * rng.standard_normal(len(lengths)))
+
+
+def load_trace(source: str) -> Trace:
+    """Return the trace of a file, or of a spec.
+
+    Args:
+        source: A file (:func:`recorded_trace`), or a spec (:func:`synthetic_trace`) such as
+            ``lognormal_heavy:prompts=32,group=16,max_tokens=1024,seed=0``.
+    """
+    if source.split(":")[0] in FAMILIES:
+        return synthetic_trace(source)
+    if Path(source).is_file():
+        return recorded_trace(Path(source))
+    raise ValueError(f"{source!r} is neither a file nor a family of traces: the families are {', '.join(FAMILIES)}.")
+
+
+def synthetic_trace(spec: str) -> Trace:
+    """Return a made-up trace: a family, then ``:`` and any of the fields of ``SPEC``.
+
+    Prompts have 16 to 128 tokens.
+    """
+    family, _, settings = spec.partition(":")
+    if family not in FAMILIES:
+        raise ValueError(f"There is no family of traces {family!r}: take one of {', '.join(FAMILIES)}.")
+    fields = SPEC | _parse_fields(spec, settings)
+    num_prompts, group_size = fields["prompts"], fields["group"]
+    rng = np.random.default_rng(fields["seed"])
+    lengths = synthetic_lengths(family, num_prompts, group_size, fields["max_tokens"], rng)
+    return Trace(
+        name=spec,
+        keys=[(str(prompt), 0, sample) for prompt in range(num_prompts) for sample in range(group_size)],
+        group=np.repeat(np.arange(num_prompts), group_size),
+        prompt_tokens=np.repeat(rng.integers(16, 129, num_prompts), group_size),
+        lengths=lengths.reshape(-1),
+        max_tokens=np.full(num_prompts * group_size, fields["max_tokens"]),
+    )
+
+
+def recorded_trace(path: Path) -> Trace:
+    """Read the trace that a run has recorded: JSON lines, as :func:`read_rows` describes.
+
+    The limit of all completions is the longest of them: it is not recorded. Each ``step`` is a batch.
+    """
+    rows = read_rows(path)
+    numbers: dict[tuple[str, int], int] = {}
+    predicted = [row.predicted for row in rows]
+    lengths = np.array([row.tokens for row in rows])
+    return Trace(
+        name=path.name,
+        keys=[(row.prompt_id, row.visit, row.sample_id) for row in rows],
+        group=np.array([numbers.setdefault((row.prompt_id, row.visit), len(numbers)) for row in rows]),
+        prompt_tokens=np.array([row.prompt_tokens for row in rows]),
+        lengths=lengths,
+        max_tokens=np.full(len(rows), lengths.max()),
+        batch=np.array([row.step for row in rows]),
+        predicted=None if None in predicted else np.array(predicted, dtype=np.float64),
+    )
+
+
+def _parse_fields(spec: str, settings: str) -> dict[str, int]:
+    """Return the fields that a spec sets; a ValueError for others, and for what is no number."""
+    fields: dict[str, int] = {}
+    for part in filter(None, settings.split(",")):
+        name, _, value = part.partition("=")
+        least = 0 if name == "seed" else 1
+        if name not in SPEC:
+            raise ValueError(f"The trace {spec!r} sets {name!r}: the fields are {', '.join(SPEC)}.")
+        if not value.isdecimal() or int(value) < least:
+            raise ValueError(f"The trace {spec!r} sets {name} to {value!r}: give a whole number of {least} or more.")
+        fields[name] = int(value)
+    return fields

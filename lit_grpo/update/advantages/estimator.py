@@ -1,0 +1,149 @@
+"""The advantage estimator: one configurable object over the functions in ``functions``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+
+from lit_grpo.types import RolloutGroup
+from lit_grpo.update.advantages.functions import (
+    group_advantages,
+    leave_one_out_advantages,
+    median_advantages,
+    per_reward_advantages,
+    virtual_maximum_advantages,
+)
+from lit_grpo.update.advantages.smoothing import RewardHistory
+
+Estimator = Literal["grpo", "rloo", "mc_grpo", "ngrpo", "gdpo", "dcpo"]
+
+ScaleBy = Literal["group", "batch", "mad", "none"]
+
+SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
+    "grpo": ("group", "batch", "none"),
+    "rloo": ("none", "group", "batch"),
+    "mc_grpo": ("mad", "none"),
+    "ngrpo": ("group", "none"),
+    "gdpo": ("batch",),
+    "dcpo": ("group",),
+}
+
+KL_HAS_NO_PLACE: Mapping[str, str] = {
+    "gdpo": "gdpo normalises each reward function by itself, and the KL term is none",
+    "ngrpo": "the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
+}
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """What advantages are made of: rewards of whole groups, NaN where none applies, and the same by function."""
+
+    rewards_PG: torch.Tensor
+    by_function_PGK: torch.Tensor
+    prompt_ids: Sequence[str]
+
+    @classmethod
+    def of(cls, groups: Sequence[RolloutGroup], functions: Sequence[str]) -> GroupRewards:
+        """Take them from rollouts; ``functions`` are the names of the reward functions."""
+        by_function = [[[r.rewards.get(name) for name in functions] for r in group.rollouts] for group in groups]
+        return cls(
+            torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups]),
+            torch.tensor([[[math.nan if v is None else v for v in row] for row in rows] for rows in by_function]),
+            [group.prompt.prompt_id for group in groups],
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[GroupRewards]) -> GroupRewards:
+        """Put the groups of several ranks together, in their order."""
+        return cls(
+            torch.cat([part.rewards_PG for part in parts]),
+            torch.cat([part.by_function_PGK for part in parts]),
+            [prompt_id for part in parts for prompt_id in part.prompt_ids],
+        )
+
+    def less(self, penalty_PG: torch.Tensor) -> GroupRewards:
+        """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
+        return replace(self, rewards_PG=self.rewards_PG - penalty_PG)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """How rewards become advantages.
+
+    Args:
+        estimator: ``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others), ``mc_grpo`` (minus the
+            median), ``ngrpo`` (with a virtual member of the best reward), ``gdpo`` (each reward function normalised
+            by itself) or ``dcpo`` (smoothed over the visits of a prompt).
+        scale: What they are divided by: the standard deviation of the ``group`` or of the ``batch``, the
+            median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo and dcpo, ``none`` for
+            rloo, ``mad`` for mc_grpo and ``batch`` for gdpo.
+        max_reward: The highest reward that a completion can get, for ``ngrpo``.
+    """
+
+    estimator: Estimator = "grpo"
+    scale: ScaleBy | None = None
+    max_reward: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.estimator not in SCALES:
+            raise ValueError(f"advantages.estimator must be one of {', '.join(SCALES)}, not {self.estimator!r}.")
+        allowed = SCALES[self.estimator]
+        if self.scale is not None and self.scale not in allowed:
+            raise ValueError(
+                f"advantages.scale must be one of {', '.join(allowed)} for estimator {self.estimator}, "
+                f"not {self.scale!r}."
+            )
+        if not math.isfinite(self.max_reward):
+            raise ValueError(f"advantages.max_reward must be a finite number, not {self.max_reward}.")
+
+    @property
+    def scaled_by(self) -> ScaleBy:
+        """What advantages are divided by."""
+        return self.scale or SCALES[self.estimator][0]
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether an advantage depends on other groups than its own, or on earlier visits on any rank."""
+        return self.scaled_by == "batch" or self.estimator == "dcpo"
+
+    def check(self, num_generations: int, kl_place: Literal["loss", "reward"]) -> None:
+        """Refuse groups and rewards that the estimator has no meaning for.
+
+        Raises:
+            ValueError: A median of two, or a KL term in rewards that are compared with something else than themselves.
+        """
+        if kl_place == "reward" and self.estimator in KL_HAS_NO_PLACE:
+            raise ValueError(
+                f"objective.kl.place is reward, but {KL_HAS_NO_PLACE[self.estimator]}; set kl.place to loss, or "
+                "advantages.estimator to grpo."
+            )
+        if self.estimator == "mc_grpo" and num_generations < 3:
+            raise ValueError(
+                f"num_generations is {num_generations}, but of two completions the median is the mean, so that each "
+                "has advantage 1 or -1 whatever the rewards; set it to at least 3, or advantages.estimator to rloo."
+            )
+
+    def compute(self, rewards: GroupRewards, weights_K: torch.Tensor, history: RewardHistory) -> torch.Tensor:
+        """Return advantages_PG; NaN for a rollout that takes no part.
+
+        Args:
+            rewards: Of this rank's groups, or of those of all ranks where :attr:`needs_all_ranks`.
+            weights_K: Of the reward functions.
+            history: Earlier visits; ``dcpo`` adds this one.
+        """
+        rewards_PG, scale = rewards.rewards_PG, self.scaled_by
+        if self.estimator == "rloo":
+            return leave_one_out_advantages(rewards_PG, cast(Literal["group", "batch", "none"], scale))
+        if self.estimator == "mc_grpo":
+            return median_advantages(rewards_PG, cast(Literal["mad", "none"], scale))
+        if self.estimator == "ngrpo":
+            return virtual_maximum_advantages(rewards_PG, self.max_reward, cast(Literal["group", "none"], scale))
+        if self.estimator == "gdpo":
+            return per_reward_advantages(rewards.by_function_PGK, weights_K)
+        if self.estimator == "dcpo":
+            return history.advantages(rewards_PG, rewards.prompt_ids)
+        return group_advantages(rewards_PG, cast(Literal["group", "batch", "none"], scale))

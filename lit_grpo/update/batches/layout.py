@@ -1,0 +1,182 @@
+"""Rollouts laid out as the tensors that go through the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lit_grpo.types import Rollout
+from lit_grpo.update.prefix.layout import PackedGroup
+
+if TYPE_CHECKING:
+    from lit_grpo.update.prefix.split_prompt import SplitPrompt
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass
+class MicroBatch:
+    """What goes through the policy at once, laid out in one of two ways.
+
+    *Packed*, for models that can share a prefix: one row without padding, in which each of ``groups`` stands as [prompt
+    | response 1 | response 2 | ...], every response counting its positions from the prompt's end. *In rows*, where
+    ``groups`` is empty: a completion a row behind a prompt of its own, padded on the right (under causal attention
+    padding on the right is never seen, so there is no attention mask, and no pad id can be mistaken for a token).
+
+    The completion tokens, one completion after another, are the N axis: ``source_N`` says where in the flattened
+    (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first token is
+    the prompt's last. The last tokens of carried prompts count as standing behind the row, one after another.
+    ``prompts`` are those of groups that are split, by group, and None for all others. ``advantages_C`` and
+    ``lengths_C``, the number of its tokens, are per completion, in the order of the N axis; ``rows_C`` is each one's
+    place among the rollouts of the step.
+
+    Example:
+        The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
+
+            input_ids_BT    = [[5, 6, 7, 9, 4]]    groups = (PackedGroup(0, 2, (1, 2)),)
+            position_ids_BT = [[0, 1, 2, 2, 3]]
+            source_N = [1, 2, 1, 3, 4]    target_ids_N = [7, 8, 9, 4, 3]    lengths_C = [2, 3]
+    """
+
+    input_ids_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    source_N: torch.Tensor
+    target_ids_N: torch.Tensor
+    sampled_logprobs_N: torch.Tensor
+    advantages_C: torch.Tensor
+    lengths_C: torch.Tensor
+    rows_C: torch.Tensor
+    groups: tuple[PackedGroup, ...] = ()
+    prompts: tuple[SplitPrompt | None, ...] = ()
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Return a copy on ``device``."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if name not in ("groups", "prompts")}
+        return replace(self, **tensors)
+
+
+class Member(NamedTuple):
+    """A rollout of a step: its place there, itself, and its advantage."""
+
+    row: int
+    rollout: Rollout
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Members:
+    """Rollouts of one prompt that go through the policy together, with it or behind what was computed of it before."""
+
+    prompt_ids: tuple[int, ...]
+    members: Sequence[Member]
+    has_prompt: bool = True
+
+    def part(self, numbers: Sequence[int], has_prompt: bool) -> Members:
+        """Return some of them."""
+        return Members(self.prompt_ids, [self.members[number] for number in numbers], has_prompt)
+
+
+def by_prompt(members: Sequence[Member]) -> list[Members]:
+    """Group rollouts whose prompts have the same tokens."""
+    groups: dict[tuple[int, ...], list[Member]] = {}
+    for member in members:
+        groups.setdefault(member.rollout.prompt.token_ids, []).append(member)
+    return [Members(prompt_ids, some) for prompt_ids, some in groups.items()]
+
+
+def packed(
+    parts: Sequence[Members], prompts: Mapping[tuple[int, ...], SplitPrompt] = MappingProxyType({})
+) -> MicroBatch:
+    """Lay rollouts out as one row without padding, a prompt once before all of its responses.
+
+    Where nothing would be in the row it has one token, so that a rank that has nothing to learn from can take part.
+
+    Args:
+        parts: The rollouts of each prompt.
+        prompts: Those, by their tokens, that have responses in other micro-batches too.
+    """
+    tokens, positions, groups, start, carried_tokens = [], [], [], 0, 0
+    for part in parts:
+        completions = [member.rollout.completion.token_ids_T for member in part.members]
+        lengths = tuple(max(len(ids_T) - 1, 0) for ids_T in completions)
+        groups.append(PackedGroup(start, len(part.prompt_ids), lengths, None if part.has_prompt else carried_tokens))
+        if part.has_prompt:
+            tokens.append(torch.tensor(part.prompt_ids))
+            positions.append(torch.arange(len(part.prompt_ids)))
+        else:
+            carried_tokens += len(part.prompt_ids)
+        tokens += [ids_T[:-1] for ids_T in completions]
+        positions += [torch.arange(length) + len(part.prompt_ids) for length in lengths]
+        start = groups[-1].response_start + sum(lengths)
+    split = [prompts.get(part.prompt_ids) for part in parts]
+    if not start:
+        tokens, positions, start = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], 1
+        groups, split = [PackedGroup(0, 1, ()), *groups], [None, *split]
+    groups = [_behind(group, start) for group in groups]
+    members = [member for part in parts for member in part.members]
+    return MicroBatch(
+        input_ids_BT=torch.cat(tokens)[None],
+        position_ids_BT=torch.cat(positions)[None],
+        source_N=torch.cat([*_sources(groups, start, [m.rollout.completion.num_tokens for m in members]), _NONE]),
+        groups=tuple(groups),
+        prompts=tuple(split),
+        **_completions(members),
+    )
+
+
+def in_rows(parts: Sequence[Members]) -> MicroBatch:
+    """Lay rollouts out one a row, padded on the right; without rollouts, one row of one token."""
+    members = [member for part in parts for member in part.members]
+    rollouts = [member.rollout for member in members]
+    longest = max((len(r.prompt.token_ids) + r.completion.num_tokens - 1 for r in rollouts), default=1)
+    input_ids_BT = torch.zeros((max(1, len(rollouts)), longest), dtype=torch.int64)
+    sources = []
+    for row, rollout in enumerate(rollouts):
+        prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids_T
+        tokens = torch.cat([torch.tensor(prompt), completion[:-1]])
+        input_ids_BT[row, : len(tokens)] = tokens
+        sources.append(torch.arange(len(completion)) + row * longest + len(prompt) - 1)
+    return MicroBatch(
+        input_ids_BT=input_ids_BT,
+        position_ids_BT=torch.arange(longest).repeat(len(input_ids_BT), 1),
+        source_N=torch.cat([*sources, _NONE]),
+        **_completions(members),
+    )
+
+
+def _behind(group: PackedGroup, num_tokens: int) -> PackedGroup:
+    """Put a carried prompt behind a row of so many tokens."""
+    return group if group.carried_at is None else replace(group, carried_at=group.carried_at + num_tokens)
+
+
+def _sources(groups: Sequence[PackedGroup], num_tokens: int, num_targets: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Where each completion token's predecessor stands: in the row, or behind it for the last of a carried prompt."""
+    targets, num_carried = iter(num_targets), 0
+    for group in groups:
+        if group.carried_at is None:
+            last = group.start + group.prompt_tokens - 1
+        else:
+            last = num_tokens + num_carried
+            num_carried += 1
+        start = group.response_start
+        for length in group.response_tokens:
+            yield torch.full((min(next(targets), 1),), last)
+            yield torch.arange(start, start + length)
+            start += length
+
+
+def _completions(members: Sequence[Member]) -> dict[str, Any]:
+    """What the objective wants, completion after completion."""
+    completions = [member.rollout.completion for member in members]
+    return {
+        "target_ids_N": torch.cat([*(completion.token_ids_T for completion in completions), _NONE]),
+        "sampled_logprobs_N": torch.cat([*(completion.logprobs_T for completion in completions), torch.empty(0)]),
+        "advantages_C": torch.tensor([member.advantage for member in members], dtype=torch.float32),
+        "lengths_C": torch.tensor([completion.num_tokens for completion in completions], dtype=torch.int64),
+        "rows_C": torch.tensor([member.row for member in members], dtype=torch.int64),
+    }

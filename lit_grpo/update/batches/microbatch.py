@@ -1,0 +1,111 @@
+"""What flows through one training iteration, from prompt to micro-batch.
+
+Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logprobs_BT``):
+
+====  ==========================================================
+P     prompts in a batch
+G     completions per prompt (the group size)
+B     rows of a batch that goes through the model
+C     completions of a micro-batch
+T     tokens
+N     completion tokens of a micro-batch, flattened over its rows
+V     vocabulary
+K     reward functions
+====  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lit_grpo.types import Rollout
+from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
+from lit_grpo.update.batches.packing import pack_groups, pack_rows
+from lit_grpo.update.prefix.split_prompt import SplitPrompt
+
+if TYPE_CHECKING:
+    from lit_grpo.update.prefix.split_prompt import SplitPrompt
+
+
+def num_row_tokens(rollout: Rollout) -> int:
+    """Tokens of a rollout by itself: the prompt and the completion."""
+    return len(rollout.prompt.token_ids) + rollout.completion.num_tokens
+
+
+def least_tokens(rollouts: Sequence[Rollout], shared_prefix: bool) -> int:
+    """The smallest budget that works: the longest prompt or completion, or both together where they are in one row."""
+    if not shared_prefix:
+        return max(map(num_row_tokens, rollouts), default=1)
+    return max((max(len(r.prompt.token_ids), r.completion.num_tokens) for r in rollouts), default=1)
+
+
+@dataclass(frozen=True)
+class MicroBatches(Iterable[MicroBatch]):
+    """The micro-batches of a step, each laid out when its turn comes, so that only one of them takes memory.
+
+    They are to go through the policy in their order: of a prompt that has responses in several, the last has it in its
+    row, and those before carry it (see :class:`~lit_grpo.update.prefix.split_prompt.SplitPrompt`).
+
+    Args:
+        shared_prefix: Lay them out packed; otherwise in rows.
+        bins: The members of each micro-batch; none make an empty one.
+    """
+
+    shared_prefix: bool
+    bins: Sequence[Sequence[Members]]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        split = {members.prompt_ids for bin in self.bins for members in bin if not members.has_prompt}
+        prompts = {prompt_ids: SplitPrompt(prompt_ids) for prompt_ids in split}
+        for bin in self.bins:
+            yield packed(bin, prompts) if self.shared_prefix else in_rows(bin)
+
+    def and_empty(self, number: int) -> MicroBatches:
+        """Return these, and as many empty ones behind them."""
+        return replace(self, bins=[*self.bins, *[()] * number])
+
+
+def make_micro_batches(
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float], max_tokens: int, shared_prefix: bool = True
+) -> MicroBatches:
+    """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
+
+    Best fit by length packs them. A prompt counts once for all of its completions, in the micro-batch that has it in
+    its row. The largest come first, so that a shortage of memory shows at once, but for what is left of a group begun.
+
+    Args:
+        rollouts: In any order; those with the same prompt tokens share it.
+        advantages_C: One a rollout.
+        max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
+        shared_prefix: Lay them out packed; otherwise in rows (see :class:`MicroBatch`).
+
+    Raises:
+        ValueError: ``max_tokens`` is less than :func:`least_tokens`; the message says the smallest that works.
+    """
+    least = least_tokens(rollouts, shared_prefix)
+    if least > max_tokens:
+        what = "a prompt or a completion" if shared_prefix else "a prompt with its completion"
+        raise ValueError(
+            f"max_tokens_per_micro_batch is {max_tokens}, but {what} has {least} tokens; set it to at least {least}."
+        )
+    scored = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
+    if not shared_prefix:
+        bins = pack_rows([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
+        return MicroBatches(False, [[Members((), [scored[row] for row in rows])] for rows in bins])
+    groups = by_prompt(scored)
+    lengths = [[member.rollout.completion.num_tokens for member in group.members] for group in groups]
+    bins = pack_groups([len(group.prompt_ids) for group in groups], lengths, max_tokens)
+    return MicroBatches(True, [[groups[p.group].part(p.responses, p.has_prompt) for p in parts] for parts in bins])
+
+
+def make_micro_batch(
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float], shared_prefix: bool = True
+) -> MicroBatch:
+    """Lay all these rollouts out as one micro-batch."""
+    scored = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
+    return packed(by_prompt(scored)) if shared_prefix else in_rows([Members((), scored)])

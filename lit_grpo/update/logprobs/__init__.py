@@ -1,0 +1,1 @@
+"""What the policy and its reference think of the tokens."""

@@ -1,0 +1,269 @@
+"""Token log-probs and entropy of a linear head, block by block over tokens and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """Maps hidden states to logits: ``weight h + bias``, squashed to ``cap tanh(x / cap)`` where there is a cap.
+
+    With ``keeps_gradient`` the backward pass adds the weight's gradient to its ``.grad`` block by block, so that no
+    second array of V x D exists; hooks on the weight run as ever. ``is_tied``: the weight is the input embedding as
+    well, whose backward pass ends the weight's gradient.
+    """
+
+    weight_VD: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    cap: float | None = None
+    keeps_gradient: bool = False
+    is_tied: bool = False
+
+
+def linear_head(model: PreTrainedModel) -> LinearHead | None:
+    """Return the model's output embedding, where that is a plain linear layer (one with adapters is not)."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not torch.nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    weight = layer.weight
+    is_leaf = type(weight) is torch.nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
+    is_tied = getattr(model.get_input_embeddings(), "weight", None) is weight
+    return LinearHead(weight, layer.bias, cap, keeps_gradient=is_leaf, is_tied=is_tied)
+
+
+TOKENS_PER_BLOCK = 2048
+
+LOGITS_PER_BLOCK = {"cpu": 2**21, "cuda": 2**25}  # 8 MiB in float32, most of which caches hold; 128 MiB
+
+
+@dataclass(frozen=True)
+class LogitBlocks:
+    """A head applied to tokens; tensors are in the dtype that matrices are multiplied in."""
+
+    hidden_ND: torch.Tensor
+    weight_VD: torch.Tensor
+    bias_V: torch.Tensor | None
+    cap: float | None
+    temperature: float
+
+    def tokens(self) -> Iterator[slice]:
+        """Cut the tokens."""
+        yield from _slices(len(self.hidden_ND), TOKENS_PER_BLOCK)
+
+    def vocabulary(self) -> Iterator[slice]:
+        """Cut the vocabulary so that a block has about the same size whatever V is."""
+        logits = LOGITS_PER_BLOCK.get(self.hidden_ND.device.type, 2**21)
+        columns = max(1, logits // max(1, min(len(self.hidden_ND), TOKENS_PER_BLOCK)))
+        yield from _slices(len(self.weight_VD), columns)
+
+    def logits(self, tokens: slice, vocabulary: slice) -> torch.Tensor:
+        """Return a block, capped and divided by the temperature, in the dtype that sums are kept in."""
+        bias_v = None if self.bias_V is None else self.bias_V[vocabulary]
+        logits_nv = linear(self.hidden_ND[tokens], self.weight_VD[vocabulary], bias_v).to(self.exact)
+        if self.cap is not None:
+            logits_nv = logits_nv.div_(self.cap).tanh_().mul_(self.cap)
+        return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
+
+    def slope(self, logits_nv: torch.Tensor) -> torch.Tensor | float | None:
+        """Return the derivative of the logits with respect to what the matrix product gives; ``None`` for 1."""
+        if self.cap is None:
+            return None if self.temperature == 1 else 1 / self.temperature
+        return (1 - (logits_nv * (self.temperature / self.cap)).square()) / self.temperature
+
+    @property
+    def exact(self) -> torch.dtype:
+        """The dtype that sums are kept in."""
+        return torch.float64 if self.weight_VD.dtype == torch.float64 else torch.float32
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def linear_logprobs(
+    hidden_ND: torch.Tensor,
+    target_ids_N: torch.Tensor,
+    head: LinearHead,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-prob of each target token and the entropy of its distribution in nats, both of shape N.
+
+    Logits exist for one block of tokens and vocabulary at a time, in the forward pass under a running maximum (as the
+    softmax of M. Milakov and N. Gimelshein, arXiv 1805.02867, and Cut Cross-Entropy, arXiv 2411.09009), and once more
+    in the backward pass, for which a few numbers per token are kept. So memory does not grow with N x V, nor, where the
+    head keeps its gradient, with V. Matrices are multiplied in autocast's dtype where that is on; everything after the
+    logits is float32 (float64 where the head is).
+
+    Args:
+        hidden_ND: Hidden states that predict the targets.
+        target_ids_N: Token ids.
+        head: The head, of vocabulary V.
+        temperature: Divides the logits, as it did when the tokens were sampled.
+        entropy_gradient: Whether the entropy carries a gradient.
+    """
+    logprobs_N, entropy_N = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        hidden_ND, head.weight_VD, head.bias_V, target_ids_N, head, temperature
+    )
+    return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        target_ids_N: torch.Tensor,
+        head: LinearHead,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        device = hidden_ND.device.type
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        kept_4N = hidden_ND.new_empty((4, len(hidden_ND)), dtype=exact)
+        ctx.dtype, ctx.head, ctx.temperature = dtype, head, temperature
+        blocks = _blocks(ctx, hidden_ND, weight_VD, bias_V)
+        with torch.autocast(device, enabled=False):
+            for tokens in blocks.tokens():
+                kept_4N[:, tokens] = _statistics(blocks, tokens, target_ids_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_ids_N, kept_4N[1:])
+        return kept_4N[0].clone(), kept_4N[1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, target_ids_N, kept_3N = ctx.saved_tensors
+        logprob_grad_N, entropy_grad_N = grad_outputs
+        blocks = _blocks(ctx, hidden_ND, weight_VD, bias_V)
+        wanted = ctx.needs_input_grad
+        logprob_grad_N = torch.zeros_like(kept_3N[0]) if logprob_grad_N is None else logprob_grad_N
+        hidden_grad = torch.zeros_like(hidden_ND, dtype=blocks.exact)
+        weight_grad = _weight_gradient(ctx.head, weight_VD, blocks.exact) if wanted[1] else None
+        bias_grad = torch.zeros_like(bias_V, dtype=blocks.exact) if wanted[2] and bias_V is not None else None
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for vocabulary in blocks.vocabulary():
+                sums = None if weight_grad is None else _sums(weight_grad[vocabulary], blocks.exact)
+                for tokens in blocks.tokens():
+                    entropy_grad_n = None if entropy_grad_N is None else entropy_grad_N[tokens, None]
+                    slope_nv = _logit_gradient(
+                        blocks, tokens, vocabulary, target_ids_N, kept_3N, logprob_grad_N[tokens, None], entropy_grad_n
+                    )
+                    if bias_grad is not None:
+                        bias_grad[vocabulary] += slope_nv.sum(0)
+                    slope_nv = slope_nv.to(blocks.weight_VD.dtype)
+                    _add_product(hidden_grad[tokens], slope_nv, blocks.weight_VD[vocabulary])
+                    if sums is not None:
+                        _add_product(sums, slope_nv.T, blocks.hidden_ND[tokens])
+                if weight_grad is not None and sums is not None and sums.dtype != weight_grad.dtype:
+                    weight_grad[vocabulary] += sums
+        if weight_grad is not None and ctx.head.keeps_gradient:
+            weight_grad = None if ctx.head.is_tied else weight_grad.new_zeros(()).expand_as(weight_grad)
+        grads = (hidden_grad, weight_grad, bias_grad)
+        cast = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *cast, None, None, None
+
+
+def _weight_gradient(head: LinearHead, weight_VD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
+    """Where the gradient of the head's weight is added up."""
+    if not head.keeps_gradient:
+        return torch.zeros_like(weight_VD, dtype=exact)
+    if weight_VD.grad is None:
+        weight_VD.grad = torch.zeros_like(weight_VD)
+    return weight_VD.grad
+
+
+def _sums(gradient_vD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
+    """Where a block of the vocabulary is summed over tokens: in place, unless that would round."""
+    return gradient_vD if gradient_vD.dtype == exact else torch.zeros_like(gradient_vD, dtype=exact)
+
+
+def _blocks(ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> LogitBlocks:
+    bias_V = None if bias_V is None else bias_V.to(ctx.dtype)
+    return LogitBlocks(hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), bias_V, ctx.head.cap, ctx.temperature)
+
+
+def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) -> torch.Tensor:
+    """One pass over the vocabulary for some tokens.
+
+    Returns:
+        Shape (4, tokens): log-prob of the target, entropy, highest logit, sum of exp(logit - highest).
+    """
+    targets_n1 = target_ids_N[tokens, None]
+    highest_n1 = torch.full(targets_n1.shape, -torch.inf, dtype=blocks.exact, device=targets_n1.device)
+    total_n1, weighted_n1, target_n1 = (torch.zeros_like(highest_n1) for _ in range(3))
+    for vocabulary in blocks.vocabulary():
+        logits_nv = blocks.logits(tokens, vocabulary)
+        column_n1, inside_n1 = _columns(targets_n1, vocabulary)
+        target_n1 += logits_nv.gather(1, column_n1) * inside_n1
+        raised_n1 = torch.maximum(highest_n1, logits_nv.amax(1, keepdim=True))
+        shift_n1 = highest_n1 - raised_n1
+        rescale_n1 = shift_n1.exp()
+        logits_nv -= raised_n1  # at most 0, so that the entropy's sum cancels nothing large
+        chances_nv = logits_nv.exp()
+        # weighted is the sum of exp(x - highest) (x - highest); a new maximum moves both factors
+        weighted_n1 = rescale_n1 * (weighted_n1 + total_n1 * shift_n1.nan_to_num_(neginf=0.0))
+        total_n1 = total_n1 * rescale_n1 + chances_nv.sum(1, keepdim=True)
+        weighted_n1 += chances_nv.mul_(logits_nv).sum(1, keepdim=True)
+        highest_n1 = raised_n1
+    log_total_n1 = total_n1.log()
+    logprobs_n1, entropy_n1 = target_n1 - highest_n1 - log_total_n1, log_total_n1 - weighted_n1 / total_n1
+    return torch.cat([logprobs_n1, entropy_n1, highest_n1, total_n1], 1).T
+
+
+def _logit_gradient(
+    blocks: LogitBlocks,
+    tokens: slice,
+    vocabulary: slice,
+    target_ids_N: torch.Tensor,
+    kept_3N: torch.Tensor,
+    logprob_grad_n1: torch.Tensor,
+    entropy_grad_n1: torch.Tensor | None,
+) -> torch.Tensor:
+    """The loss's derivative with respect to a block of what the matrix product gives.
+
+    Of the log-prob of token t it is ``[v = t] - p_v``; of the entropy ``-p_v (log p_v + entropy)``.
+    """
+    entropy_n1, highest_n1, total_n1 = (values[tokens, None] for values in kept_3N)
+    logits_nv = blocks.logits(tokens, vocabulary)
+    slope = blocks.slope(logits_nv)
+    logits_nv -= highest_n1
+    weights = -logprob_grad_n1 / total_n1
+    if entropy_grad_n1 is not None:
+        weights = weights - (logits_nv + (entropy_n1 - total_n1.log())) * (entropy_grad_n1 / total_n1)
+    gradient_nv = logits_nv.exp_().mul_(weights)
+    column_n1, inside_n1 = _columns(target_ids_N[tokens, None], vocabulary)
+    gradient_nv.scatter_add_(1, column_n1, logprob_grad_n1 * inside_n1)
+    return gradient_nv if slope is None else gradient_nv.mul_(slope)
+
+
+def _columns(targets_n1: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's column in a block, somewhere in it where the target is not, and whether it is."""
+    column_n1 = targets_n1 - vocabulary.start
+    inside_n1 = (targets_n1 >= vocabulary.start) & (targets_n1 < vocabulary.stop)
+    return column_n1.clamp(0, vocabulary.stop - vocabulary.start - 1), inside_n1
+
+
+def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``left @ right`` to ``sums``, whose dtype may be wider."""
+    if sums.dtype == left.dtype:
+        sums.addmm_(left, right)
+    else:
+        sums += left @ right

@@ -1,0 +1,170 @@
+"""Where the KL term's reference lives, and whether it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+SYNC_STEPS = 512
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    """The policy that the KL term holds on to; the first one, unless it moves.
+
+    Args:
+        offload: Keep its weights in host memory; the device has them while a batch's log-probs under the reference are
+            computed, and not during the backward pass. Of no use on a CPU.
+        mixup_alpha: Moves the reference: to ``mixup_alpha x policy + (1 - mixup_alpha) x reference``, every
+            ``sync_steps`` optimizer steps (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model`` and
+            ``ref_model_mixup_alpha``, 0.6 there). In (0, 1]; 1 takes the policy as it is.
+        sync_steps: Optimizer steps from one move to the next.
+    """
+
+    offload: bool = False
+    mixup_alpha: float | None = None
+    sync_steps: int = SYNC_STEPS
+
+    def __post_init__(self) -> None:
+        if self.mixup_alpha is not None and not 0 < self.mixup_alpha <= 1:
+            raise ValueError(
+                f"reference.mixup_alpha must be in (0, 1], not {self.mixup_alpha}; leave it out for a fixed reference."
+            )
+        if self.sync_steps < 1:
+            raise ValueError(f"reference.sync_steps must be at least 1, not {self.sync_steps}.")
+        if self.mixup_alpha is None and self.sync_steps != SYNC_STEPS:
+            raise ValueError(
+                f"reference.sync_steps is {self.sync_steps}, but the reference does not move; set "
+                "reference.mixup_alpha, such as 0.6."
+            )
+
+    def check(self, beta: float, has_adapters: bool) -> None:
+        """Refuse settings of a reference that there is not.
+
+        Args:
+            beta: Weight of the KL term.
+            has_adapters: Whether adapters are trained instead of the policy's own weights.
+
+        Raises:
+            ValueError: A reference is to be offloaded or moved that takes no part, or is part of the policy.
+        """
+        if self == ReferenceSettings():
+            return
+        name, value = ("offload", True) if self.offload else ("mixup_alpha", self.mixup_alpha)
+        if beta == 0:
+            raise ValueError(
+                f"reference.{name} is {value}, but objective.kl.beta is 0, so there is no reference; set beta above 0."
+            )
+        if has_adapters:
+            raise ValueError(
+                f"reference.{name} is {value}, but with lora the reference is the policy without its adapters, which "
+                f"takes no memory and cannot move; leave reference.{name} out."
+            )
+
+
+class HostWeights:
+    """Keeps parameters and buffers of a model that is not trained in host memory.
+
+    They are copied to a device and never back, so they can be written where they are, in place, but not there.
+
+    Args:
+        model: Its weights are moved.
+        pinned: Whether they are page-locked, which makes copies to a GPU faster. Needs CUDA.
+    """
+
+    def __init__(self, model: torch.nn.Module, pinned: bool) -> None:
+        self._tensors = [*model.parameters(), *model.buffers()]
+        for tensor in self._tensors:
+            tensor.data = tensor.data.cpu().pin_memory() if pinned else tensor.data.cpu()
+        self._host = [tensor.data for tensor in self._tensors]
+
+    @contextmanager
+    def lent_to(self, device: torch.device) -> Iterator[None]:
+        """Have a copy of the weights on ``device`` in the model; the memory that it takes there is free afterwards."""
+        try:
+            for tensor, host in zip(self._tensors, self._host, strict=True):
+                tensor.data = host.to(device, non_blocking=True, copy=True)
+            yield
+        finally:
+            for tensor, host in zip(self._tensors, self._host, strict=True):
+                tensor.data = host
+
+
+class Reference:
+    """Holds a copy of the first policy, outside the module's parameters; fixed, or following the policy.
+
+    Args:
+        model: The copy; it is switched to evaluation and needs no gradient.
+        device: Where it computes.
+        settings: Where it lives, and whether it moves.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, settings: ReferenceSettings) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.settings = settings
+        self.device = device
+        self._host = HostWeights(model, pinned=device.type == "cuda") if settings.offload else None
+        if self._host is None:
+            model.to(device)  # pyright: ignore[reportArgumentType]
+        self._has_moved = False
+
+    @contextmanager
+    def lend(self) -> Iterator[PreTrainedModel]:
+        """Give the model, on its device; where it is offloaded its memory there is free again afterwards."""
+        with nullcontext() if self._host is None else self._host.lent_to(self.device):
+            yield self.model
+
+    @torch.no_grad()
+    def follow(self, policy: PreTrainedModel, policy_version: int) -> None:
+        """Move after an optimizer step, where it is time to: ``alpha x policy + (1 - alpha) x reference``.
+
+        As TRL's ``SyncRefModelCallback``. The same on every rank, because the policy is.
+
+        Args:
+            policy: The policy as it is now.
+            policy_version: The optimizer steps that it has had.
+        """
+        alpha = self.settings.mixup_alpha
+        if alpha is None or policy_version % self.settings.sync_steps:
+            return
+        for mine, its in zip(self.model.parameters(), policy.parameters(), strict=True):
+            mine.mul_(1 - alpha).add_(its.to(mine.device), alpha=alpha)
+        self._has_moved = True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps: the weights once they have moved, and nothing before."""
+        return dict(self.model.state_dict()) if self._has_moved else {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a checkpoint."""
+        if state:
+            self.model.load_state_dict(state)
+            self._has_moved = True
+
+
+class AdapterFreeReference:
+    """The policy itself, with its adapters switched off: no second model, and it does not move.
+
+    Args:
+        policy: A model that has adapters.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self.policy = policy
+
+    @contextmanager
+    def lend(self) -> Iterator[PreTrainedModel]:
+        """Give the policy without its adapters."""
+        self.policy.disable_adapters()
+        try:
+            yield self.policy
+        finally:
+            self.policy.enable_adapters()

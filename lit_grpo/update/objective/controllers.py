@@ -1,0 +1,110 @@
+"""Coefficients that follow a measurement: of the KL term, and of the entropy bonus."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lit_grpo.update.objective.kl import KLTerm
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """A reward for undecided distributions: ``-coefficient x`` the mean entropy of a token is added to the loss.
+
+    Args:
+        coefficient: Its weight; with a target, where it begins. 0 without a target computes no gradient of the entropy.
+        target: Mean entropy, in nats, to hold: the coefficient grows by ``delta`` after a step at or below it, falls by
+            ``delta`` after one above, and counts only while the entropy was at or below (Skywork-OR1, arXiv 2505.22312;
+            TRL's ``use_adaptive_entropy``).
+        delta: Step of the coefficient.
+        min_coefficient: The smallest coefficient under a target.
+        max_coefficient: The largest coefficient under a target.
+    """
+
+    coefficient: float = 0.0
+    target: float | None = None
+    delta: float = 0.005
+    min_coefficient: float = 0.0
+    max_coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.coefficient):
+            raise ValueError(f"entropy.coefficient must be a finite number, not {self.coefficient}.")
+        if self.target is None:
+            return
+        if not (self.target > 0 and self.delta > 0):
+            raise ValueError(f"entropy.target and delta must be above 0, not {self.target} and {self.delta}.")
+        if not self.min_coefficient <= self.coefficient <= self.max_coefficient:
+            raise ValueError(
+                f"entropy.coefficient is {self.coefficient}, outside of min_coefficient {self.min_coefficient} to "
+                f"max_coefficient {self.max_coefficient}; begin inside."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether the loss has an entropy term."""
+        return self.coefficient != 0 or self.target is not None
+
+
+class EntropyController:
+    """The coefficient of an :class:`EntropyBonus` from step to step."""
+
+    def __init__(self, bonus: EntropyBonus) -> None:
+        self.bonus = bonus
+        self.coefficient = bonus.coefficient
+        self.last_entropy = math.inf
+
+    @property
+    def applied(self) -> float:
+        """The coefficient of the next step: 0 while the last entropy was above the target."""
+        if self.bonus.target is not None and self.last_entropy > self.bonus.target:
+            return 0.0
+        return self.coefficient
+
+    def update(self, entropy: float) -> None:
+        """Follow the mean entropy that all ranks measured in one optimizer step."""
+        if self.bonus.target is None:
+            return
+        bonus = self.bonus
+        if entropy <= self.bonus.target:
+            self.coefficient = min(self.coefficient + bonus.delta, bonus.max_coefficient)
+        else:
+            self.coefficient = max(self.coefficient - bonus.delta, bonus.min_coefficient)
+        self.last_entropy = entropy
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.coefficient, self.last_entropy = state["coefficient"], state["last_entropy"]
+
+
+class KLController:
+    """The beta of a :class:`KLTerm` from batch to batch."""
+
+    def __init__(self, term: KLTerm) -> None:
+        self.term = term
+        self.beta = term.beta
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Follow the mean KL of a token over a batch of ``num_sequences`` completions on all ranks.
+
+        ``beta *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon`` (Ziegler et al., arXiv 1909.08593,
+        section 2.2; verl's ``AdaptiveKLController``), where more completions than ``horizon`` count as that many: beta
+        would turn negative otherwise. A KL that is not a number (no tokens) changes nothing.
+        """
+        if self.term.target is None or not math.isfinite(kl):
+            return
+        error = min(max(kl / self.term.target - 1, -0.2), 0.2)
+        self.beta *= 1 + error * min(num_sequences / self.term.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.beta = state["beta"]

@@ -1,0 +1,119 @@
+"""The gap between the policy that sampled and the trainer's: its measures, and weights that correct for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from lit_grpo.update.objective.tokens import completion_sums, spread
+
+CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How the rollout's log-probs are reconciled with the trainer's.
+
+    Args:
+        mode: ``none`` takes probability ratios to the log-probs that the generator sampled with. The others take
+            them to the trainer's own log-probs before the first update on a batch, and weigh the loss by
+            trainer / generator: of each token or of the whole sequence, truncated to [low, high] (TIS) or
+            set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2).
+        low: The smallest weight; no bound by default.
+        high: The largest weight.
+    """
+
+    mode: CorrectionMode = "none"
+    low: float | None = None
+    high: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(CorrectionMode):
+            raise ValueError(
+                f"correction.mode must be one of {', '.join(get_args(CorrectionMode))}, not {self.mode!r}."
+            )
+        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+        if not low < high or high <= 0:
+            raise ValueError(
+                f"correction.low is {self.low} and correction.high {self.high}; set low below high, and high above 0."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to correct."""
+        return self.mode != "none"
+
+
+@torch.no_grad()
+def correction_weights(
+    old_logprobs_N: torch.Tensor, sampled_logprobs_N: torch.Tensor, lengths_C: torch.Tensor, correction: Correction
+) -> torch.Tensor:
+    """Return what each token's loss is multiplied by, shape N.
+
+    ``pi_trainer / pi_generator`` of the token, or of the completion (the product), truncated or masked. Sources: TIS,
+    F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); IcePop, Ling team
+    (2025); the modes are TRL's ``vllm_importance_sampling_mode``. A token that the generator gave no number for (NaN)
+    counts as one without a gap.
+    """
+    log_ratio_N = (old_logprobs_N - sampled_logprobs_N).nan_to_num(0.0)
+    if correction.mode.startswith("sequence"):
+        log_ratio_N = spread(completion_sums(log_ratio_N, lengths_C), lengths_C)
+    weights_N = log_ratio_N.exp()
+    low, high = correction.low, correction.high
+    if correction.mode.endswith("truncate"):
+        return weights_N if low is None and high is None else weights_N.clamp(low, high)
+    outside_N = torch.zeros_like(weights_N, dtype=torch.bool)
+    if low is not None:
+        outside_N |= weights_N < low
+    if high is not None:
+        outside_N |= weights_N > high
+    return weights_N.masked_fill(outside_N, 0.0)
+
+
+LARGEST_LOG_WEIGHT = 20.0
+
+
+def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what :func:`gap_metrics` is made of for one micro-batch; sums add up over micro-batches and ranks.
+
+    Args:
+        difference_N: Trainer minus generator log-probs.
+        lengths_C: Tokens of each completion.
+    """
+    difference_N = difference_N.double().nan_to_num(0.0)
+    weight_N = difference_N.clamp(max=LARGEST_LOG_WEIGHT).exp()
+    weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_WEIGHT).exp()
+    return {
+        "gap_tokens": torch.tensor(float(difference_N.numel())),
+        "gap_difference": difference_N.abs().sum(),
+        "gap_kl": (weight_N - 1 - difference_N).sum(),
+        "gap_token_weight": weight_N.sum(),
+        "gap_token_square": weight_N.square().sum(),
+        "gap_sequences": torch.tensor(float(weight_C.numel())),
+        "gap_sequence_weight": weight_C.sum(),
+        "gap_sequence_square": weight_C.square().sum(),
+    }
+
+
+def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the measures of the gap: 0, 0, 1 and 1 where generator and trainer agree, or nothing was compared.
+
+    ``logprob_gap_mean`` is the mean absolute difference per token and ``kl`` the k3 estimate of KL(generator ||
+    trainer) per token, in nats; ``ess_token`` and ``ess_sequence`` are effective sample sizes,
+    ``(sum w)**2 / (n sum w**2)``, of the weights trainer / generator.
+    """
+    num_tokens, num_sequences = max(sums["gap_tokens"], 1.0), max(sums["gap_sequences"], 1.0)
+    return {
+        "sampling/logprob_gap_mean": sums["gap_difference"] / num_tokens,
+        "sampling/kl": sums["gap_kl"] / num_tokens,
+        "sampling/ess_token": _share(sums["gap_token_weight"], sums["gap_token_square"], num_tokens),
+        "sampling/ess_sequence": _share(sums["gap_sequence_weight"], sums["gap_sequence_square"], num_sequences),
+    }
+
+
+def _share(total: float, squares: float, count: float) -> float:
+    return total**2 / (count * squares) if squares else 1.0

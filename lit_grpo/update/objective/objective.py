@@ -1,0 +1,194 @@
+"""Refuses objectives that mean something else than they say, with the nearest valid choice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import get_args
+
+from lit_grpo.update.normalization import Normalization
+from lit_grpo.update.objective.controllers import EntropyBonus
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.recipes import RECIPES, Recipe
+from lit_grpo.update.objective.tokens import RatioLevel
+
+PARAMETERS = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "temperature_positive",
+    "temperature_negative",
+    "k_positive",
+    "lambda_positive",
+    "k_negative",
+    "lambda_negative",
+)
+
+
+def check_objective(objective: Objective) -> None:
+    """Check names, numbers and combinations.
+
+    Raises:
+        ValueError: One does not fit; the message names it, its value and what to set.
+    """
+    if objective.loss not in RECIPES:
+        raise ValueError(f"objective.loss must be one of {', '.join(RECIPES)}, not {objective.loss!r}.")
+    _check_choices(objective)
+    _check_parameters(objective)
+    _check_bounds(objective)
+    _check_combinations(objective)
+
+
+def _check_choices(objective: Objective) -> None:
+    for name, kind in (("ratio", RatioLevel), ("normalization", Normalization)):
+        value = getattr(objective, name)
+        if value is not None and value not in get_args(kind):
+            raise ValueError(f"objective.{name} must be one of {', '.join(get_args(kind))}, not {value!r}.")
+    if not 0 < objective.top_entropy_quantile <= 1:
+        share = objective.top_entropy_quantile
+        raise ValueError(f"objective.top_entropy_quantile must be in (0, 1], not {share}; 1 keeps all tokens.")
+    if objective.off_policy_threshold is not None and not objective.off_policy_threshold >= 0:
+        raise ValueError(f"objective.off_policy_threshold must be a number >= 0, not {objective.off_policy_threshold}.")
+
+
+def _check_parameters(objective: Objective) -> None:
+    for name in PARAMETERS:
+        value, taken = getattr(objective, name), objective.recipe.parameters
+        if value is not None and name not in taken:
+            raise ValueError(
+                f"objective.{name} has no meaning for loss {objective.loss}; leave it out, or set what it takes: "
+                f"{', '.join(taken)}."
+            )
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"objective.{name} must be a number >= 0, not {value}.")
+
+
+def _check_bounds(objective: Objective) -> None:
+    parameters = objective.parameters
+    for name in ("temperature_positive", "temperature_negative", "lambda_positive", "lambda_negative"):
+        if parameters.get(name) == 0:
+            raise ValueError(f"objective.{name} must be above 0, not 0.")
+    high, delta = parameters.get("epsilon_high"), parameters.get("delta")
+    if objective.loss == "cispo" and high is not None and high < 1:
+        raise ValueError(
+            f"objective.epsilon_high is {high}, but for cispo it is the largest weight itself, and would cut even a "
+            f"token that has not moved; what verl calls {high} is {1 + high} here."
+        )
+    if delta is not None and high is not None and delta <= 1 + high:
+        raise ValueError(
+            f"objective.delta is {delta}, inside the clip range, which ends at {1 + high}; set it above, such as 3."
+        )
+
+
+def _check_combinations(objective: Objective) -> None:
+    level, normalization = objective.ratio_level, objective.normalized_by
+    recipe = objective.recipe
+    if recipe.only_ratio is not None and level != recipe.only_ratio:
+        raise ValueError(
+            f"objective.ratio is {level}, but loss {objective.loss} is {recipe.why_only}; "
+            f"set ratio to {recipe.only_ratio}."
+        )
+    if level == "sequence" and normalization in ("token", "constant"):
+        raise ValueError(
+            f"objective.ratio is sequence, but normalization {normalization} adds up tokens, so that a sequence counts "
+            "by its length and the objective is not the one of sequences (GSPO); set normalization to sequence, or "
+            "loss to gspo or luspo."
+        )
+    if level == "token" and normalization == "sequence_sum":
+        raise ValueError(
+            "objective.normalization sequence_sum is that of sequence ratios (LUSPO); for token ratios take constant, "
+            "which weighs all tokens alike too, or set loss to luspo."
+        )
+    if recipe.takes_correction and objective.correction.mode.startswith("sequence"):
+        raise ValueError(
+            f"objective.correction.mode is {objective.correction.mode}, but {objective.loss} makes one weight of its "
+            "tokens' corrections; take token_truncate or token_mask."
+        )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names.
+
+    Args:
+        loss: ``dapo`` (each token of the step alike), ``grpo`` (each completion alike), ``dr_grpo``, ``bnpo``,
+            ``dual_clip``, ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md
+            has each one's formula, source and defaults.
+        ratio: What a probability ratio is taken over, ``token`` or ``sequence``.
+        normalization: What a token counts: ``token`` (each token alike), ``sequence`` (each completion alike),
+            ``constant`` (by the limit on completion length) or ``sequence_sum`` (a completion by its length).
+        epsilon: How far the probability ratio may fall below 1 before it is clipped.
+        epsilon_high: How far it may rise above 1; ``epsilon`` where that is set alone. For ``cispo`` the largest
+            weight itself.
+        delta: Dual clip: the most that a ratio counts for a completion with a negative advantage.
+        temperature_positive: SAPO's temperature for positive advantages.
+        temperature_negative: SAPO's temperature for all others.
+        k_positive: VESPO's power of the weight for advantages of 0 and above.
+        lambda_positive: VESPO's decay of the weight for advantages of 0 and above.
+        k_negative: VESPO's power of the weight for negative advantages.
+        lambda_negative: VESPO's decay of the weight for negative advantages.
+        kl: The KL term to the first policy.
+        entropy: The entropy bonus.
+        correction: How the generator's log-probs are reconciled with the trainer's.
+        mask_truncated: Leave completions out that ended at the limit on their length; their advantages count in
+            their group, and they count as completions in the denominator.
+        top_entropy_quantile: Learn only from this share of a step's tokens, those with the highest entropy.
+        off_policy_threshold: Leave a completion with a negative advantage out where the policy's log-probs have fallen
+            by more than this, in nats per token, below those that it was sampled with.
+    """
+
+    loss: str = "dapo"
+    ratio: RatioLevel | None = None
+    normalization: Normalization | None = None
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    delta: float | None = None
+    temperature_positive: float | None = None
+    temperature_negative: float | None = None
+    k_positive: float | None = None
+    lambda_positive: float | None = None
+    k_negative: float | None = None
+    lambda_negative: float | None = None
+    kl: KLTerm = field(default_factory=KLTerm)
+    entropy: EntropyBonus = field(default_factory=EntropyBonus)
+    correction: Correction = field(default_factory=Correction)
+    mask_truncated: bool = False
+    top_entropy_quantile: float = 1.0
+    off_policy_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        check_objective(self)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The named recipe."""
+        return RECIPES[self.loss]
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """What the ratio is taken over."""
+        return self.ratio or self.recipe.ratio
+
+    @property
+    def normalized_by(self) -> Normalization:
+        """What a token counts."""
+        return self.normalization or self.recipe.normalization
+
+    @property
+    def parameters(self) -> dict[str, float | None]:
+        """The surrogate's parameters: the recipe's, and those set here."""
+        given = {name: getattr(self, name) for name in PARAMETERS if getattr(self, name) is not None}
+        if "epsilon" in given and "epsilon_high" not in given:
+            given["epsilon_high"] = given["epsilon"]
+        return {**self.recipe.parameters, **given}
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether every token's loss has a KL term."""
+        return self.kl.beta > 0 and self.kl.place == "loss"
+
+    @property
+    def uses_every_completion(self) -> bool:
+        """Whether a completion with advantage 0 changes the gradient."""
+        return self.kl_in_loss or self.entropy.active or self.top_entropy_quantile < 1

@@ -1,0 +1,92 @@
+"""The completion tokens of a micro-batch as objectives see them: sums, ratios, and which are learnt from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What an objective is computed from; the N axis holds the completions one after another, each of them whole.
+
+    ``logprobs_N`` carries the gradient, ``entropy_N`` (nats) where an entropy bonus asks for it, and nothing else does.
+    ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:
+    the same, or the trainer's own before the first update on the rollouts, where a correction bridges the two.
+    ``reference_logprobs_N`` are there where a KL term needs them. ``advantages_C`` and ``lengths_C``: one a completion.
+    """
+
+    logprobs_N: torch.Tensor
+    sampled_logprobs_N: torch.Tensor
+    old_logprobs_N: torch.Tensor
+    entropy_N: torch.Tensor
+    advantages_C: torch.Tensor
+    lengths_C: torch.Tensor
+    reference_logprobs_N: torch.Tensor | None = None
+
+    @property
+    def advantages_N(self) -> torch.Tensor:
+        """The advantage of the completion that each token belongs to."""
+        return spread(self.advantages_C, self.lengths_C)
+
+
+def spread(values_C: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
+    """Give each token the value of its completion: C to N."""
+    return values_C.repeat_interleave(lengths_C)
+
+
+def completion_sums(values_N: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
+    """Sum up each completion's tokens: N to C; 0 for a completion without tokens."""
+    if not len(lengths_C):
+        return values_N  # of no token, and part of the graph
+    return torch.segment_reduce(values_N, "sum", lengths=lengths_C, unsafe=True)
+
+
+def completion_means(values_N: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
+    """Average each completion's tokens: N to C; 0 for a completion without tokens."""
+    return completion_sums(values_N, lengths_C) / lengths_C.clamp(min=1)
+
+
+RatioLevel = Literal["token", "sequence"]
+
+
+def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
+    """Return the log of the ratio that each token's surrogate sees, shape N, with gradient.
+
+    ``token``: ``log r_t = log pi(o_t) - log pi_old(o_t)`` (PPO). ``sequence``: its mean over the completion, the
+    log of ``s = (pi(o) / pi_old(o)) ** (1 / |o|)``, the same for all of its tokens (GSPO, arXiv 2507.18071, eq. 7).
+    GSPO-token (eq. 13) has the same value and gradient where, as here, a completion has one advantage.
+    """
+    log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
+    if level == "token":
+        return log_ratio_N
+    return spread(completion_means(log_ratio_N, tokens.lengths_C), tokens.lengths_C)
+
+
+@torch.no_grad()
+def on_policy_completions(tokens: Tokens, threshold: float) -> torch.Tensor:
+    """Say which completions to keep, shape C: those with A >= 0, and bad ones that the policy has not left.
+
+    A bad completion is left out where ``mean_t(log pi_sampled - log pi)`` exceeds ``threshold`` (off-policy sequence
+    mask, DeepSeek-V3.2, arXiv 2512.02556, eq. 9; TRL's ``off_policy_mask_threshold``).
+    """
+    gap_N = (tokens.sampled_logprobs_N - tokens.logprobs_N).nan_to_num(0.0)
+    return (tokens.advantages_C >= 0) | (completion_means(gap_N, tokens.lengths_C) <= threshold)
+
+
+def entropy_threshold(entropy_N: torch.Tensor, share: float) -> float:
+    """Return the entropy that the ``share`` of tokens with the highest reach; infinite without tokens.
+
+    Linear interpolation between neighbours, as ``torch.quantile``, which takes no more than 2**24 values. Tokens at
+    the threshold are kept ("Beyond the 80/20 Rule", arXiv 2506.01939; TRL's ``top_entropy_quantile``).
+    """
+    if not entropy_N.numel():
+        return math.inf
+    ordered_N = entropy_N.sort().values
+    position = (1 - share) * (len(ordered_N) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered_N) - 1)
+    return float(torch.lerp(ordered_N[below], ordered_N[above], position - below))

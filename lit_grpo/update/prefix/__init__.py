@@ -1,0 +1,1 @@
+"""How a prompt is computed once for all of its completions."""

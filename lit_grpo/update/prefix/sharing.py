@@ -1,0 +1,150 @@
+"""One prefix, many responses: the attention that lets a packed row run through an unmodified Hugging Face decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from lit_grpo.policy.loading import hidden_states
+from lit_grpo.update.prefix.attention import piecewise_attention
+from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
+from lit_grpo.update.prefix.layout import PackedGroup, Piece, group_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lit_grpo.update.prefix.split_prompt import SplitPrompt
+
+
+ATTENTION_NAME = "lit_grpo_shared_prefix"
+
+_LAST_HIDDEN = "last hidden state"
+
+
+class SharedPrefix:
+    """What the attention of all layers must know of a packed row; travels with the forward as a keyword argument.
+
+    Args:
+        groups: Prompts and responses, and where they stand in the row.
+        prompts: By group, those that are carried from one micro-batch to the next; none by default.
+    """
+
+    def __init__(self, groups: Sequence[PackedGroup], prompts: Sequence[SplitPrompt | None] = ()) -> None:
+        self.groups = tuple(groups)
+        split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
+        self._carried = [prompt for group, prompt in split if group.carried_at is not None]
+        self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
+        self.windows: set[int | None] = set()
+        """The sliding windows that layers have asked for so far, ``None`` for full attention."""
+        self._pieces: dict[int | None, list[Piece]] = {}
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def compute_carried(self, model: PreTrainedModel) -> None:
+        """Run the carried prompts that have not been through ``model`` yet, each by itself and without gradient."""
+        for prompt in self._carried:
+            if not prompt.is_known:
+                alone = SharedPrefix([PackedGroup(0, len(prompt.token_ids), ())], [prompt])
+                input_ids_BT = torch.tensor(prompt.token_ids, device=model.device)[None]
+                positions_BT = torch.arange(len(prompt.token_ids), device=model.device)[None]
+                with torch.no_grad():
+                    hidden_BTD = hidden_states(model, input_ids_BT, position_ids=positions_BT, shared_prefix=alone)
+                prompt.keep(_LAST_HIDDEN, hidden_BTD[0, -1:].clone())
+                prompt.is_known = True
+
+    def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Put the last hidden states of carried prompts behind those of the row."""
+        for place, prompt in self._in_row:
+            hidden_TD = prompt.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
+        carried = [prompt.lend(_LAST_HIDDEN) for prompt in self._carried]
+        return torch.cat([hidden_TD, *carried]) if carried else hidden_TD
+
+    def attend(
+        self,
+        layer: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
+        key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
+        self.windows.add(window)
+        if query.device.type != "cpu":
+            if window not in self._masks:
+                self._masks[window] = prefix_block_mask(self.groups, window, query.shape[2], query.device)
+            return flex_prefix_attention(query, key, value, self._masks[window], scaling)
+        if window not in self._pieces:
+            self._pieces[window] = [piece for group in self.groups for piece in group_pieces(group, window)]
+        return piecewise_attention(query, key, value, self._pieces[window], scaling)
+
+    def _carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """Keep what is computed of prompts in the row, and put carried ones behind the row."""
+        for place, prompt in self._in_row:
+            index = (slice(None), slice(None), place)
+            if prompt.is_known:
+                tensor = prompt.settle(name, tensor, index)
+            else:
+                prompt.keep(name, tensor[index])
+        carried = [prompt.lend(name) for prompt in self._carried]
+        return torch.cat([tensor, *carried], 2) if carried else tensor
+
+
+def shared_prefix_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    shared_prefix: SharedPrefix,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend within the groups of ``shared_prefix``, in the signature of Hugging Face attention functions.
+
+    Raises:
+        ValueError: The model caps its attention scores, has attention sinks, or keys unlike its values.
+    """
+    if softcap is not None:
+        raise ValueError("it caps its attention scores")
+    if s_aux is not None:
+        raise ValueError("it has attention sinks")
+    if key.shape != value.shape:
+        raise ValueError("its keys and values differ in size")
+    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    # Autocast leaves normed queries and keys in float32; attention runs in the values' dtype.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return shared_prefix.attend(module, query, key, value, sliding_window, scaling).transpose(1, 2), None
+
+
+def shares_prefix(model: PreTrainedModel) -> bool:
+    """Whether ``model`` is switched to :func:`shared_prefix_attention` now."""
+    return model.config._attn_implementation == ATTENTION_NAME
+
+
+@contextmanager
+def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
+    """Switch ``model`` to :func:`shared_prefix_attention` for a while.
+
+    With gradient checkpointing the backward pass runs the layers again, so it belongs inside as well.
+    """
+    from transformers import AttentionInterface
+
+    before = str(model.config._attn_implementation)
+    if before == ATTENTION_NAME:
+        yield
+        return
+    AttentionInterface.register(ATTENTION_NAME, shared_prefix_attention)
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,68 @@
+"""Whether a model can take packed rows, asked before anything expensive starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_grpo.policy.loading import context_length, hidden_states
+from lit_grpo.update.prefix.layout import PackedGroup
+from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_PROMPT, _RESPONSES = 3, (2, 3)  # tokens
+
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the norm of the hidden states; other dtypes 0.05
+
+
+def prefix_refusal(model: PreTrainedModel) -> str | None:
+    """Say why ``model`` cannot share a prefix in the update, or return ``None`` if it can.
+
+    A few tokens go through it both ways; that finds layers that mix tokens by other means than attention as well.
+    """
+    config = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", False):
+        return "it does not use transformers' attention interface"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if foreign := kinds - {"full_attention", "sliding_attention"}:
+        return f"it has {' and '.join(sorted(foreign)).replace('_', ' ')} layers"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "longrope" in str(rope):
+        return "its positions turn differently for a long row"
+    layout = SharedPrefix([PackedGroup(0, _PROMPT, _RESPONSES)])
+    training = model.training
+    try:
+        with torch.no_grad():
+            error = _relative_error(model.eval(), layout)
+    except (ValueError, TypeError, RuntimeError) as refusal:  # its own arguments, or some other kind of attention
+        return str(refusal)
+    finally:
+        model.train(training)
+    if not error < _TOLERANCES.get(model.dtype, 0.05):
+        return f"its hidden states come out {error:.1%} off"
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
+    if window and slides and window < context_length(model) and not any(layout.windows):
+        return f"it does not tell its attention of its sliding window of {window} tokens"
+    return None
+
+
+def _relative_error(model: PreTrainedModel, layout: SharedPrefix) -> float:
+    """How far the packed row's hidden states are from those of each response alone behind its prompt."""
+    vocab_size = model.config.get_text_config().vocab_size
+    input_ids_BT = (torch.arange(_PROMPT + sum(_RESPONSES), device=model.device)[None] * 7 + 1) % vocab_size
+    prompt = torch.arange(_PROMPT, device=model.device)
+    rows, start = [prompt], _PROMPT
+    for length in _RESPONSES:
+        rows.append(torch.arange(start, start + length, device=model.device))
+        start += length
+    positions_T = torch.cat([prompt, *(torch.arange(len(row), device=model.device) + _PROMPT for row in rows[1:])])
+    with shared_prefixes(model):
+        actual_TD = hidden_states(model, input_ids_BT, position_ids=positions_T[None], shared_prefix=layout)[0]
+    expected = [hidden_states(model, input_ids_BT[:, torch.cat([prompt, row])])[0, -len(row) :] for row in rows[1:]]
+    expected_TD = torch.cat(expected)
+    return float((actual_TD[_PROMPT:] - expected_TD).float().norm() / expected_TD.float().norm())
