@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 
 _GIB = 2**30
-
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-
 _STATUS = Path("/proc/self/status")
-
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc has it
 
 

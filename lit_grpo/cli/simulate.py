@@ -94,9 +94,7 @@ def _cells(outcome: Outcome, fleet: Fleet, cost: StepCost | None) -> list[str]:
 
 
 Noise = float | Literal["none", "recorded"]
-
 DEFAULT_TRACE = "lognormal_heavy"
-
 MAX_POINTS = 2000  # of a curve in the picture
 
 

@@ -24,7 +24,6 @@ SPLITS_OF_STAGE = {
     "test": ("test",),
     "predict": ("predict",),
 }
-
 NUM_ROWS_SHOWN = 5
 
 

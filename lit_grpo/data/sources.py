@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 

@@ -24,13 +24,9 @@ ALPHABET = "0123456789%="
 """Every character of a prompt or of a working."""
 
 Split = Literal["train", "validation"]
-
 SMALLEST_DIVISOR, LARGEST_DIVISOR = 11, 49
-
 MOST_STEPS = 18
-
 CONTINUE = 0.72  # the chance that a working has one more subtraction
-
 VALIDATION_ONE_IN = 5
 
 

@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 
 
 VERSION = 1  # of everything that is not in the recipe; raise it when the same recipe gives another policy
-
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-
 PAD_ID, EOS_ID = 0, 1
-
 CACHE_VARIABLE = "LIT_GRPO_CACHE"
-
 Rows = list[tuple[str, str]]
 
 

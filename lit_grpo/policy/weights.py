@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BLOCKS = 64
-
 _WORD = 8  # bytes
 
 

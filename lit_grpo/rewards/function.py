@@ -44,7 +44,6 @@ class RewardSpec:
 
 
 ROLLOUT_INPUTS = ("prompt", "completion", "num_tokens", "finish_reason", "max_tokens")
-
 GROUP_INPUTS = ("prompts", "completions", "num_tokens", "finish_reasons", "max_tokens")
 
 

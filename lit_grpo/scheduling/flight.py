@@ -14,7 +14,6 @@ from lit_grpo.scheduling.jobs import Job, LearntLengths
 from lit_grpo.types import Key, Span
 
 _FIRST_PIECE = 64
-
 _PROMPT_STEP = 16
 
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 MOST_TOKENS = 32_768  # more at once makes no matrix product faster
-
 SHARE = 0.7  # of the free memory; the rest is for what is not kept for the backward pass
-
 _PROBE = 64  # tokens
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 _NUM_PREFILLED, _NUM_TOKENS = 3, 6
-
 _TOLERANCE = 0.05  # of the norm of the hidden states; bfloat16 stays below 0.02
 
 

@@ -118,7 +118,6 @@ def _same(hidden: torch.Tensor) -> torch.Tensor:
 
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
-
 _TABLE_STEP = 1024
 
 

@@ -23,12 +23,10 @@ from lit_grpo.rollout.slots.attention import Attention
 from lit_grpo.rollout.slots.fused import FusedDecoder
 
 _FIRST_BUCKETS, _BUCKET_STEP = (1, 2, 4), 8
-
 _WARM_UPS = 2
 
 Part = Callable[[], None]
 """Reads and writes tensors that stay where they are; a recording of it does the same when it is called."""
-
 Recorder = Callable[[Part], Part]
 
 

@@ -11,10 +11,8 @@ from lit_grpo.scheduling.flight import prompt_room
 from lit_grpo.types import Prompt
 
 AHEAD_TOKENS = 512
-
 PromptKey = tuple[str, int, int]
 """``(prompt_id, visit, policy version)``: keys and values of an older version are another prompt's."""
-
 Missing = list[tuple[PromptKey, Prompt]]
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
-
 _INSTEAD = "take adapters: merged"
 
 

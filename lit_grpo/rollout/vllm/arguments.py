@@ -26,16 +26,13 @@ if TYPE_CHECKING:
 
 
 TESTED_VERSIONS = ("0.32",)
-
 _DTYPES = ("float32", "bfloat16", "float16")
-
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # what goes wrong is raised
     "VLLM_CONFIGURE_LOGGING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower beside a trainer
 }
-
 _warned_of: set[str] = set()
 
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, int, int]
-
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 
 _PR_SET_PDEATHSIG = 1
-
 _STOP_S = 10.0
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, int, int]
-
 _RETRIES = 3  # of one completion, as long as its server is well
 
 

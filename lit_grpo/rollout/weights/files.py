@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 _INDEX, _VALUE = "|index", "|value"
-
 _SHARED_MEMORY = Path("/dev/shm")
 
 

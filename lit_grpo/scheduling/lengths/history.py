@@ -46,9 +46,7 @@ class Spread:
 
 
 LAST_VISIT = 0.5  # the weight of all earlier visits, at each new one
-
 VARIANCE_COUNT = 4  # completions as which the variance of all prompts counts in that of one
-
 SMALLEST_SCALE, LARGEST_SCALE = 0.25, 2.0
 
 Known = tuple[float, float, float]

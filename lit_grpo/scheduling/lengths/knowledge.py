@@ -16,9 +16,7 @@ from lit_grpo.scheduling.lengths.siblings import Siblings
 from lit_grpo.scheduling.lengths.table import BEFORE, JobTable
 
 NUM_COLUMNS = 64
-
 MOST_OF_A_GROUP = 16  # completions of a group that residuals and quality are taken from
-
 ENOUGH = 64  # finished completions, before predictions are followed
 
 Columns = tuple[np.ndarray, np.ndarray]

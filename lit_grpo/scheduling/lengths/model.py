@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 TRUSTED = 0.01
-
 PENALTIES = (1e9, 10.0, 1.0, 0.1, 0.01)  # the first, which leaves columns out, predicts where all are equally good
 
 
@@ -179,7 +178,6 @@ class Residuals:
 
 
 EXPECTATION, OUTRIGHT, CORRECTING = range(3)
-
 HANDICAP = np.array([[1.0], [1.1], [1.1]])  # completions of a prompt are alike, so that small differences mean nothing
 
 

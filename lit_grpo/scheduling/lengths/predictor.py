@@ -14,7 +14,6 @@ from lit_grpo.scheduling.lengths.table import BEFORE, JobTable
 from lit_grpo.types import Key
 
 MOST_LEARNED = 16_384  # rows of a rollout that each model learns from
-
 RECOUNTS = 32  # how often in a rollout the siblings are taken account of
 
 

@@ -82,7 +82,6 @@ def _trace_back(steps: list[Step], sizes: np.ndarray, order: np.ndarray, num_lan
 
 
 MULTIFIT_ROUNDS = 10
-
 MULTIFIT_WORK = 50_000
 """MULTIFIT is tried up to this many jobs x lanes: it costs their product, and with many jobs LPT is as good."""
 

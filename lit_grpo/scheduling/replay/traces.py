@@ -74,7 +74,6 @@ class TraceRow:
 
 
 LEAST = {"sample_id": 0, "prompt_tokens": 1, "tokens": 1, "visit": 0, "step": 0}
-
 NEEDED = ("prompt_id", "sample_id", "prompt_tokens", "tokens")
 
 

@@ -20,9 +20,7 @@ from lit_grpo.update.advantages.functions import (
 from lit_grpo.update.advantages.smoothing import RewardHistory
 
 Estimator = Literal["grpo", "rloo", "mc_grpo", "ngrpo", "gdpo", "dcpo"]
-
 ScaleBy = Literal["group", "batch", "mad", "none"]
-
 SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
     "grpo": ("group", "batch", "none"),
     "rloo": ("none", "group", "batch"),
@@ -31,7 +29,6 @@ SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
     "gdpo": ("batch",),
     "dcpo": ("group",),
 }
-
 KL_HAS_NO_PLACE: Mapping[str, str] = {
     "gdpo": "gdpo normalises each reward function by itself, and the KL term is none",
     "ngrpo": "the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Checkpointing = bool | Literal["selective"]
 
 _aten = torch.ops.aten
-
 KEPT = [
     _aten.mm.default,
     _aten.addmm.default,

@@ -43,7 +43,6 @@ def linear_head(model: PreTrainedModel) -> LinearHead | None:
 
 
 TOKENS_PER_BLOCK = 2048
-
 LOGITS_PER_BLOCK = {"cpu": 2**21, "cuda": 2**25}  # 8 MiB in float32, most of which caches hold; 128 MiB
 
 

@@ -10,7 +10,6 @@ import torch
 from lit_grpo.update.prefix.layout import Piece
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 

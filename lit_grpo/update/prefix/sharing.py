@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 ATTENTION_NAME = "lit_grpo_shared_prefix"
-
 _LAST_HIDDEN = "last hidden state"
 
 

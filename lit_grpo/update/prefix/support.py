@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 _PROMPT, _RESPONSES = 3, (2, 3)  # tokens
-
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the norm of the hidden states; other dtypes 0.05
 
 
