@@ -42,7 +42,7 @@ def main(options: Options) -> int:
             prompts = arithmetic_prompts(tokenizer, num_prompts)
             rng = np.random.default_rng(0)
             lengths = synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, rng).reshape(-1).tolist()
-            keys = [(prompt.prompt_id, 0, sample_id) for prompt in prompts for sample_id in range(group_size)]
+            keys = [(prompt.prompt_id, 0, (sample_id,)) for prompt in prompts for sample_id in range(group_size)]
             generator = started(ForcedGenerator(dict(zip(keys, lengths, strict=True)), slots), policy, tokenizer)
             rollouts, passes, steps = [], [], []
             for repeat in range(repeats + 1):

@@ -171,5 +171,5 @@ def continuous_batching(work: Work) -> Run:
 
 def by_key(prompts: list[Prompt], lengths: np.ndarray) -> dict[Key, int]:
     """Return lengths, group by group, by the key of their completions."""
-    keys = [(p.prompt_id, p.visit, sample) for p in prompts for sample in range(len(lengths) // len(prompts))]
+    keys = [(p.prompt_id, p.visit, (sample,)) for p in prompts for sample in range(len(lengths) // len(prompts))]
     return dict(zip(keys, lengths.tolist(), strict=True))

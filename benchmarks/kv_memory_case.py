@@ -45,7 +45,7 @@ def main(argument: str) -> None:
     torch.set_num_threads(1)
     policy = random_qwen3(QWEN3_WIDE | {"num_hidden_layers": case.layers}, case.device)
     prompt = Prompt("train/0", tuple(2 + i % 10 for i in range(case.prompt_tokens)), "")
-    lengths = {("train/0", 0, sample): case.max_tokens for sample in range(case.group_size)}
+    lengths = {("train/0", 0, (sample,)): case.max_tokens for sample in range(case.group_size)}
     slots = case.num_slots if case.system == "lit_grpo" else case.group_size
     generator = started(ForcedGenerator(lengths, slots), policy, make_tokenizer())
     held = 0

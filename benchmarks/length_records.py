@@ -44,7 +44,7 @@ def sampled(
         needed = prompt_tokens + min(max(points), tokens_BT.shape[1] - prompt_tokens)
         features = _features(policy, tokens_BT[:, :needed], prompt_tokens, points)
     jobs = [
-        Job((p.prompt_id, visit, sample), prompt_tokens, max_tokens) for p in prompts for sample in range(group_size)
+        Job((p.prompt_id, visit, (sample,)), prompt_tokens, max_tokens) for p in prompts for sample in range(group_size)
     ]
     return Record(jobs, lengths, features)
 
@@ -93,7 +93,7 @@ def made_up(
         for first in range(0, num_prompts, per_rollout):
             part = slice(first, first + per_rollout)
             jobs = [
-                Job((f"p{n}", visit, s), 64, max_tokens) for n in range(first, part.stop) for s in range(group_size)
+                Job((f"p{n}", visit, (s,)), 64, max_tokens) for n in range(first, part.stop) for s in range(group_size)
             ]
             features = {}
             for point in points:

@@ -63,7 +63,7 @@ class Work:
             ids_T = torch.tensor([rng.randrange(2, self.vocab_size) for _ in range(length)])
             logprobs_T = torch.full((length,), -math.log(self.vocab_size))
             completion = Completion(
-                Request(prompt, sample, sampling), ids_T, logprobs_T, torch.zeros_like(ids_T), "stop"
+                Request(prompt, (sample,), sampling), ids_T, logprobs_T, torch.zeros_like(ids_T), "stop"
             )
             rollouts.append(Rollout(prompt, completion, {}, sample / len(lengths)))
         return RolloutGroup(prompt, rollouts)

@@ -25,10 +25,9 @@ from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
 from lit_grpo.scheduling.replay.traces import synthetic_lengths
-from lit_grpo.types import Prompt, Request, SamplingParams
+from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
 POINTS = (0, 8, 32, 64)
-Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _forced(prompts: list[Prompt], sizes: Sizes) -> dict[Key, int]:
     shape = len(prompts), sizes.epochs * sizes.group
     lengths = synthetic_lengths("per_prompt", *shape, sizes.max_tokens, np.random.default_rng(1))
     return {
-        (prompt.prompt_id, epoch, sample): int(lengths[row, epoch * sizes.group + sample])
+        (prompt.prompt_id, epoch, (sample,)): int(lengths[row, epoch * sizes.group + sample])
         for row, prompt in enumerate(prompts)
         for epoch in range(sizes.epochs)
         for sample in range(sizes.group)
@@ -126,7 +125,7 @@ def _own_queue(
     generator.load_weights(PolicyWeights(policy), 0)  # which empties the prefix cache too
     num_slots, generator.num_slots = generator.num_slots, len(prompts) * group_size  # of which the engine knows nothing
     start, steps, finished = time.perf_counter(), 0, []
-    generator.submit([Request(prompt, sample, sampling) for prompt in prompts for sample in range(group_size)])
+    generator.submit([Request(prompt, (sample,), sampling) for prompt in prompts for sample in range(group_size)])
     while len(finished) < len(prompts) * group_size:
         finished += generator.step().finished
         steps += 1

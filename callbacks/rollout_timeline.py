@@ -65,7 +65,7 @@ def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
             "step": step,
             "prompt_id": rollout.prompt.prompt_id,
             "visit": rollout.prompt.visit,
-            "sample_id": rollout.completion.request.sample_id,
+            "sample_id": rollout.completion.request.path[0],
             "prompt_tokens": len(rollout.prompt.token_ids),
             "tokens": rollout.completion.num_tokens,
             "predicted": round(batch.predicted[rollout.completion.request.key], 1),

@@ -76,7 +76,7 @@ class EvaluationModule(pl.LightningModule):
         return [
             {
                 "prompt_id": rollout.prompt.prompt_id,
-                "sample_id": rollout.completion.request.sample_id,
+                "sample_id": rollout.completion.request.path[0],
                 "prompt": rollout.prompt.text,
                 "completion": rollout.completion.text,
                 "token_ids": rollout.completion.token_ids_T.tolist(),

@@ -44,7 +44,7 @@ def make_rollout(
     prompt = Prompt(prompt_id, tuple(prompt_ids), "")
     tokens_T = torch.tensor(completion_ids, dtype=torch.int64)
     completion = Completion(
-        Request(prompt, sample_id, SamplingParams(max_tokens=MAX_TOKENS)),
+        Request(prompt, (sample_id,), SamplingParams(max_tokens=MAX_TOKENS)),
         tokens_T,
         torch.tensor([math.log(0.5)] * len(tokens_T) if logprobs is None else logprobs, dtype=torch.float32),
         torch.full_like(tokens_T, version),

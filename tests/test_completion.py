@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
-REQUEST = Request(Prompt("a", (2, 3), ""), 4, SamplingParams())
+REQUEST = Request(Prompt("a", (2, 3), ""), (4,), SamplingParams())
 
 
 def make(ids: list[int], logprobs: list[float], versions: list[int]) -> Completion:

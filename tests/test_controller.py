@@ -15,7 +15,7 @@ from lit_grpo.rollout.loop import RolloutController
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.plans.plan import PLANS, FirstCome
-from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 Lengths = dict[str, list[int]]
 
@@ -29,8 +29,8 @@ class FakeGenerator:
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths
-        self.remaining: dict[tuple[str, int, int], int] = {}
-        self.requests: dict[tuple[str, int, int], Request] = {}
+        self.remaining: dict[Key, int] = {}
+        self.requests: dict[Key, Request] = {}
         self.log: list[tuple[str, Any]] = []
         self.fail_at_step = self.fail_at_submit = -1
         self.num_steps = 0
@@ -59,7 +59,7 @@ class FakeGenerator:
         assert len(requests) <= self.capacity().free_slots
         for request in requests:
             assert request.key not in self.remaining
-            self.remaining[request.key] = self.lengths[request.key[0]][request.sample_id]
+            self.remaining[request.key] = self.lengths[request.key[0]][request.path[0]]
             self.requests[request.key] = request
         self.log.append(("submit", [request.key[::2] for request in requests]))
         if self.fail_at_submit == 0:
@@ -77,13 +77,13 @@ class FakeGenerator:
             self.remaining[key] -= 1
             if not self.remaining[key]:
                 del self.remaining[key]
-                finished.append(completion(self.requests[key], self.lengths[key[0]][key[2]]))
+                finished.append(completion(self.requests[key], self.lengths[key[0]][key[2][0]]))
         return StepEvents(active, active, finished[::-1])
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         self.log.append(("release", [prompt.prompt_id for prompt in prompts]))
 
-    def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         keys = set(keys)
         self.log.append(("abort", sorted(key[::2] for key in keys)))
         return [completion(self.requests[key], 0) for key in keys if self.remaining.pop(key, None)]
@@ -100,7 +100,7 @@ class FakeRewards:
     def submit(self, group: RolloutGroup) -> None:
         self.submitted.append((group.prompt.prompt_id, len(self.generator.remaining)))
         for rollout in group.rollouts:
-            rollout.reward = float(rollout.completion.request.sample_id)
+            rollout.reward = float(rollout.completion.request.path[0])
 
     def gather(self) -> None:
         self.num_gathered += 1
@@ -133,7 +133,7 @@ def test_groups_are_whole_and_in_the_order_of_prompts_and_samples(slots: int) ->
     groups, stats = controller(generator).collect(prompts("c", "a", "b"), 3, SAMPLING, seed=5)
     assert [group.prompt.prompt_id for group in groups] == ["c", "a", "b"]
     for group in groups:
-        assert [r.completion.request.sample_id for r in group.rollouts] == [0, 1, 2]
+        assert [r.completion.request.path[0] for r in group.rollouts] == [0, 1, 2]
         assert [r.completion.num_tokens for r in group.rollouts] == LENGTHS[group.prompt.prompt_id]
         assert all(r.prompt is group.prompt and r.completion.request.seed == 5 for r in group.rollouts)
     assert stats.num_tokens == 29

@@ -23,7 +23,7 @@ class Told(NoLengths):
 
 
 def job(sample: int, prompt: str = "a", prompt_tokens: int = 20, max_tokens: int = 400) -> Job:
-    return Job((prompt, 0, sample), prompt_tokens, max_tokens)
+    return Job((prompt, 0, (sample,)), prompt_tokens, max_tokens)
 
 
 def room(num_tokens: int, max_tokens: int) -> int:
@@ -52,7 +52,7 @@ def test_a_job_is_taken_exactly_where_every_step_to_come_fits() -> None:
     rng, decided = random.Random(0), {True: 0, False: 0}
     for _ in range(200):
         number = rng.randint(1, 6)
-        lengths = {("a", 0, sample): rng.randint(1, 400) for sample in range(number + 1)}
+        lengths = {("a", 0, (sample,)): rng.randint(1, 400) for sample in range(number + 1)}
         first, new = [job(sample) for sample in range(number)], job(number)
         in_flight = InFlight(10, Told(lengths), None)
         for each in first:
@@ -67,7 +67,7 @@ def test_a_job_is_taken_exactly_where_every_step_to_come_fits() -> None:
 
 
 def test_anything_fits_where_nothing_is_active() -> None:
-    in_flight = InFlight(2, Told({("a", 0, 0): 400}), kv_tokens=10)
+    in_flight = InFlight(2, Told({("a", 0, (0,)): 400}), kv_tokens=10)
     assert in_flight.take(job(0))
 
 
@@ -76,19 +76,19 @@ def test_a_job_that_was_set_aside_goes_on_with_its_tokens() -> None:
     in_flight.take(job(0))
     in_flight.take(job(1, "b"))
     in_flight.step = 7
-    in_flight.set_aside(("b", 0, 1))
-    assert in_flight.progress() == {("a", 0, 0): 7}
+    in_flight.set_aside(("b", 0, (1,)))
+    assert in_flight.progress() == {("a", 0, (0,)): 7}
     in_flight.step = 9
     in_flight.take(job(1, "b"))
     in_flight.step = 12
-    assert in_flight.progress() == {("a", 0, 0): 12, ("b", 0, 1): 10}
-    in_flight.finish(("b", 0, 1))
-    in_flight.finish(("a", 0, 0))
+    assert in_flight.progress() == {("a", 0, (0,)): 12, ("b", 0, (1,)): 10}
+    in_flight.finish(("b", 0, (1,)))
+    in_flight.finish(("a", 0, (0,)))
     assert len(in_flight) == 0
     assert list(in_flight.spans) == [
-        (("b", 0, 1), Span(1, 0, 7, 1)),
-        (("b", 0, 1), Span(1, 9, 12, 1)),
-        (("a", 0, 0), Span(0, 0, 12, 0)),
+        (("b", 0, (1,)), Span(1, 0, 7, 1)),
+        (("b", 0, (1,)), Span(1, 9, 12, 1)),
+        (("a", 0, (0,)), Span(0, 0, 12, 0)),
     ]
 
 

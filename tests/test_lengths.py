@@ -19,7 +19,9 @@ Shown = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 def jobs_of(prompts: int, group_size: int, visit: int, limit: int = LIMIT) -> list[Job]:
-    return [Job((f"p{prompt}", visit, sample), 5, limit) for prompt in range(prompts) for sample in range(group_size)]
+    return [
+        Job((f"p{prompt}", visit, (sample,)), 5, limit) for prompt in range(prompts) for sample in range(group_size)
+    ]
 
 
 def lengths_of(logs: np.ndarray) -> np.ndarray:
@@ -274,7 +276,7 @@ def test_memory_is_bounded() -> None:
     predictor = LengthPredictor(points=(0,), history=10)
     sizes = []
     for visit in range(30):
-        jobs = [Job((f"{visit}/{prompt}", visit, sample), 5, 500) for prompt in range(64) for sample in range(16)]
+        jobs = [Job((f"{visit}/{prompt}", visit, (sample,)), 5, 500) for prompt in range(64) for sample in range(16)]
         predictor.begin(jobs, np.ones((len(jobs), 3)) * visit)
         for number, job in enumerate(jobs):
             predictor.finish(job, 1 + number % 400)
@@ -287,7 +289,7 @@ def test_memory_is_bounded() -> None:
 def test_a_hundred_thousand_jobs_are_estimated_in_well_under_a_second() -> None:
     predictor = LengthPredictor()
     train(predictor, 6, None)
-    jobs = [Job((f"/p{number // 16}", 9, number % 16), 5, 500) for number in range(100_000)]
+    jobs = [Job((f"/p{number // 16}", 9, (number % 16,)), 5, 500) for number in range(100_000)]
     predictor.begin(jobs)
     elapsed = []
     for _ in range(3):
@@ -327,7 +329,7 @@ def test_bad_observations_get_one_sentence() -> None:
         predictor.observe(keys, 8, np.ones((3, 4)))
     with pytest.raises(ValueError, match="features has 5 columns, but those before had 4"):
         predictor.observe(keys, 8, np.ones((2, 5)))
-    with pytest.raises(ValueError, match=r"does not know the job \('p0', 1, 0\); give it to begin\(\) first"):
+    with pytest.raises(ValueError, match=r"does not know the job \('p0', 1, \(0,\)\); give it to begin\(\) first"):
         predictor.estimate(jobs_of(1, 1, 1))
     with pytest.raises(ValueError, match="q must be from 0 to 1, not 2"):
         predictor.quantile(jobs, 2)

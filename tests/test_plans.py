@@ -14,16 +14,16 @@ from lit_grpo.scheduling.replay.known import KnownLengths
 
 
 def jobs(prompt_id: str, count: int) -> list[Job]:
-    return [Job((prompt_id, 0, sample), 2, 99) for sample in range(count)]
+    return [Job((prompt_id, 0, (sample,)), 2, 99) for sample in range(count)]
 
 
 def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> None:
     plan = FirstCome()
     plan.add(jobs("a", 3))
     plan.add(jobs("b", 2))
-    assert [job.key[::2] for job in plan.admit(4)] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    assert [(job.key[0], *job.key[2]) for job in plan.admit(4)] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     plan.add(jobs("c", 1))
-    assert [job.key[::2] for job in plan.admit(4)] == [("b", 1), ("c", 0)]
+    assert [(job.key[0], *job.key[2]) for job in plan.admit(4)] == [("b", 1), ("c", 0)]
 
 
 def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -> None:
@@ -67,7 +67,7 @@ def known(lengths: Sequence[float], informative: bool = True) -> tuple[list[Job]
 
 
 def samples(admitted: list[Job]) -> list[int]:
-    return [job.key[2] for job in admitted]
+    return [job.key[2][0] for job in admitted]
 
 
 def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool = True) -> tuple[Plan, list[Job]]:
@@ -99,13 +99,13 @@ def test_short_jobs_are_kept_for_the_end_longest_first() -> None:
 def test_less_is_kept_for_the_end_where_memory_leaves_slots_idle_until_there_are_new_jobs() -> None:
     lengths = [4, 2, 9, 5, 8, 3, 7, 6]
     plan, _ = made("short_last", lengths, 8)
-    assert samples(plan.admit(8, lambda job: job.key[2] == 2)) == [2]  # by length, and 8 tokens do not fit
+    assert samples(plan.admit(8, lambda job: job.key[2] == (2,))) == [2]  # by length, and 8 tokens do not fit
     # One slot counts, which decodes 8 tokens in the time of the longest; three quarters of that are 2 + 3.
     assert samples(plan.admit(3)) == [0, 3, 4]
     waiting, estimates = known(lengths)
     plan = make_plan("short_last", estimates, 8)
     plan.add(waiting[:7])
-    assert samples(plan.admit(8, lambda job: job.key[2] == 2)) == [2]
+    assert samples(plan.admit(8, lambda job: job.key[2] == (2,))) == [2]
     plan.add(waiting[7:])
     assert samples(plan.admit(8)) == [4, 6, 7, 3, 0, 5, 1]
 
@@ -119,7 +119,7 @@ def test_waiting_jobs_are_sorted_anew_when_estimates_have_been_revised() -> None
     plan = make_plan("lpt", estimates, 1)
     plan.add(waiting)
     assert samples(plan.admit(1)) == [0]
-    estimates._estimates = {job.key: float(job.key[2]) for job in waiting}
+    estimates._estimates = {job.key: float(job.key[2][0]) for job in waiting}
     assert samples(plan.admit(1)) == [1]  # nobody was told
     estimates.revision = 1
     assert samples(plan.admit(2)) == [3, 2]

@@ -25,7 +25,7 @@ def make_group(*texts: str, prompt_id: str = "train/17", **columns: Any) -> Roll
     prompt = Prompt(prompt_id, (1, 2), "What is it?", columns)
     rollouts = []
     for sample_id, text in enumerate(texts):
-        request = Request(prompt, sample_id, SamplingParams(max_tokens=9))
+        request = Request(prompt, (sample_id,), SamplingParams(max_tokens=9))
         tokens = torch.zeros(len(text), dtype=torch.int64)
         completion = Completion(request, tokens, tokens.float(), tokens, "stop", text)
         rollouts.append(Rollout(prompt, completion))
@@ -429,7 +429,7 @@ def test_stuck_functions_do_not_keep_the_process_from_exiting() -> None:
         async def stuck_async(completion): await asyncio.sleep(60)
 
         prompt = Prompt("train/0", (1,), "p")
-        request, no = Request(prompt, 0, SamplingParams()), torch.empty(0)
+        request, no = Request(prompt, (0,), SamplingParams()), torch.empty(0)
         completion = Completion(request, no, no, no, "stop")
         group = RolloutGroup(prompt, [Rollout(prompt, completion)])
         functions = [RewardFunction.of(stuck, "stuck"), RewardFunction.of(stuck_async, "stuck_async")]

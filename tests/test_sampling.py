@@ -27,7 +27,7 @@ def splitmix64(key: int, position: int) -> float:
 
 def keys(count: int, seed: int = 0) -> np.ndarray:
     prompt = Prompt("train/0", (1,), "")
-    numbers = [request_key(Request(prompt, sample, SamplingParams(), seed)) for sample in range(count)]
+    numbers = [request_key(Request(prompt, (sample,), SamplingParams(), seed)) for sample in range(count)]
     return np.array(numbers, dtype=np.uint64)
 
 
@@ -76,19 +76,19 @@ def test_uniform_does_not_depend_on_the_other_rows() -> None:
 
 def test_request_key_differs_by_seed_prompt_visit_and_sample_alone() -> None:
     requests = {
-        (seed, name, visit, sample): Request(Prompt(name, (1,), "", visit=visit), sample, SamplingParams(), seed)
+        (seed, name, visit, sample): Request(Prompt(name, (1,), "", visit=visit), (sample,), SamplingParams(), seed)
         for seed, name, visit, sample in itertools.product(
             [0, 1, 12], ["train/1", "train/11", "validation/1"], [0, 1], [0, 1, 2]
         )
     }
     assert len({request_key(request) for request in requests.values()}) == len(requests)
-    other_text = Request(Prompt("train/1", (5, 6), "other", {"answer": 3}), 0, SamplingParams(max_tokens=9), 0)
+    other_text = Request(Prompt("train/1", (5, 6), "other", {"answer": 3}), (0,), SamplingParams(max_tokens=9), 0)
     assert request_key(other_text) == request_key(requests[0, "train/1", 0, 0])
     assert 0 <= request_key(other_text) < 2**64
 
 
 def test_request_key_is_the_same_in_every_process() -> None:
-    request = Request(Prompt("train/17", (1,), "", visit=2), 5, SamplingParams(), 42)
+    request = Request(Prompt("train/17", (1,), "", visit=2), (5,), SamplingParams(), 42)
     assert request_key(request) == 3059160939103929216
 
 

@@ -95,7 +95,7 @@ def ragged_rollouts(seed: int = 0, group_sizes: tuple[int, ...] = (5, 1, 4)) -> 
 def upstream(rollout: Rollout) -> torch.Tensor:
     """What the loss's gradient is at each of a rollout's log-probs."""
     tokens_T = rollout.completion.token_ids_T.float()
-    return torch.sin(tokens_T + rollout.completion.request.sample_id + len(rollout.prompt.token_ids))
+    return torch.sin(tokens_T + rollout.completion.request.path[0] + len(rollout.prompt.token_ids))
 
 
 def gradients(model: Any) -> torch.Tensor:

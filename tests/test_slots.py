@@ -22,9 +22,8 @@ from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import WeightSyncError
-from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
 
-Key = tuple[str, int, int]
 EOS = 1
 PROMPTS = [
     Prompt("a", (2, 3, 4), ""),
@@ -58,7 +57,7 @@ def make(policy: Any, tokenizer: Any) -> Callable[..., SlotGenerator]:
 
 
 def requests(prompts: Sequence[Prompt], count: int, sampling: SamplingParams, seed: int = 0) -> list[Request]:
-    return [Request(prompt, sample, sampling, seed) for prompt in prompts for sample in range(count)]
+    return [Request(prompt, (sample,), sampling, seed) for prompt in prompts for sample in range(count)]
 
 
 def decode(generator: SlotGenerator, waiting: Iterable[Request]) -> dict[Key, Completion]:

@@ -74,7 +74,7 @@ def test_lengths_of_a_trace_are_true_without_noise_and_within_the_limit_with_it(
 
 
 def test_known_lengths_answer_for_the_jobs_that_are_asked_for() -> None:
-    jobs = [Job(("a", 0, sample), 2, 10) for sample in range(3)]
+    jobs = [Job(("a", 0, (sample,)), 2, 10) for sample in range(3)]
     lengths = KnownLengths(jobs, np.array([4.0, 99.0, 0.0]))
     assert lengths.estimate(jobs[::-1]).tolist() == [1.0, 10.0, 4.0]
     assert lengths.estimate([]).shape == (0,)
@@ -88,13 +88,13 @@ def test_a_recorded_trace_keeps_order_groups_and_batches(tmp_path: Path) -> None
         GOOD | {"visit": 1, "step": 5, "predicted": 1},
     ]
     trace = load_trace(str(write(tmp_path / "run.jsonl", *rows, "")))
-    assert trace.keys == [("a", 0, 1), ("b", 0, 0), ("a", 0, 0), ("a", 1, 0)]
+    assert trace.keys == [("a", 0, (1,)), ("b", 0, (0,)), ("a", 0, (0,)), ("a", 1, (0,))]
     assert trace.group.tolist() == [0, 1, 0, 2]
     assert trace.lengths.tolist() == [7, 2, 9, 9] and trace.prompt_tokens.tolist() == [3, 5, 3, 3]
     assert set(trace.max_tokens) == {9}
     assert trace.predicted is not None and trace.predicted.tolist() == [6.5, 2, 8, 1]
     batches = trace.batches()
-    assert [batch.keys for batch in batches] == [[("b", 0, 0)], [("a", 0, 1), ("a", 0, 0)], [("a", 1, 0)]]
+    assert [batch.keys for batch in batches] == [[("b", 0, (0,))], [("a", 0, (1,)), ("a", 0, (0,))], [("a", 1, (0,))]]
     assert batches[1].predicted is not None and batches[1].predicted.tolist() == [6.5, 8]
 
 

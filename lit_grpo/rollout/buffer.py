@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, Rollout, RolloutGroup, SamplePath, SamplingParams
 
 
 class GroupAssembly:
@@ -23,8 +23,8 @@ class GroupAssembly:
         self._sampling, self._seed = sampling, seed
         self.num_generations = num_generations
         self._unadmitted = dict.fromkeys(self._prompts, num_generations)
-        self._completions: dict[tuple[str, int], dict[int, Completion]] = {key: {} for key in self._prompts}
-        self._groups: dict[tuple[str, int], RolloutGroup] = {}
+        self._completions: dict[GroupKey, dict[SamplePath, Completion]] = {key: {} for key in self._prompts}
+        self._groups: dict[GroupKey, RolloutGroup] = {}
 
     @property
     def done(self) -> bool:
@@ -40,7 +40,8 @@ class GroupAssembly:
     def jobs(self) -> list[Job]:
         """All requests, as plans see them."""
         most, samples = self._sampling.max_tokens, range(self.num_generations)
-        return [Job((*key, n), len(prompt.token_ids), most) for key, prompt in self._prompts.items() for n in samples]
+        prompts = self._prompts.items()
+        return [Job((*key, (n,)), len(prompt.token_ids), most) for key, prompt in prompts for n in samples]
 
     def admit(self, jobs: Sequence[Job]) -> tuple[list[Request], list[Prompt]]:
         """Note what is in flight; return its requests, and the prompts of which no request is left to admit."""
@@ -61,10 +62,10 @@ class GroupAssembly:
 
     def finish(self, completion: Completion) -> RolloutGroup | None:
         """Take a completion; return its group if it is whole now."""
-        *_, sample_id = request_key = completion.request.key
+        *_, path = request_key = completion.request.key
         self.in_flight.remove(request_key)
         members = self._completions[request_key[:2]]
-        members[sample_id] = completion
+        members[path] = completion
         if len(members) < self.num_generations:
             return None
         prompt = completion.request.prompt

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.policy.weights import PolicyWeights
     from lit_grpo.rollout.weights.tensors import SyncReport
-    from lit_grpo.types import Completion, Prompt, Request
+    from lit_grpo.types import Completion, Key, Prompt, Request
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Observation:
     log-prob so far and the entropy of the next token.
     """
 
-    keys: Sequence[tuple[str, int, int]] | Sequence[tuple[str, int]]
+    keys: Sequence[Key] | Sequence[tuple[str, int]]
     num_tokens: int
     features: np.ndarray
 
@@ -124,7 +124,7 @@ class Generator(Protocol):
         """Say that no more requests for these prompts will come, so nothing need be kept for them."""
         ...
 
-    def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """Stop these requests (by ``Request.key``) and return what they have so far."""
         ...
 

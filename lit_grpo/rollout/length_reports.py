@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import cast
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.scheduling.jobs import Job, LearntLengths
-from lit_grpo.types import Key
+from lit_grpo.types import GroupKey, Key, SamplePath
 
 _PORTIONS = 4  # a rollout; each costs a millisecond or so, whatever it holds
 
@@ -28,9 +27,9 @@ class LengthReports:
     def __init__(self, lengths: LearntLengths, jobs: Sequence[Job]) -> None:
         self._lengths = lengths
         self._portion = max(len(jobs) // _PORTIONS, 1)
-        self._samples: dict[tuple[str, int], array[int]] = {}  # by group
+        self._samples: dict[GroupKey, list[SamplePath]] = {}  # by group
         for job in jobs:
-            self._samples.setdefault(job.group, array("q")).append(job.key[2])
+            self._samples.setdefault(job.group, []).append(job.key[2])
         self._observations: dict[int, list[Observation]] = {}
         self._finished: list[tuple[Job, int]] = []
 

@@ -24,7 +24,7 @@ def logprob_gap(generator: Generator, policy: PreTrainedModel, prompt: Prompt, v
     sampled under a name of its own, so that no random number of a rollout is used.
     """
     named = Prompt("probe", prompt.token_ids, prompt.text, visit=version)
-    generator.submit([Request(named, 0, SamplingParams(max_tokens=_NUM_TOKENS))])
+    generator.submit([Request(named, (0,), SamplingParams(max_tokens=_NUM_TOKENS))])
     finished: list[Completion] = []
     while not finished:
         finished = generator.step().finished

@@ -1,6 +1,6 @@
 """Sampling whose random numbers depend on the sample and its position, and on nothing else.
 
-A token's random number is a hash of (seed, prompt id, visit, sample id, position). Which slot decodes
+A token's random number is a hash of (seed, prompt id, visit, path, position). Which slot decodes
 a completion, beside which others, and in which order therefore cannot change it.
 """
 
@@ -20,7 +20,8 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 def request_key(request: Request) -> int:
     """Hash what identifies a request to an unsigned 64-bit integer."""
-    text = repr((request.seed, *request.key)).encode()
+    prompt_id, visit, path = request.key
+    text = repr((request.seed, prompt_id, visit, *path)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 

@@ -62,7 +62,7 @@ class SpanLog(Sequence[tuple[Key, Span]]):
 
     def add(self, key: Key, slot: int, start: int, end: int) -> None:
         """Note that a slot decoded a completion from step ``start`` to step ``end``."""
-        row = (slot, start, end, self.group(key[:2]), key[2])
+        row = (slot, start, end, self.group(key[:2]), key[2][0])
         for column, value in zip(self._columns, row, strict=True):
             column.append(value)
 
@@ -74,11 +74,11 @@ class SpanLog(Sequence[tuple[Key, Span]]):
     @overload
     def __getitem__(self, index: slice) -> list[tuple[Key, Span]]: ...
     def __getitem__(self, index: int | slice) -> tuple[Key, Span] | list[tuple[Key, Span]]:
-        """Return a span and the key of its completion, ``(prompt_id, visit, sample_id)``."""
+        """Return a span and the key of its completion, ``(prompt_id, visit, path)``."""
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
-        slot, start, end, group, sample_id = (column[index] for column in self._columns)
-        return (*self._names[group], sample_id), Span(slot, start, end, group)
+        slot, start, end, group, sample = (column[index] for column in self._columns)
+        return (*self._names[group], (sample,)), Span(slot, start, end, group)
 
 
 _MOMENTS = 16  # of the future at which memory is added up

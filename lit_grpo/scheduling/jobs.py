@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lit_grpo.types import Key
+from lit_grpo.types import GroupKey, Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Job:
     max_tokens: int
 
     @property
-    def group(self) -> tuple[str, int]:
+    def group(self) -> GroupKey:
         """``(prompt_id, visit)``: which jobs share a prompt."""
         return self.key[:2]
 
@@ -101,19 +101,19 @@ class SampleValues(Mapping[Key, float]):
         values_PG: Float64, a row a group and a column a sample.
     """
 
-    def __init__(self, groups: Sequence[tuple[str, int]], values_PG: np.ndarray) -> None:
+    def __init__(self, groups: Sequence[GroupKey], values_PG: np.ndarray) -> None:
         self._rows = {group: row for row, group in enumerate(groups)}
         self._values_PG = values_PG
 
     def __getitem__(self, key: Key) -> float:
-        row = self._rows[key[:2]]
-        if not 0 <= key[2] < self._values_PG.shape[1]:
+        row, sample = self._rows[key[:2]], key[2][0]
+        if not 0 <= sample < self._values_PG.shape[1]:
             raise KeyError(key)
-        return float(self._values_PG[row, key[2]])
+        return float(self._values_PG[row, sample])
 
     def __len__(self) -> int:
         return self._values_PG.size
 
     def __iter__(self) -> Iterator[Key]:
         num_samples = self._values_PG.shape[1]
-        return ((*group, sample_id) for group in self._rows for sample_id in range(num_samples))
+        return ((*group, (sample,)) for group in self._rows for sample in range(num_samples))

@@ -11,8 +11,8 @@ import torch
 from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
@@ -137,7 +137,7 @@ def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGen
     with pytest.raises(WeightSyncError, match="1 of 8 weights did not arrive"):
         generator.load_weights(wrong.items(), 7)
     with pytest.raises(WeightSyncError, match="call load_weights first"):
-        generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+        generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
     generator.load_weights(generator.weights_of(policy), 8)
     assert sampled_right(generator, policy, 8)
 

@@ -265,13 +265,13 @@ def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy:
         generator.load_weights(weights(generator.weights_of(policy)), 1)
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
-        generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+        generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
     generator.load_weights(generator.weights_of(policy), 2)
     assert generator.version == 2
     assert len(collect(generator, 2)) == 6
     generator.distrust()
     with pytest.raises(WeightSyncError):
-        generator.submit([Request(PROMPTS[0], 0, SAMPLING)])
+        generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
 
 
 @pytest.mark.parametrize("which", [0, -1])
@@ -286,7 +286,7 @@ def test_a_tensor_with_another_content_is_found(generator: Any, policy: Any, whi
 
 def test_it_shows_completions_at_the_points_asked_for(generator: Any) -> None:
     generator.expect(PROMPTS)
-    generator.submit([Request(prompt, 0, SAMPLING) for prompt in PROMPTS])
+    generator.submit([Request(prompt, (0,), SAMPLING) for prompt in PROMPTS])
     seen: dict[int, set[Any]] = {}
     while generator.capacity().free_slots < NUM_SLOTS:
         for observation in generator.step().observations:
@@ -299,9 +299,9 @@ def test_it_shows_completions_at_the_points_asked_for(generator: Any) -> None:
 
 def test_what_cannot_be_decoded_is_refused_at_once(generator: Any) -> None:
     with pytest.raises(ValueError, match="'a' has 3 tokens"):
-        generator.submit([Request(PROMPTS[0], 0, SamplingParams(max_tokens=10_000))])
+        generator.submit([Request(PROMPTS[0], (0,), SamplingParams(max_tokens=10_000))])
     with pytest.raises(ValueError, match="has no tokens"):
-        generator.submit([Request(Prompt("empty", (), ""), 0, SAMPLING)])
+        generator.submit([Request(Prompt("empty", (), ""), (0,), SAMPLING)])
     with pytest.raises(ValueError, match="5 requests for 4 free slots"):
-        generator.submit([Request(PROMPTS[0], sample, SAMPLING) for sample in range(5)])
+        generator.submit([Request(PROMPTS[0], (sample,), SAMPLING) for sample in range(5)])
     assert generator.capacity().free_slots == NUM_SLOTS

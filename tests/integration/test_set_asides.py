@@ -15,7 +15,7 @@ from lit_grpo.rollout.loop import RolloutController
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.plans.plan import PLANS
-from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
+from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 pytestmark = pytest.mark.integration
 SAMPLING = SamplingParams(max_tokens=100)
@@ -47,7 +47,7 @@ def make(
     return generator
 
 
-def samples(groups: list[RolloutGroup]) -> dict[tuple[str, int, int], list[int]]:
+def samples(groups: list[RolloutGroup]) -> dict[Key, list[int]]:
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     return {completion.request.key: completion.token_ids_T.tolist() for completion in completions}
 

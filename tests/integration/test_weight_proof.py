@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.rewards import RewardSpec
@@ -143,7 +143,7 @@ def test_weights_that_arrive_and_are_not_computed_with_stop_the_run(
 
 def test_a_prefix_cache_that_keeps_old_prompts_is_an_error(folder: Path, generator: VLLMGenerator) -> None:
     train(folder, generator, num_updates=1)
-    generator.submit([Request(generator_prompt(), 0, SamplingParams(max_tokens=9))])
+    generator.submit([Request(generator_prompt(), (0,), SamplingParams(max_tokens=9))])
     generator.step()
     with pytest.raises(WeightSyncError, match="keys and values of old weights"):
         generator.load_weights(random_policy(head_dim=32).named_parameters(), 5)
@@ -161,7 +161,7 @@ def refused(generator: VLLMGenerator) -> None:
     """Nothing is sampled with weights that are not the policy's."""
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
-        generator.submit([Request(generator_prompt(), 0, SamplingParams(max_tokens=9))])
+        generator.submit([Request(generator_prompt(), (0,), SamplingParams(max_tokens=9))])
 
 
 def test_one_engine_at_a_time_lives_in_a_process(folder: Path, generator: VLLMGenerator) -> None:

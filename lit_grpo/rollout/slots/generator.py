@@ -24,7 +24,7 @@ from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows
 from lit_grpo.rollout.slots.shelves import KVShape
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_complete
 from lit_grpo.scheduling.budget import MemoryBudget
-from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ class SlotGenerator:
         self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
         self._incoming: list[Request] = []
-        self._aside: dict[tuple[str, int, int], Completion] = {}
+        self._aside: dict[Key, Completion] = {}
         self._prompts = PromptStates()
         self._sampling: SamplingParams | None = None
 
@@ -201,7 +201,7 @@ class SlotGenerator:
         with torch.inference_mode():
             self._prompts.forget(self._cache, needed, self._version)
 
-    def abort(self, keys: Iterable[tuple[str, int, int]]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Completion]:
         """Stop requests and return their partial completions; those not yet begun come back empty."""
         wanted = set(keys)
         partial = [self._aside.pop(key) for key in wanted & self._aside.keys()]

@@ -10,7 +10,7 @@ from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.flight import smallest_budget
-from lit_grpo.types import Completion, Request, SamplingParams
+from lit_grpo.types import Completion, Key, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,7 @@ class KVRoom:
         cache: SlotCache,
         fresh: list[Request],
         set_aside: list[Request],
-        begun: dict[tuple[str, int, int], Completion],
+        begun: dict[Key, Completion],
     ) -> None:
         """Take the youngest out, those not begun first, until the next step fits; one is always left.
 

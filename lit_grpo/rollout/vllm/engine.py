@@ -35,13 +35,12 @@ from lit_grpo.rollout.vllm.streams import Streams, TextFeatures
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError, complete
 from lit_grpo.scheduling.budget import MemoryBudget
-from lit_grpo.types import Completion, Prompt, Request
+from lit_grpo.types import Completion, Key, Prompt, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-Key = tuple[str, int, int]
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
 
 

@@ -22,14 +22,13 @@ from lit_grpo.rollout.vllm.http import ServerError
 from lit_grpo.rollout.vllm.streams import Arrival, StreamPump, Streams, TextFeatures
 from lit_grpo.rollout.weights.adapters import AdapterWeights
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, complete
-from lit_grpo.types import Completion, Prompt, Request
+from lit_grpo.types import Completion, Key, Prompt, Request
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-Key = tuple[str, int, int]
 _RETRIES = 3  # of one completion, as long as its server is well
 
 

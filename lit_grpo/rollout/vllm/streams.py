@@ -16,7 +16,7 @@ import torch
 
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.rollout.vllm.http import Chunk, ServerClient, ServerError
-from lit_grpo.types import Completion, FinishReason, Prompt, Request
+from lit_grpo.types import Completion, FinishReason, Key, Prompt, Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,9 +66,6 @@ class TextFeatures:
         pooled = torch.cat([embedded_BTD.mean(1), embedded_BTD[:, -_LAST_TOKENS:].mean(1)], 1).cpu().numpy()
         scalars = np.stack([logprobs_BT.mean(1), logprobs_BT.std(1)], 1)
         return np.concatenate([pooled, scalars], 1, dtype=np.float32)
-
-
-Key = tuple[str, int, int]
 
 
 @dataclass

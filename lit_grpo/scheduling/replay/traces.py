@@ -226,7 +226,7 @@ def synthetic_trace(spec: str) -> Trace:
     lengths = synthetic_lengths(family, num_prompts, group_size, fields["max_tokens"], rng)
     return Trace(
         name=spec,
-        keys=[(str(prompt), 0, sample) for prompt in range(num_prompts) for sample in range(group_size)],
+        keys=[(str(prompt), 0, (sample,)) for prompt in range(num_prompts) for sample in range(group_size)],
         group=np.repeat(np.arange(num_prompts), group_size),
         prompt_tokens=np.repeat(rng.integers(16, 129, num_prompts), group_size),
         lengths=lengths.reshape(-1),
@@ -245,7 +245,7 @@ def recorded_trace(path: Path) -> Trace:
     lengths = np.array([row.tokens for row in rows])
     return Trace(
         name=path.name,
-        keys=[(row.prompt_id, row.visit, row.sample_id) for row in rows],
+        keys=[(row.prompt_id, row.visit, (row.sample_id,)) for row in rows],
         group=np.array([numbers.setdefault((row.prompt_id, row.visit), len(numbers)) for row in rows]),
         prompt_tokens=np.array([row.prompt_tokens for row in rows]),
         lengths=lengths,

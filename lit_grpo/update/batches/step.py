@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lit_grpo.types import Rollout, RolloutGroup
+from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.normalization import StepTotals
-
-Key = tuple[str, int, int]
-"""``Request.key`` of a completion."""
 
 
 @dataclass(frozen=True)
