@@ -20,7 +20,7 @@ from benchmarks.forced_lengths import ForcedGenerator, started
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import SamplingParams
 
@@ -77,7 +77,7 @@ def _rollout(generator: Any, prompts: Any, group_size: int, limit: int) -> tuple
         if len(rows):
             steps.append((num_tokens, int((rows.positions_B + 1).mean())))
 
-    controller = RolloutController(generator, on_step=on_step)
+    controller = RolloutLoop(generator, listeners=[Stepped(on_step)])
     begin = time.perf_counter()
     controller.collect(prompts, group_size, SamplingParams(max_tokens=limit), seed=0)
     return time.perf_counter() - begin, steps

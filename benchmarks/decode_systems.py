@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.forced_lengths import ForcedGenerator, ForetoldLengths, started
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.scheduling.replay.traces import noisy
 from lit_grpo.types import Key, Prompt, SamplingParams
 
@@ -68,7 +68,7 @@ def ours(work: Work, plan: str, steps: Steps | None) -> Run:
             steps.seconds.append(time.perf_counter() - begin)
         begin = time.perf_counter()
 
-    controller = RolloutController(generator, plan=plan, lengths=foretold, on_step=on_step)
+    controller = RolloutLoop(generator, plan=plan, lengths=foretold, listeners=[Stepped(on_step)])
 
     def run() -> int:
         nonlocal begin
@@ -96,7 +96,7 @@ def naive(work: Work) -> Run:
     """Return rounds on our generator, whose rows all go on to the end of the longest."""
     kept = {key: max(work.lengths[k] for k in keys) for keys in _rounds(work) for key in keys}
     generator = started(ForcedGenerator(kept, work.num_rows), work.policy, work.tokenizer)
-    controller = RolloutController(generator, plan="micro_rounds")
+    controller = RolloutLoop(generator, plan="micro_rounds")
     return _timed(lambda: controller.collect(work.prompts, work.group_size, work.sampling, seed=0)[1].num_steps)
 
 

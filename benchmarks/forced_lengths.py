@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import Key
@@ -47,6 +48,6 @@ class ForetoldLengths(NoLengths):
 
 def started(generator: ForcedGenerator, policy: Any, tokenizer: Any) -> ForcedGenerator:
     """Start a generator with the policy's weights."""
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     return generator

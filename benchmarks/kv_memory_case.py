@@ -17,7 +17,7 @@ import torch
 from benchmarks.forced_lengths import ForcedGenerator, started
 from benchmarks.random_policies import QWEN3_WIDE, random_qwen3
 from lit_grpo.memory import PeakMemory
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.types import Prompt, SamplingParams
 
 System = Literal["lit_grpo", "full group"]
@@ -54,7 +54,7 @@ def main(argument: str) -> None:
         nonlocal held
         held = max(held, generator.capacity().kv_tokens_in_use)
 
-    controller = RolloutController(generator, on_step=on_step)
+    controller = RolloutLoop(generator, listeners=[Stepped(on_step)])
     gc.collect()
     memory = PeakMemory(policy.device)
     idle_gib = memory.current_gib()

@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
@@ -70,9 +71,9 @@ def _shares(options: Options) -> dict[str, float]:
         generator = SlotGenerator(64)
         lengths = LengthPredictor((0, 8, 32, 64), num_scalars=2)
         generator.feature_points = lengths.points
-        generator.start(policy, tokenizer)
+        generator.start(PolicySpec(policy, tokenizer))
         generator.load_weights(policy.named_parameters(), 0)
-        controller = RolloutController(generator, plan="short_last", lengths=lengths)
+        controller = RolloutLoop(generator, plan="short_last", lengths=lengths)
         prompts = arithmetic_prompts(tokenizer, num_prompts)
         for visit in range(visits):
             batch = [replace(prompt, visit=visit) for prompt in prompts]

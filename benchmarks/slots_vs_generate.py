@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Prompt, SamplingParams
 
@@ -88,9 +89,9 @@ def main(options: Options) -> int:
 def _slots(policy: Any, tokenizer: Any, workload: Workload) -> Run:
     """Decode in slots; returns the number of tokens."""
     generator = SlotGenerator(workload.batch)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
-    controller = RolloutController(generator)
+    controller = RolloutLoop(generator)
     sampling = SamplingParams(max_tokens=workload.max_tokens)
 
     def run() -> int:

@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
@@ -69,7 +70,7 @@ def main(options: Options) -> int:
     policy, tokenizer = load(options.policy or "tiny", options.device)
     generator = ForcedEngine(sizes.slots, engine_args={"max_model_len": 256, "block_size": 32})
     generator.feature_points = tuple(point for point in POINTS if point < sizes.max_tokens)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     prompts = arithmetic_prompts(tokenizer, sizes.batches * sizes.prompts)
     sampling = SamplingParams(max_tokens=sizes.max_tokens)
     _own_queue(generator, policy, prompts[:2], 2, sampling)  # the kernels' first time
@@ -144,7 +145,7 @@ def _planned(
 ) -> Order:
     """As in training."""
     generator.load_weights(PolicyWeights(policy), 0)
-    controller = RolloutController(generator, plan="short_last", lengths=predictor)
+    controller = RolloutLoop(generator, plan="short_last", lengths=predictor)
     groups, stats = controller.collect(prompts, group_size, sampling, seed=0)
     tokens = {r.completion.request.key: r.completion.token_ids_T.tolist() for g in groups for r in g.rollouts}
     return Order(stats.num_steps, stats.rollout_s, tokens)

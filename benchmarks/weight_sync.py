@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import load
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -69,7 +70,7 @@ def _policy(hidden_size: int, layers: int, dtype: torch.dtype, device: str) -> A
 def _in_process(policy: Any, tokenizer: Any, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds of syncs and of copies, in turn."""
     generator = VLLMGenerator(4, kv_memory="64MiB", engine_args=ENGINE)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     target = [torch.empty_like(parameter) for parameter in policy.parameters()]
     syncs, copies = [], []
     for version in range(repeats + 1):
@@ -91,7 +92,7 @@ def _in_process(policy: Any, tokenizer: Any, repeats: int) -> tuple[list[float],
 def _as_changes(policy: Any, tokenizer: Any) -> tuple[float, float]:
     """The share of elements that one small update changes, and of the bytes that its sync takes."""
     generator = VLLMServerGenerator(4, transfer="changes", server_args=ENGINE | KV)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     full = generator.load_weights(PolicyWeights(policy), 0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, weight_decay=0.0)
     for parameter in policy.parameters():

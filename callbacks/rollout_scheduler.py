@@ -8,8 +8,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardRunner
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
 from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
@@ -51,6 +53,7 @@ class RolloutScheduler(pl.Callback):
         self.prediction_points = prediction_points
         self.min_correlation = min_correlation
         self._lengths: LengthPredictor | None = None
+        self._buffer = RolloutBuffer()
         self._rewards: RewardRunner | None = None
         self._started = False
 
@@ -67,13 +70,15 @@ class RolloutScheduler(pl.Callback):
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learnt of lengths."""
-        return {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
+        """What has been learnt of lengths, and what has been sampled and not yet learnt from."""
+        lengths = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
+        return lengths | {"buffer": self._buffer.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what had been learnt."""
         if self._lengths is not None and "lengths" in state_dict:
             self._lengths.load_state_dict(state_dict["lengths"])
+        self._buffer.load_state_dict(state_dict["buffer"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
@@ -88,8 +93,8 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        controller = RolloutController(pl_module.generator, self._rewards, self.plan, self._lengths)
-        self._collect(trainer, pl_module, controller, batch, pl_module.num_generations, pl_module.sampling)
+        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners)
+        self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling)
         if self._lengths is not None:
             batch.metrics |= self._lengths.metrics()
         batch.metrics |= pl_module.generator.sleep()
@@ -105,8 +110,8 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``eval_num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        controller = RolloutController(pl_module.generator, self._rewards)
-        self._collect(trainer, pl_module, controller, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
+        loop = RolloutLoop(pl_module.generator, listeners=self._listeners)
+        self._collect(trainer, pl_module, loop, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -119,6 +124,10 @@ class RolloutScheduler(pl.Callback):
                 self._rewards.close()
             self._rewards, self._started = None, False
 
+    @property
+    def _listeners(self) -> list[Listener]:
+        return [] if self._rewards is None else [Rewarding(self._rewards)]
+
     def _make_lengths(self, max_tokens: int) -> LengthPredictor:
         points = self.prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
         return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
@@ -128,7 +137,7 @@ class RolloutScheduler(pl.Callback):
             return
         if self._lengths is not None:
             module.generator.feature_points = self._lengths.points
-        module.generator.start(module.policy, module.tokenizer)
+        module.generator.start(PolicySpec(module.policy, module.tokenizer))
         if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
             self._rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
         self._started = True
@@ -137,13 +146,13 @@ class RolloutScheduler(pl.Callback):
         self,
         trainer: pl.Trainer,
         module: GRPOModule,
-        controller: RolloutController,
+        loop: RolloutLoop,
         batch: PromptBatch,
         num_generations: int,
         sampling: SamplingParams,
     ) -> None:
         with trainer.precision_plugin.forward_context():
-            batch.groups, stats = controller.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
+            batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
         batch.metrics, batch.spans, batch.predicted = stats.metrics(), stats.spans, stats.predicted
         for message in stats.messages:
             rank_zero_warn(message)

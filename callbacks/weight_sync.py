@@ -53,7 +53,7 @@ class WeightSync(pl.Callback):
         assert isinstance(module, GRPOModule)
         start = time.perf_counter()
         generator, version = module.generator, module.policy_version
-        weights = generator.weights_of(module.policy)
+        weights = generator.weights()
         report = generator.load_weights(weights, version)
         metrics = {
             "time/weight_sync_s": time.perf_counter() - start,

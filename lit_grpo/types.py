@@ -199,6 +199,11 @@ class Trajectory:
         return self._num_tokens
 
     @property
+    def num_sampled(self) -> int:
+        """Number of tokens that a policy has sampled."""
+        return sum(segment.num_tokens for segment in self.segments if segment.version is not None)
+
+    @property
     def num_trained(self) -> int:
         """Number of tokens that are learnt from."""
         return sum(segment.num_tokens for segment in self.segments if segment.trained)
@@ -207,6 +212,11 @@ class Trajectory:
     def oldest_version(self) -> int | None:
         """The version of its oldest sampled token; None where there is none."""
         return min((segment.version for segment in self.segments if segment.version is not None), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The version of its newest sampled token; None where there is none."""
+        return max((segment.version for segment in self.segments if segment.version is not None), default=None)
 
     @property
     def token_ids_T(self) -> torch.Tensor:
@@ -252,6 +262,11 @@ class Trajectory:
 
         counts = torch.tensor([segment.num_tokens for segment in self.segments], dtype=torch.int64)
         return torch.tensor(values, dtype=torch.int64).repeat_interleave(counts)
+
+    def take(self, other: Trajectory) -> None:
+        """Become what another is, and share its memory."""
+        self._memory, self._num_tokens = other._memory, other._num_tokens
+        self.segments, self.entropy = other.segments, other.entropy
 
     def until(self, num_tokens: int) -> Trajectory:
         """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
@@ -306,6 +321,12 @@ class Request:
     def after(self, prefix: Trajectory) -> Request:
         """Return the request that goes on behind ``prefix``."""
         return replace(self, prefix=prefix)
+
+    def ended(self, reason: FinishReason, text: str = "") -> Completion:
+        """Return what it has come to as its completion."""
+        completion = Completion(self.after(EMPTY), (), (), (), reason, text)
+        completion.take(self.prefix)
+        return completion
 
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -12,8 +12,9 @@ import torch
 from conftest import ALPHABET, random_policy, save_tokenizer
 
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
 
@@ -200,9 +201,9 @@ def fit(module: GRPOModule, *batches: Sequence[RolloutGroup], callbacks: Sequenc
 def check_slots_decode_with(module: Any) -> None:
     """The log-probs that SlotGenerator samples with must be those of the policy's own forward pass."""
     generator = SlotGenerator(4)
-    generator.start(module.policy, module.tokenizer)
+    generator.start(PolicySpec(module.policy, module.tokenizer))
     generator.load_weights(module.policy.named_parameters(), 1)
     prompts = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
-    groups, _ = RolloutController(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
+    groups, _ = RolloutLoop(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(module.policy, rollout), atol=1e-5)

@@ -13,6 +13,7 @@ from hand_made import check_slots_decode_with, fit, full_logprobs, make_module, 
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.adapters import adapter_arguments
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -170,7 +171,7 @@ def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(m
     with pytest.raises(ValueError, match="adapters must be merged or alone, not 'separate'"):
         make(adapters="separate")
     with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
-        make(adapters="alone").start(random_policy(), load_tokenizer(str(policy_folder)))
+        make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))
 
 
 def test_what_does_not_go_with_adapters_alone_is_refused() -> None:

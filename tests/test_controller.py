@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.plans.plan import PLANS, FirstCome
@@ -78,7 +78,7 @@ class FakeGenerator:
             if not self.remaining[key]:
                 del self.remaining[key]
                 finished.append(completion(self.requests[key], self.lengths[key[0]][key[2][0]]))
-        return StepEvents(active, active, finished[::-1])
+        return StepEvents(active, active, finished=finished[::-1])
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         self.log.append(("release", [prompt.prompt_id for prompt in prompts]))
@@ -115,8 +115,8 @@ def prompts(*names: str) -> list[Prompt]:
     return [Prompt(name, (1, 2), name) for name in names]
 
 
-def controller(generator: FakeGenerator, rewards: FakeRewards | None = None, **options: Any) -> RolloutController:
-    return RolloutController(generator, rewards, **options)  # pyright: ignore[reportArgumentType]
+def controller(generator: FakeGenerator, rewards: FakeRewards | None = None, **options: Any) -> RolloutLoop:
+    return RolloutLoop(generator, rewards, **options)  # pyright: ignore[reportArgumentType]
 
 
 LENGTHS = {"a": [9, 1, 4], "b": [1, 1, 1], "c": [2, 7, 3]}
@@ -220,7 +220,7 @@ def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: p
 
     monkeypatch.setitem(PLANS, "stingy", lambda lengths, num_slots: Stingy())
     with pytest.raises(RuntimeError, match="Stingy hands out nothing, and 3 requests wait"):
-        RolloutController(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
+        RolloutLoop(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 
 
 def test_bubble_ratio_is_the_share_of_slot_time_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.loading import load_tokenizer
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.graphs import GraphedDecoder, Part, bucket_sizes
 from lit_grpo.types import Prompt, SamplingParams
@@ -42,7 +43,7 @@ class Recorder:
 
 def make(policy: Any, folder: Path, num_slots: int, recorder: Recorder | None) -> SlotGenerator:
     generator = SlotGenerator(num_slots)
-    generator.start(policy, load_tokenizer(str(folder)))
+    generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     if recorder is not None:
         fused: Any = generator._fused
         assert fused is not None
@@ -52,7 +53,7 @@ def make(policy: Any, folder: Path, num_slots: int, recorder: Recorder | None) -
 
 
 def sample(generator: SlotGenerator) -> Samples:
-    groups, _ = RolloutController(generator).collect(PROMPTS, 12, SAMPLING, seed=0)
+    groups, _ = RolloutLoop(generator).collect(PROMPTS, 12, SAMPLING, seed=0)
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     return [(each.token_ids_T.tolist(), each.logprobs_T.tolist()) for each in completions]
 
@@ -114,9 +115,9 @@ def test_positions_beyond_the_table_are_recorded_anew(policy_folder: Path) -> No
     generator = make(policy, policy_folder, 2, recorder)
     sample(generator)
     num_recorded = len(recorder.recorded)
-    actual, _ = RolloutController(generator).collect(long, 2, SAMPLING, seed=0)
+    actual, _ = RolloutLoop(generator).collect(long, 2, SAMPLING, seed=0)
     assert len(recorder.recorded) > num_recorded
-    expected, _ = RolloutController(make(policy, policy_folder, 2, None)).collect(long, 2, SAMPLING, seed=0)
+    expected, _ = RolloutLoop(make(policy, policy_folder, 2, None)).collect(long, 2, SAMPLING, seed=0)
     for one, other in zip(actual[0].rollouts, expected[0].rollouts, strict=True):
         assert one.completion.token_ids_T.tolist() == other.completion.token_ids_T.tolist()
         assert torch.allclose(one.completion.logprobs_T, other.completion.logprobs_T, atol=1e-5)

@@ -13,9 +13,10 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.generator import Generator
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.cache import SlotCache
@@ -49,7 +50,7 @@ def make(policy: Any, tokenizer: Any) -> Callable[..., SlotGenerator]:
 
     def make_generator(num_slots: int = 4, model: Any = None, **options: Any) -> SlotGenerator:
         generator = SlotGenerator(num_slots, **options)
-        generator.start(model or policy, tokenizer)
+        generator.start(PolicySpec(model or policy, tokenizer))
         generator.load_weights((model or policy).named_parameters(), 0)
         return generator
 
@@ -106,7 +107,7 @@ SAMPLING = SamplingParams(max_tokens=24)
 def expected(policy: Any, tokenizer: Any) -> dict[Key, Completion]:
     """Six completions of each prompt, each decoded alone."""
     generator = SlotGenerator(1)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     return decode(generator, requests(PROMPTS, 6, SAMPLING))
 
@@ -290,7 +291,7 @@ class ByteTokenizer:
 def test_a_stop_string_of_characters_of_several_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = random_policy(vocab_size=256)
     generator = SlotGenerator(2)
-    generator.start(model, ByteTokenizer())  # pyright: ignore[reportArgumentType]
+    generator.start(PolicySpec(model, ByteTokenizer()))  # pyright: ignore[reportArgumentType]
     generator.load_weights(model.named_parameters(), 0)
     scripted(monkeypatch, *"so: €€€ and on".encode())
     (completion,) = decode(generator, requests(PROMPTS[:1], 1, SamplingParams(max_tokens=30, stop=("€€€",)))).values()
@@ -364,7 +365,7 @@ def test_before_start_it_says_so_and_can_be_closed() -> None:
 
 def test_without_weights_it_does_not_sample(policy: Any, tokenizer: Any) -> None:
     generator = SlotGenerator()
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     assert generator.version == -1
     with pytest.raises(WeightSyncError, match="no complete set of weights"):
         generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
@@ -477,7 +478,7 @@ def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
     make: Any, training_policy: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int
 ) -> None:
     generator, sampling = make(3, training_policy), SamplingParams(max_tokens=10)
-    rollouts = RolloutController(generator)
+    rollouts = RolloutLoop(generator)
     undisturbed, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
     original, count = getattr(owner, name), 0
 
@@ -532,7 +533,7 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
     long = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     hook = policy.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     try:
-        RolloutController(generator).collect(long, 10, SAMPLING, seed=0)
+        RolloutLoop(generator).collect(long, 10, SAMPLING, seed=0)
     finally:
         hook.remove()
     assert shapes == [(2, 5), (1, 28)]  # by the room they take; decode steps do not go through the module's forward
@@ -541,7 +542,7 @@ def test_a_prompt_is_prefilled_once_for_its_whole_group(make: Any, policy: Any) 
 def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> None:
     generator, held = make(3), []
     many = [Prompt(f"train/{i}", (2, 3 + i % 30), "") for i in range(90)]
-    rollouts = RolloutController(generator, on_step=lambda _: held.append(len(generator._prompts.states)))
+    rollouts = RolloutLoop(generator, listeners=[Stepped(lambda _: held.append(len(generator._prompts.states)))])
     rollouts.collect(many, 4, SamplingParams(max_tokens=6), seed=0)
     assert 30 <= max(held) <= 33  # those of 512 tokens, 16 each, and what was needed first
     assert not generator._prompts.states and not generator._prompts._released
@@ -550,7 +551,9 @@ def test_prompts_are_dropped_when_their_last_sample_is_admitted(make: Any) -> No
 def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
     def peak_tokens(group_size: int) -> int:
         generator, held = make(4), []
-        controller = RolloutController(generator, on_step=lambda _: held.append(generator.capacity().kv_tokens_in_use))
+        controller = RolloutLoop(
+            generator, listeners=[Stepped(lambda _: held.append(generator.capacity().kv_tokens_in_use))]
+        )
         controller.collect(PROMPTS[2:3], group_size, SAMPLING, seed=0)
         return max(held)
 

@@ -13,6 +13,7 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
@@ -32,7 +33,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy
     tokenizer = load_tokenizer(str(policy_folder))
     for generator in (VLLMGenerator(), VLLMServerGenerator()):
         with pytest.raises(ValueError, match=r"install the extra lit_grpo\[vllm\]"):
-            generator.start(random_policy(), tokenizer)  # pyright: ignore[reportArgumentType]
+            generator.start(PolicySpec(random_policy(), tokenizer))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:
 def test_a_server_that_does_not_answer_is_named(policy_folder: Path) -> None:
     generator = VLLMServerGenerator(urls=["http://127.0.0.1:9"], timeout_s=2.0)
     with pytest.raises(ValueError, match=r"server at http://127\.0\.0\.1:9 does not answer /tokenize"):
-        generator.start(random_policy(), load_tokenizer(str(policy_folder)))  # pyright: ignore[reportArgumentType]
+        generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

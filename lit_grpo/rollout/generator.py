@@ -1,19 +1,25 @@
-"""The contract between the rollout controller and whatever decodes completions."""
+"""The contract between the rollout loop and whatever decodes completions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from lit_grpo.scheduling.layouts import Blocks, KVLayout
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.policy.weights import PolicyWeights
     from lit_grpo.rollout.weights.tensors import SyncReport
-    from lit_grpo.types import Completion, Key, Prompt, Request
+    from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request
+
+InFlight = Literal["refuse", "keep", "recompute"]
+"""What becomes of requests in flight when weights arrive: an error; or they go on, with the keys and values of the old
+weights, or with new ones."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,17 @@ class Capacity:
     """What a generator can take at this moment.
 
     ``slots`` completions are decoded at a time at most; ``free_slots`` more can be submitted now. ``kv_tokens`` is the
-    memory for keys and values in tokens, ``None`` where it is no limit, and ``kv_tokens_in_use`` what is taken of it.
+    memory for keys and values in tokens, ``None`` where it is no limit, ``kv_tokens_in_use`` what is taken of it, and
+    ``layout`` how it is set apart. A generator that ``evicts`` finds room by itself where it becomes scarce; from any
+    other requests are taken away before a step that would not fit.
     """
 
     slots: int
     free_slots: int
     kv_tokens: int | None = None
     kv_tokens_in_use: int = 0
+    layout: KVLayout = Blocks()  # noqa: RUF009 (frozen)
+    evicts: bool = False
 
 
 @dataclass
@@ -39,21 +49,23 @@ class Observation:
     log-prob so far and the entropy of the next token.
     """
 
-    keys: Sequence[Key] | Sequence[tuple[str, int]]
+    keys: Sequence[Key] | Sequence[GroupKey]
     num_tokens: int
     features: np.ndarray
 
 
 @dataclass
 class StepEvents:
-    """What one decode step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the finished.
+    """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the finished.
 
-    ``set_aside`` are requests that had to leave for want of memory; submitted again, they go on where they were.
-    ``message`` is for the user, where something went otherwise than planned.
+    ``num_steps`` is above 1 where nothing but tokens came for some decode steps. ``set_aside`` are requests that had to
+    leave for want of memory, with the prefixes from which they go on once they are submitted again. ``message`` is for
+    the user, where something went otherwise than planned.
     """
 
     num_active: int = 0
     num_tokens: int = 0
+    num_steps: int = 1
     finished: list[Completion] = field(default_factory=list)
     set_aside: list[Request] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
@@ -62,7 +74,7 @@ class StepEvents:
 
 @runtime_checkable
 class Generator(Protocol):
-    """Decodes submitted requests step by step. The rollout controller is its only caller.
+    """Decodes submitted requests step by step. The rollout loop is its only caller.
 
     ``feature_points``, set before ``start``, are the numbers of tokens at which its steps report observations.
 
@@ -74,19 +86,27 @@ class Generator(Protocol):
     decodes_on_policy: bool
     """Whether it computes with the policy's own tensors, adapters and all, so that weights need not travel."""
 
-    def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def start(self, policy: PolicySpec) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""
         ...
 
-    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
-        """Return the weights of ``policy`` that the next ``load_weights`` has to bring."""
+    def weights(self) -> PolicyWeights:
+        """Return the weights of the policy that the next ``load_weights`` has to bring."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
+    ) -> SyncReport:
         """Take over the policy's weights as ``version``; return what was bound.
 
+        Args:
+            weights: By name.
+            version: Of the policy.
+            in_flight: What becomes of requests that are being decoded.
+
         Raises:
-            WeightSyncError: Tensors are missing, unknown or not the policy's.
+            WeightSyncError: Tensors are missing, unknown or not the policy's, or requests are in flight against
+                ``in_flight``.
         """
         ...
 
@@ -104,7 +124,7 @@ class Generator(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
-        """Admit requests, at most ``capacity().free_slots`` of them; decoding starts at the next step.
+        """Admit requests, at most ``capacity().free_slots`` of them; each goes on from its prefix with the next step.
 
         Args:
             requests: What to decode.
@@ -124,8 +144,8 @@ class Generator(Protocol):
         """Say that no more requests for these prompts will come, so nothing need be kept for them."""
         ...
 
-    def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop these requests (by ``Request.key``) and return what they have so far."""
+    def abort(self, keys: Iterable[Key]) -> list[Request]:
+        """Stop these requests and hand them back, with all they have come to as their prefixes."""
         ...
 
     def sleep(self) -> dict[str, float]:

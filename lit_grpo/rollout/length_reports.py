@@ -21,17 +21,20 @@ class LengthReports:
 
     Args:
         lengths: Who is told.
-        jobs: The completions of the rollout.
     """
 
-    def __init__(self, lengths: LearntLengths, jobs: Sequence[Job]) -> None:
+    def __init__(self, lengths: LearntLengths) -> None:
         self._lengths = lengths
-        self._portion = max(len(jobs) // _PORTIONS, 1)
+        self._num_jobs = 0
         self._samples: dict[GroupKey, list[SamplePath]] = {}  # by group
-        for job in jobs:
-            self._samples.setdefault(job.group, []).append(job.key[2])
         self._observations: dict[int, list[Observation]] = {}
         self._finished: list[tuple[Job, int]] = []
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Take further completions of the rollout."""
+        self._num_jobs += len(jobs)
+        for job in jobs:
+            self._samples.setdefault(job.group, []).append(job.key[2])
 
     def observe(self, observation: Observation) -> None:
         """Note what the policy shows of some completions; what it shows of prompts is passed on for all of theirs."""
@@ -45,7 +48,7 @@ class LengthReports:
     def finish(self, job: Job, num_tokens: int, waiting: bool) -> None:
         """Note that a completion has ended; as long as others are ``waiting``, it will be asked how long they take."""
         self._finished.append((job, num_tokens))
-        if waiting and len(self._finished) >= self._portion:
+        if waiting and len(self._finished) >= max(self._num_jobs // _PORTIONS, 1):
             self.pass_on()
 
     def pass_on(self) -> None:

@@ -1,165 +1,308 @@
-"""The rollout loop: admit, step, finish, reward, until every group is whole."""
+"""The rollout loop: admit, make room, step, tell, until the buffer can release what it is asked for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from lit_grpo.rollout.buffer import GroupAssembly, job_of
+from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
-from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.flight import InFlight
-from lit_grpo.scheduling.jobs import LearntLengths, NoLengths, SampleValues
+from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import Plan, make_plan
-from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import Generator, StepEvents
+    from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 
-class RolloutController:
-    """Turns prompts into whole, rewarded groups with a generator, in the order of a plan.
+@dataclass(frozen=True)
+class Answer:
+    """What a listener wants done: more requests of open groups, or none of some that are in work.
+
+    An ``abort`` ends a request with what it has, as a member of its group; a ``drop`` leaves it out of its group.
+    """
+
+    submit: Sequence[Request] = ()
+    abort: Sequence[Key] = ()
+    drop: Sequence[Key] = ()
+
+
+class Listener:
+    """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden."""
+
+    def begin(self, flight: Flight) -> None:
+        """A rollout begins; ``flight`` tells what is in work for as long as it lasts."""
+
+    def step(self, events: StepEvents) -> Answer | None:
+        """A step has been taken."""
+
+    def finish(self, completion: Completion) -> Answer | None:
+        """A completion has ended."""
+
+    def whole(self, group: RolloutGroup) -> Answer | None:
+        """The last member of a group has ended."""
+
+    def end(self, failed: bool) -> None:
+        """The rollout is over, or has ``failed``: what was told of it is void."""
+
+
+class Stepped(Listener):
+    """Calls a function with the number of tokens after each step, for displays."""
+
+    def __init__(self, call: Callable[[int], None]) -> None:
+        self._call = call
+
+    def step(self, events: StepEvents) -> None:
+        """Pass the number on."""
+        self._call(events.num_tokens)
+
+
+class Rewarding(Listener):
+    """Scores each group as soon as it is whole, while others still decode."""
+
+    def __init__(self, runner: RewardRunner) -> None:
+        self._runner = runner
+
+    def whole(self, group: RolloutGroup) -> None:
+        """Begin to score."""
+        self._runner.submit(group)
+
+    def end(self, failed: bool) -> None:
+        """Wait for the rewards, or drop what is being scored."""
+        if failed:
+            self._runner.close()
+        else:
+            self._runner.gather()
+
+
+class RolloutLoop:
+    """Decodes what a buffer asks for, in the order of a plan.
 
     Args:
         generator: Decodes; started, and with weights loaded.
-        rewards: Scores each group as soon as it is whole, while others still decode; ``None``
-            leaves the rewards open.
-        plan: The name of a plan (:data:`lit_grpo.scheduling.plans.plan.PLANS`).
+        buffer: Owns the groups; a buffer of its own by default.
+        plan: The name of a plan (:data:`lit_grpo.scheduling.plans.PLANS`).
         lengths: What the plan and the memory are told of lengths; it learns from what happens.
-        on_step: Called with the number of tokens after each step, for progress displays.
+        listeners: Hear what happens, in this order.
     """
 
     def __init__(
         self,
         generator: Generator,
-        rewards: RewardRunner | None = None,
+        buffer: RolloutBuffer | None = None,
         plan: str = "fcfs",
         lengths: LearntLengths | None = None,
-        on_step: Callable[[int], None] | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self.generator = generator
-        self.rewards = rewards
+        self.buffer = RolloutBuffer() if buffer is None else buffer
         self.plan = plan
         self.lengths: LearntLengths = NoLengths() if lengths is None else lengths
-        self.on_step = on_step
+        self.listeners = listeners
 
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> tuple[list[RolloutGroup], RolloutStats]:
-        """Sample ``num_generations`` completions of each prompt and reward them.
+        """Open a group of each prompt, run, and take what is released."""
+        self.buffer.open(prompts, num_generations, sampling, seed)
+        stats = self.run(self.buffer.ready)
+        return self.buffer.take(), stats
 
-        Every admitted request finishes: nothing is dropped for being slow. On an exception (an interrupt
-        among them) what is in flight is aborted, so that the generator can be used again.
+    def run(self, until: Callable[[], bool]) -> RolloutStats:
+        """Decode until ``until`` says so.
 
-        Returns:
-            One group a prompt, in the order of ``prompts``, its rollouts in the order of ``sample_id``.
+        What is unfinished then is taken out of the generator, and its requests stay in the buffer with their prefixes.
+        On an exception (an interrupt among them) it is taken out too, and the buffer forgets it unless its rule keeps
+        what is left over.
+
+        Raises:
+            ValueError: Nothing is left to decode before ``until`` is met.
         """
-        assembly = GroupAssembly(prompts, num_generations, sampling, seed)
-        rollout = _Rollout(self, assembly)
+        self.buffer.rule.check_open(len(self.buffer))
+        self.buffer.renew(self.generator.version)
+        rollout = _Rollout(self, self.buffer.unfinished)
         try:
-            rollout.run()
+            rollout.run(until)
         except BaseException:
-            self.lengths.end()
-            self.generator.abort(assembly.in_flight)
-            self.generator.release(prompts)
+            rollout.abandon()
             raise
-        decoded = time.perf_counter()
-        if self.rewards is not None:
-            self.rewards.gather()
-        rollout.stats.rollout_s = time.perf_counter() - rollout.start
-        rollout.stats.reward_wait_s = time.perf_counter() - decoded
-        return assembly.groups(), rollout.stats
+        return rollout.stats
 
 
 class _Rollout:
-    """One rollout on its way."""
+    """One run of the loop."""
 
-    def __init__(self, controller: RolloutController, assembly: GroupAssembly) -> None:
-        self.start = time.perf_counter()
-        self.stats = RolloutStats()
-        self._generator, self._rewards = controller.generator, controller.rewards
-        self._lengths, self._on_step = controller.lengths, controller.on_step
-        self._assembly = assembly
-        self._capacity = self._generator.capacity()
-        self._in_flight = InFlight(self._capacity.slots, self._lengths, self._capacity.kv_tokens)
-        self._plan: Plan = make_plan(controller.plan, self._lengths, self._capacity.slots)
+    def __init__(self, loop: RolloutLoop, requests: Sequence[Request]) -> None:
+        self._start = time.perf_counter()
+        self._generator, self._buffer = loop.generator, loop.buffer
+        self._lengths, self._listeners = loop.lengths, loop.listeners
+        capacity = self._capacity = self._generator.capacity()
+        self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
+        self._plan: Plan = make_plan(loop.plan, self._lengths, capacity.slots)
+        self._requests = requests
+        self._reports = LengthReports(self._lengths)
+        self.stats = RolloutStats(spans=self._flight.spans)
 
-    def run(self) -> None:
-        """Decode until every group is whole."""
-        self._begin()
-        while not self._assembly.done:
+    def run(self, until: Callable[[], bool]) -> None:
+        """Decode until that is so."""
+        for listener in self._listeners:
+            listener.begin(self._flight)
+        self._submit(self._requests)
+        self._generator.expect({request.group: request.prompt for request in self._requests}.values())
+        self.stats.scheduling_s = time.perf_counter() - self._start
+        while not until():
             began = time.perf_counter()
             self._admit()
+            self._make_room()
             admitted = time.perf_counter()
             events = self._generator.step()
-            if not events.num_active and not events.set_aside:
-                raise RuntimeError(f"The generator lost {len(self._assembly.in_flight)} requests that were in flight.")
             stepped = time.perf_counter()
+            self._check(events)
             self._capacity = self._generator.capacity()
             self._take(events)
             self.stats.add_step(events, self._capacity, stepped - admitted)
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
-            if self._on_step is not None:
-                self._on_step(events.num_tokens)
+        self._put_back()
         self._end()
 
-    def _begin(self) -> None:
-        """Tell everybody what is to come."""
-        jobs = self._assembly.jobs
-        self._lengths.begin(jobs)
-        self._reports = LengthReports(self._lengths, jobs)
-        groups = [(prompt.prompt_id, prompt.visit) for prompt in self._assembly.prompts]
-        self.stats.predicted = SampleValues(
-            groups, self._lengths.estimate(jobs).reshape(len(groups), self._assembly.num_generations)
-        )
-        self._plan.add(jobs)
-        self._generator.expect(self._assembly.prompts)
-        self.stats.scheduling_s = time.perf_counter() - self.start
+    def abandon(self) -> None:
+        """Leave the generator as if nothing had been asked of it."""
+        self._lengths.end(commit=False)
+        self._put_back()
+        if self._buffer.rule.leftovers != "keep":
+            self._buffer.clear()
+        for listener in self._listeners:
+            listener.end(failed=True)
 
-    def _end(self) -> None:
-        """Learn from the lengths, and add up."""
-        began = time.perf_counter()
-        self._reports.pass_on()
-        self._lengths.end()
-        self.stats.spans = self._in_flight.spans
-        if self.stats.lengths:
-            self.stats.step_bound = slot_bound(np.array(self.stats.lengths), self._capacity.slots)
-        self.stats.scheduling_s += time.perf_counter() - began
+    # ---- what goes in -------------------------------------------------------------------------------
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        """Let requests wait for their turn."""
+        if not requests:
+            return
+        jobs = self._flight.add(requests)
+        self._lengths.begin(jobs)
+        self._reports.add(jobs)
+        self.stats.predicted |= zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True)
+        self._plan.add(jobs)
 
     def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
-        free_slots = self._capacity.free_slots
-        if not free_slots or not len(self._plan):
+        flight = self._flight
+        if not self._capacity.free_slots or not len(self._plan) or not flight.asks_memory_again():
             return
-        jobs = self._plan.admit(free_slots, self._in_flight.take)
+        offered = self._plan.admit(self._capacity.free_slots, lambda job: job.key not in flight or flight.take(job))
+        jobs = [job for job in offered if job.key in flight]
+        for job in offered:
+            if job.key not in flight:  # it was stopped while it waited
+                self._plan.finish(job, 0)
         if jobs:
-            requests, complete = self._assembly.admit(jobs)  # first, so that an interrupt aborts them
+            requests = [flight.request(job.key) for job in jobs]
             self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
-            self._generator.release(complete)
-        elif not self._assembly.in_flight:
+            prompts = {request.group: request.prompt for request in requests}
+            self._generator.release([prompt for group, prompt in prompts.items() if not flight.waits(group)])
+        elif not flight.active:
             plan = type(self._plan).__name__
-            raise RuntimeError(f"The plan {plan} hands out nothing, and {len(self._plan)} requests wait.")
+            raise RuntimeError(
+                f"The plan {plan} hands out nothing while {len(self._plan)} jobs wait and no slot decodes."
+            )
+
+    def _make_room(self) -> None:
+        """Take the youngest away from a generator whose next step would not fit, and let them wait."""
+        if not self._capacity.evicts:
+            self._set_aside(self._generator.abort(self._flight.overflow()))
+
+    def _set_aside(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._plan.set_aside(self._flight.wait(request))
+            self._buffer.ask(request)
+            self.stats.num_set_aside += 1
+
+    # ---- what comes out -----------------------------------------------------------------------------
+
+    def _check(self, events: StepEvents) -> None:
+        if events.num_active or events.set_aside:
+            return
+        if self._flight.active:
+            raise RuntimeError(f"The generator lost {len(self._flight.active)} requests that were in flight.")
+        raise ValueError(
+            "All requests have ended before the release was met; open more groups, or lower the rule's num_groups."
+        )
 
     def _take(self, events: StepEvents) -> None:
-        """Learn what a step brought, and reward the groups that became whole."""
+        """Learn what a step brought, and tell the listeners."""
+        self._flight.step += events.num_steps
+        self._flight.kv_tokens = self._capacity.kv_tokens
+        self._set_aside(events.set_aside)
         for observation in events.observations:
             self._reports.observe(observation)
-        for request in events.set_aside:
-            self._in_flight.set_aside(request.key)
-            self._assembly.set_aside(request)
-            self._plan.set_aside(job_of(request))
-        self._in_flight.step += 1
-        self._in_flight.kv_tokens = self._capacity.kv_tokens
+        answers = [listener.step(events) for listener in self._listeners]
         for completion in events.finished:
-            job = job_of(completion.request)
-            self._in_flight.finish(job.key)
-            self._reports.finish(job, completion.num_tokens, len(self._plan) > 0)
-            self._plan.finish(job, completion.num_tokens)
-            group = self._assembly.finish(completion)
-            if group is not None and self._rewards is not None:
-                self._rewards.submit(group)
+            answers += self._finish(completion)
+        for answer in answers:
+            self._follow(answer)
+
+    def _finish(self, completion: Completion) -> list[Answer | None]:
+        job = self._flight.leave(completion.request.key)
+        self._reports.finish(job, completion.num_tokens, len(self._plan) > 0)
+        self._plan.finish(job, completion.num_tokens)
+        self.stats.lengths.append(completion.num_tokens)
+        answers = [listener.finish(completion) for listener in self._listeners]
+        return answers + self._whole(self._buffer.finish(completion))
+
+    def _whole(self, group: RolloutGroup | None) -> list[Answer | None]:
+        return [] if group is None else [listener.whole(group) for listener in self._listeners]
+
+    def _follow(self, answer: Answer | None) -> None:
+        """Do what a listener has asked for."""
+        if answer is None:
+            return
+        answers: list[Answer | None] = []
+        for request in answer.submit:
+            self._buffer.ask(request)
+        self._submit(answer.submit)
+        for key in answer.abort:
+            completion = self._stop(key).ended("abort")
+            answers += [listener.finish(completion) for listener in self._listeners]
+            answers += self._whole(self._buffer.finish(completion))
+        for key in answer.drop:
+            self._stop(key)
+            answers += self._whole(self._buffer.drop(key))
+        for each in answers:
+            self._follow(each)
+
+    def _stop(self, key: Key) -> Request:
+        """Take a request out of work, and return it with what it has come to."""
+        if key not in self._flight.active:
+            return self._flight.drop(key)
+        (request,) = self._generator.abort([key])
+        self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
+        return request
+
+    # ---- the end ------------------------------------------------------------------------------------
+
+    def _put_back(self) -> None:
+        """Take out of the generator what is unfinished; the buffer has its prefixes."""
+        for request in self._generator.abort(self._flight.active):
+            self._flight.wait(request)
+            self._buffer.ask(request)
+        prompts: dict[GroupKey, Prompt] = {request.group: request.prompt for request in self._requests}
+        self._generator.release(prompts.values())
+
+    def _end(self) -> None:
+        """Wait for the rewards, learn from the lengths, and add up."""
+        decoded = time.perf_counter()
+        for listener in self._listeners:
+            listener.end(failed=False)
+        gathered = time.perf_counter()
+        self._reports.pass_on()
+        self._lengths.end(commit=True)
+        self.stats.finish(self._capacity.slots)
+        self.stats.reward_wait_s = gathered - decoded
+        self.stats.rollout_s = gathered - self._start
+        self.stats.scheduling_s += time.perf_counter() - gathered

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.types import Key, Span
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class RolloutStats:
     step_bound: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
     spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
-    predicted: Mapping[Key, float] = field(default_factory=dict)
+    predicted: dict[Key, float] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
     @property
@@ -45,15 +48,18 @@ class RolloutStats:
 
     def add_step(self, events: StepEvents, capacity: Capacity, elapsed_s: float) -> None:
         """Add a step that took ``elapsed_s``."""
-        self.num_steps += 1
+        self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
-        self.num_set_aside += len(events.set_aside)
         self.active_slot_s += events.num_active * elapsed_s
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
-        self.lengths.extend(completion.num_tokens for completion in events.finished)
         if events.message:
             self.messages.append(events.message)
+
+    def finish(self, num_slots: int) -> None:
+        """Add up at the end of a rollout in so many slots."""
+        if self.lengths:
+            self.step_bound = slot_bound(np.array(self.lengths), num_slots)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by the names they are logged under."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,8 @@ class LearntLengths(Lengths, Protocol):
         """A job has come to its end."""
         ...
 
-    def end(self) -> None:
-        """The rollout is over."""
+    def end(self, commit: bool = True) -> None:
+        """The rollout is over; without ``commit`` nothing has been learnt from it."""
         ...
 
 
@@ -89,31 +89,5 @@ class NoLengths:
     def finish(self, job: Job, num_tokens: int) -> None:
         """Nothing is learnt."""
 
-    def end(self) -> None:
+    def end(self, commit: bool = True) -> None:
         """Nothing is learnt."""
-
-
-class SampleValues(Mapping[Key, float]):
-    """Numbers by completion, 8 bytes each; those of a group's first sample, its second and so on.
-
-    Args:
-        groups: ``(prompt_id, visit)`` of each group.
-        values_PG: Float64, a row a group and a column a sample.
-    """
-
-    def __init__(self, groups: Sequence[GroupKey], values_PG: np.ndarray) -> None:
-        self._rows = {group: row for row, group in enumerate(groups)}
-        self._values_PG = values_PG
-
-    def __getitem__(self, key: Key) -> float:
-        row, sample = self._rows[key[:2]], key[2][0]
-        if not 0 <= sample < self._values_PG.shape[1]:
-            raise KeyError(key)
-        return float(self._values_PG[row, sample])
-
-    def __len__(self) -> int:
-        return self._values_PG.size
-
-    def __iter__(self) -> Iterator[Key]:
-        num_samples = self._values_PG.shape[1]
-        return ((*group, (sample,)) for group in self._rows for sample in range(num_samples))

@@ -16,8 +16,9 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
@@ -73,7 +74,7 @@ def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback) ->
 
 
 def sampled_right(generator: VLLMServerGenerator, policy: Any, version: int) -> bool:
-    groups, _ = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=version)
+    groups, _ = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=version)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert all(rollout.completion.versions_T.unique().tolist() == [version] for rollout in rollouts)
     return all(torch.allclose(r.completion.logprobs_T, full_logprobs(policy, r), atol=1e-4) for r in rollouts)
@@ -106,8 +107,8 @@ def policy(folder: Path, generator: VLLMServerGenerator) -> Any:
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.2)
-    generator.start(policy, load_tokenizer(str(folder)))
-    weights = generator.weights_of(policy)
+    generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
+    weights = generator.weights()
     report = generator.load_weights(weights, 5)
     check_arrival(weights.digests, report.digests)
     assert report.changed_share == 1.0  # another start: nothing that the server holds is relied on
@@ -121,13 +122,13 @@ def test_no_old_adapter_and_no_old_prompt_is_used(generator: VLLMServerGenerator
             if "lora_B" in name:
                 parameter.mul_(-1)
     assert not sampled_right(generator, policy, 5)
-    weights = generator.weights_of(policy)
+    weights = generator.weights()
     check_arrival(weights.digests, generator.load_weights(weights, 6).digests)
     assert sampled_right(generator, policy, 6)
 
 
 def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGenerator, policy: Any) -> None:
-    weights = generator.weights_of(policy)
+    weights = generator.weights()
     sent = dict(weights)
     name = next(name for name in sent if "layers.0.self_attn.q_proj.lora_B" in name)
     wrong = sent | {name: sent[name.replace("layers.0", "layers.1")].clone()}
@@ -138,7 +139,7 @@ def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGen
         generator.load_weights(wrong.items(), 7)
     with pytest.raises(WeightSyncError, match="call load_weights first"):
         generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
-    generator.load_weights(generator.weights_of(policy), 8)
+    generator.load_weights(generator.weights(), 8)
     assert sampled_right(generator, policy, 8)
 
 
@@ -150,10 +151,10 @@ def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServer
     with pytest.raises(WeightSyncError, match="No vLLM server took the policy's weights"):
         generator.load_weights(AdapterWeights(policy, with_base=False), 6)
     everything = sum(parameter.nbytes for parameter in policy.parameters())
-    assert generator.load_weights(generator.weights_of(policy), 7).num_bytes == everything
+    assert generator.load_weights(generator.weights(), 7).num_bytes == everything
     generator.distrust()
-    assert generator.load_weights(generator.weights_of(policy), 8).num_bytes == everything
-    assert generator.load_weights(generator.weights_of(policy), 9).num_bytes < everything / 50
+    assert generator.load_weights(generator.weights(), 8).num_bytes == everything
+    assert generator.load_weights(generator.weights(), 9).num_bytes < everything / 50
     assert sampled_right(generator, policy, 9)
 
 
@@ -161,12 +162,12 @@ def test_a_named_server_must_take_the_rank(generator: VLLMServerGenerator, polic
     tokenizer = load_tokenizer(str(folder))
     urls = [client.url for client in generator._fleet.clients]
     named = VLLMServerGenerator(4, urls=urls, adapters="alone")
-    named.start(policy, tokenizer)
-    weights = named.weights_of(policy)
+    named.start(PolicySpec(policy, tokenizer))
+    weights = named.weights()
     check_arrival(weights.digests, named.load_weights(weights, 0).digests)
     assert sampled_right(named, policy, 0)
     named.close()
     wider: Any = random_policy(head_dim=32)
     add_adapters(wider, LoraSettings(r=2))
     with pytest.raises(ValueError, match="does not take LoRA adapters of rank 8; start it with --max-lora-rank 8"):
-        VLLMServerGenerator(4, urls=urls, adapters="alone").start(wider, tokenizer)
+        VLLMServerGenerator(4, urls=urls, adapters="alone").start(PolicySpec(wider, tokenizer))

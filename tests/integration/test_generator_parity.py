@@ -12,7 +12,8 @@ import transformers
 from conftest import random_policy
 
 from lit_grpo.policy.loading import hidden_states, load_tokenizer, token_logits
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, SamplingParams
@@ -93,9 +94,9 @@ def collect(
     model: Any, tokenizer: Any, sampling: SamplingParams, num_slots: int = 3, group: int = 1
 ) -> list[Completion]:
     generator = SlotGenerator(num_slots)
-    generator.start(model, tokenizer)
+    generator.start(PolicySpec(model, tokenizer))
     generator.load_weights(model.named_parameters(), 0)
-    groups, _ = RolloutController(generator).collect(PROMPTS, group, sampling, seed=0)
+    groups, _ = RolloutLoop(generator).collect(PROMPTS, group, sampling, seed=0)
     return [rollout.completion for one in groups for rollout in one.rollouts]
 
 
@@ -196,7 +197,7 @@ def test_a_model_that_the_slots_cannot_decode_is_refused_at_the_start(
     model = build(name, changes).train()
     before = model.config._attn_implementation
     with pytest.raises(ValueError) as caught:
-        SlotGenerator().start(model, tokenizer)
+        SlotGenerator().start(PolicySpec(model, tokenizer))
     assert str(caught.value).startswith("SlotGenerator cannot decode")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -212,4 +213,4 @@ def test_a_model_whose_layers_remember_more_than_keys_and_values_is_refused(toke
 
     model.get_decoder().layers[1].mlp.register_forward_hook(remember)
     with pytest.raises(ValueError, match="remember more than keys and values"):
-        SlotGenerator().start(model, tokenizer)
+        SlotGenerator().start(PolicySpec(model, tokenizer))

@@ -13,8 +13,9 @@ from hand_made import full_logprobs
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import Generator
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -91,19 +92,19 @@ def add_random_adapters(policy: Any) -> None:
 def started(case: tuple[Any, bool], policy: Any, tokenizer: Any) -> Iterator[Any]:
     generator = case[0]()
     generator.feature_points = POINTS
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     yield generator
     generator.close()
 
 
 @pytest.fixture
 def generator(started: Any, policy: Any) -> Any:
-    started.load_weights(started.weights_of(policy), 0)
+    started.load_weights(started.weights(), 0)
     return started
 
 
 def collect(generator: Any, num_generations: int, sampling: SamplingParams = SAMPLING, seed: int = 0) -> list[Rollout]:
-    groups, _ = RolloutController(generator).collect(PROMPTS, num_generations, sampling, seed)
+    groups, _ = RolloutLoop(generator).collect(PROMPTS, num_generations, sampling, seed)
     return [rollout for group in groups for rollout in group.rollouts]
 
 
@@ -216,7 +217,7 @@ def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(gener
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.mul_(1.1)
-        weights = generator.weights_of(policy)
+        weights = generator.weights()
         check_arrival(weights.digests, generator.load_weights(weights, 7).digests)
         after = collect(generator, 4)
         assert tokens(after) != before
@@ -225,12 +226,12 @@ def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(gener
             assert rollout.completion.versions_T.unique().tolist() == [7]
     finally:
         policy.load_state_dict(saved)
-    generator.load_weights(generator.weights_of(policy), 8)
+    generator.load_weights(generator.weights(), 8)
     assert tokens(collect(generator, 4)) == before
 
 
 def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
-    weights = generator.weights_of(policy)
+    weights = generator.weights()
     report = generator.load_weights(weights, 3)
     check_arrival(weights.digests, report.digests)
     adapters = sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
@@ -241,7 +242,7 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
         assert report.num_bytes == adapters < everything / 5
         assert report.changed_share == adapters / everything
         generator.distrust()
-        assert generator.load_weights(generator.weights_of(policy), 3).num_bytes == everything
+        assert generator.load_weights(generator.weights(), 3).num_bytes == everything
     else:
         assert report.num_bytes == everything
 
@@ -262,11 +263,11 @@ def broken_off(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
 @pytest.mark.parametrize("weights", [all_but_one, one_of_no_name, broken_off])
 def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy: Any, weights: Any) -> None:
     with pytest.raises((WeightSyncError, ConnectionError)):
-        generator.load_weights(weights(generator.weights_of(policy)), 1)
+        generator.load_weights(weights(generator.weights()), 1)
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
         generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
-    generator.load_weights(generator.weights_of(policy), 2)
+    generator.load_weights(generator.weights(), 2)
     assert generator.version == 2
     assert len(collect(generator, 2)) == 6
     generator.distrust()
@@ -276,7 +277,7 @@ def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy:
 
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_tensor_with_another_content_is_found(generator: Any, policy: Any, which: int) -> None:
-    weights = generator.weights_of(policy)
+    weights = generator.weights()
     sent = dict(weights)
     name = [name for name in sent if "layers.0.mlp.down_proj" in name][which]  # of an adapter's two matrices, each
     other = sent | {name: sent[name.replace("layers.0", "layers.1")].clone()}

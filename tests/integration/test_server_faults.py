@@ -13,15 +13,16 @@ import torch
 from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.tiny import make_tokenizer
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import GenerationError
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import check_arrival
 from lit_grpo.types import Prompt, SamplingParams
@@ -46,7 +47,7 @@ def policy(folder: Path) -> Any:
 def generator(policy: Any, folder: Path) -> Iterator[VLLMServerGenerator]:
     """Three servers; the tests use them up one after another."""
     generator = VLLMServerGenerator(2, num_servers=3, transfer="changes", timeout_s=10.0, server_args=SERVER_ARGUMENTS)
-    generator.start(policy, load_tokenizer(str(folder)))
+    generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
     yield generator
     generator.close()
@@ -68,7 +69,7 @@ def collect(
         if before < 60 <= num_tokens:
             fault()
 
-    controller = RolloutController(generator, on_step=on_step)
+    controller = RolloutLoop(generator, listeners=[Stepped(on_step)])
     groups, stats = controller.collect(PROMPTS, 8, SAMPLING, seed=0)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert num_tokens > 60
@@ -84,11 +85,11 @@ def test_servers_named_by_url_are_checked_and_used(generator: Any, policy: Any, 
     urls = [client.url for client in generator._fleet.clients[:1]]
     wider = random_policy(head_dim=32, intermediate_size=96)
     with pytest.raises(ValueError, match="another model is served: its intermediate_size is 64, the policy's is 96"):
-        VLLMServerGenerator(2, urls=urls).start(wider, load_tokenizer(str(folder)))  # pyright: ignore[reportArgumentType]
+        VLLMServerGenerator(2, urls=urls).start(PolicySpec(wider, load_tokenizer(str(folder))))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="has another tokenizer than the policy"):
-        VLLMServerGenerator(2, urls=urls).start(policy, make_tokenizer())
+        VLLMServerGenerator(2, urls=urls).start(PolicySpec(policy, make_tokenizer()))
     named = VLLMServerGenerator(2, urls=urls)
-    named.start(policy, load_tokenizer(str(folder)))
+    named.start(PolicySpec(policy, load_tokenizer(str(folder))))
     assert named.capacity().slots == 2
     weights = PolicyWeights(policy)
     check_arrival(weights.digests, named.load_weights(weights, 0).digests)
@@ -109,7 +110,7 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLM
         num_elements = sum(parameter.numel() for parameter in policy.parameters())
         assert report.changed_share == pytest.approx(16 / num_elements)
         assert report.num_bytes == 16 * (4 + 4)
-        groups, _ = RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
+        groups, _ = RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
         for rollout in groups[0].rollouts:
             assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(policy, rollout), atol=1e-4)
 

@@ -11,7 +11,8 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.policy.loading import load_tokenizer
-from lit_grpo.rollout.loop import RolloutController
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.plans.plan import PLANS
@@ -39,7 +40,7 @@ def make(
     policy: Any, tokenizer: Any, num_slots: int, kv_tokens: int | None = None, prefill_tokens: int = 8192
 ) -> SlotGenerator:
     generator = SlotGenerator(num_slots, prefill_tokens)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
         assert generator.room is not None
@@ -54,7 +55,7 @@ def samples(groups: list[RolloutGroup]) -> dict[Key, list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(policy: Any, tokenizer: Any) -> list[RolloutGroup]:
-    return RolloutController(make(policy, tokenizer, 1)).collect(PROMPTS, 4, SAMPLING, seed=0)[0]
+    return RolloutLoop(make(policy, tokenizer, 1)).collect(PROMPTS, 4, SAMPLING, seed=0)[0]
 
 
 def test_lengths_are_of_all_kinds(expected: list[RolloutGroup]) -> None:
@@ -68,7 +69,9 @@ def test_what_is_set_aside_comes_out_the_same_with_its_logprobs(
 ) -> None:
     generator = make(policy, tokenizer, 6, kv_tokens=350, prefill_tokens=prefill_tokens)
     held = []
-    controller = RolloutController(generator, on_step=lambda _: held.append(generator.capacity().kv_tokens_in_use))
+    controller = RolloutLoop(
+        generator, listeners=[Stepped(lambda _: held.append(generator.capacity().kv_tokens_in_use))]
+    )
     controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
     groups, stats = controller.collect(PROMPTS, 4, SAMPLING, seed=0)
     assert stats.num_set_aside > 1
@@ -85,7 +88,7 @@ def test_estimates_that_know_the_limit_admit_no_more_than_fits(
     policy: Any, tokenizer: Any, expected: list[RolloutGroup]
 ) -> None:
     generator = make(policy, tokenizer, 6, kv_tokens=350)
-    groups, stats = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
+    groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert stats.num_set_aside == 0
     assert stats.kv_tokens_peak <= 350
     assert samples(groups) == samples(expected)
@@ -98,7 +101,7 @@ def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     rng = random.Random(plan)
     slots = 12 if plan == "full_group" else rng.randint(1, 9)
     budget = None if plan == "full_group" else rng.randint(150, 600)
-    controller = RolloutController(make(policy, tokenizer, slots, budget), plan=plan)
+    controller = RolloutLoop(make(policy, tokenizer, slots, budget), plan=plan)
     if rng.random() < 0.5:
         controller.lengths.estimate = lambda jobs: torch.rand(len(jobs)).mul(100).double().numpy()  # pyright: ignore
     assert samples(controller.collect(PROMPTS, 4, SAMPLING, seed=0)[0]) == samples(expected)
@@ -127,7 +130,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     monkeypatch.setattr(slots_module, place, failing)
     assert generator.room is not None
     before = generator.room.tokens
-    groups, stats = RolloutController(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
+    groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
     assert generator.room.tokens < before
     assert stats.num_set_aside > 1
@@ -148,17 +151,17 @@ def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
     generator = make(policy, tokenizer, 1)
     monkeypatch.setattr(slots_module, "decode_step", failing)
     with pytest.raises(torch.OutOfMemoryError):
-        RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
+        RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
 
 
 def test_a_budget_too_small_for_one_completion_says_the_smallest_that_works(policy: Any, tokenizer: Any) -> None:
     generator = SlotGenerator(4, kv_memory="20KiB")
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     with pytest.raises(
         ValueError, match=r"take 0\.1MiB of keys and values, but kv_memory allows 0\.0MiB; give at least"
     ):
-        RolloutController(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
+        RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
 
 
 @pytest.mark.parametrize("text", ["", "2", "GiB", "0GiB", "120%", "-1GiB", "a lot"])

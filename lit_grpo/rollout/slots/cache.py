@@ -1,6 +1,6 @@
 """The keys and values of the slots: a prompt's once for its whole group, a completion's in pieces.
 
-The pieces of a completion double in length (:func:`lit_grpo.scheduling.flight.piece_sizes`), and the n-th pieces of all
+The pieces of a completion double in length (:func:`piece_sizes`), and the n-th pieces of all
 completions lie on one shelf, side by side. So a short completion does not reserve the maximum, what is not used is not
 read, and a decode step is a few batched matrix products over contiguous memory: one pair a shelf.
 """
@@ -15,7 +15,7 @@ import torch
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.shelves import KVShape, Shelf, ShelfReader
 from lit_grpo.rollout.slots.writers import CompletionWriter, PromptWriter, Stretch
-from lit_grpo.scheduling.flight import piece_sizes, prompt_room
+from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
 
 _WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
 
@@ -32,6 +32,7 @@ class SlotCache:
     def __init__(self, shape: KVShape, max_tokens: int, max_rows: int) -> None:
         self.shape = shape
         self.max_tokens = max_tokens
+        self._max_rows = max_rows
         self._pieces = [Shelf(size, shape, max_rows) for size in piece_sizes(max_tokens)]
         self._starts = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])[:-1]
         self._rows_of: list[list[int]] = [[] for _ in self._pieces]  # by shelf: the row of each entry
@@ -137,13 +138,26 @@ class SlotCache:
         shelves = [*self._pieces, *self._prompt_shelves.values()]
         return sum(shelf.allocated_tokens for shelf in shelves)
 
-    def growth(self, counts_B: np.ndarray, num_new: int) -> int:
-        """KV tokens that a step will allocate: for rows that enter their next piece, and for ``num_new`` rows."""
+    def growth(self, counts_B: np.ndarray) -> int:
+        """KV tokens that a step will allocate for rows that enter their next piece."""
         growth = 0
         for start, shelf in zip(self._starts, self._pieces, strict=True):
-            entering = num_new if start == 0 else int((counts_B == start).sum())
+            entering = int((counts_B == start).sum()) if start else 0
             growth += (shelf.room_for(shelf.num_entries + entering) - shelf.room) * shelf.num_tokens
         return growth
+
+    def tokens_of(self, num_tokens: int) -> int:
+        """KV tokens that a row of so many tokens takes."""
+        return sum(
+            shelf.num_tokens
+            for start, shelf in zip(self._starts, self._pieces, strict=True)
+            if start < max(num_tokens, 1)
+        )
+
+    def allow_slack(self, allowed: bool) -> None:
+        """Let shelves grow ahead of need, or not."""
+        for shelf in self._pieces:
+            shelf.most_entries = self._max_rows if allowed else 0
 
     def tighten(self) -> None:
         """Give back all memory that is not in use."""

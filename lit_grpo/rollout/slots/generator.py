@@ -10,24 +10,26 @@ import numpy as np
 import torch
 
 from lit_grpo.memory import is_out_of_memory
-from lit_grpo.policy.loading import eos_token_ids, token_head
+from lit_grpo.policy.loading import token_head
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
-from lit_grpo.rollout.generator import Capacity, StepEvents
+from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
 from lit_grpo.rollout.sampling import entropy, sample_tokens
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
-from lit_grpo.rollout.slots.memory import KVRoom, check_request, kv_budget_tokens, take_out
-from lit_grpo.rollout.slots.prompts import PromptKey, PromptStates, batches
+from lit_grpo.rollout.slots.memory import KVBudget, check_request, kv_budget_tokens
+from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, PromptKey, PromptStates, batches
 from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, rows_with_stop_string
 from lit_grpo.rollout.slots.shelves import KVShape
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_complete
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_complete, check_nothing_in_flight
 from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.scheduling.layouts import Pieces, prompt_room
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 class SlotGenerator:
@@ -56,7 +58,7 @@ class SlotGenerator:
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryBudget(kv_memory)
         self.feature_points: tuple[int, ...] = ()
-        self.room: KVRoom | None = None
+        self.budget: KVBudget | None = None
         self._version = -1
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
@@ -64,32 +66,38 @@ class SlotGenerator:
 
     # ---- life -------------------------------------------------------------------------------------
 
-    def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def start(self, policy: PolicySpec) -> None:
         """Bind the policy, after a trial on a few tokens; memory is taken with the first request.
 
         Raises:
             ValueError: The policy is a model that the slots cannot decode.
         """
-        self._shape, self._fused = check_slot_support(policy)
+        model = policy.module
+        self._shape, self._fused = check_slot_support(model)
         self._graphs: GraphedDecoder | None = None
-        if self._fused is not None and policy.device.type == "cuda":
-            self._fused = self._graphs = GraphedDecoder(self._fused, policy.parameters, self.num_slots)
-        self._policy, self._tokenizer = policy, tokenizer
-        self._device, self._head = policy.device, token_head(policy)
-        self._eos_ids = np.array(eos_token_ids(policy, tokenizer))
-        self._context = slot_context(policy)
-        self._mode = DecodingMode(policy)
-        self.room = KVRoom(kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token))
+        if self._fused is not None and model.device.type == "cuda":
+            self._fused = self._graphs = GraphedDecoder(self._fused, model.parameters, self.num_slots)
+        self._policy, self._tokenizer = model, policy.tokenizer
+        self._device, self._head = model.device, token_head(model)
+        self._eos_ids = np.array(policy.eos_ids)
+        self._context = slot_context(model)
+        self._mode = DecodingMode(model)
+        tokens = kv_budget_tokens(self.kv_memory, model, self._shape.bytes_per_token)
+        self.budget = KVBudget(tokens, self.prefill_tokens)
 
-    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
+    def weights(self) -> PolicyWeights:
         """Every parameter as it is."""
-        return PolicyWeights(policy, merged=False)
+        return PolicyWeights(self.policy, merged=False)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
+    ) -> SyncReport:
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
         report = SyncReport()
         self._version = -1  # until all of them are here
+        if in_flight == "refuse":
+            check_nothing_in_flight(self._num_in_flight)
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(
@@ -100,8 +108,10 @@ class SlotGenerator:
         self._version = version
         if self._graphs is not None:
             self._graphs.refresh()
-        if self._rows is not None:
+        if self._rows is not None and in_flight == "keep":
             self._rows.new_version(version)
+        elif self._rows is not None:
+            self._incoming = [*self._take_out(range(len(self._rows))), *self._incoming]
         self._forget()
         return report
 
@@ -118,7 +128,7 @@ class SlotGenerator:
     def policy(self) -> PreTrainedModel:
         """The policy that ``start`` was given."""
         if self._policy is None:
-            raise RuntimeError("SlotGenerator has not been started; call start(policy, tokenizer) first.")
+            raise RuntimeError("SlotGenerator has not been started; call start(policy) first.")
         return self._policy
 
     def sleep(self) -> dict[str, float]:
@@ -139,15 +149,10 @@ class SlotGenerator:
         self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
         self._incoming: list[Request] = []
-        self._aside: dict[Key, Completion] = {}
         self._prompts = PromptStates()
         self._sampling: SamplingParams | None = None
 
     # ---- requests ---------------------------------------------------------------------------------
-
-    @property
-    def _in_flight(self) -> list[Request]:
-        return [*(self._rows.requests if self._rows is not None else []), *self._incoming]
 
     @property
     def _num_in_flight(self) -> int:
@@ -156,14 +161,11 @@ class SlotGenerator:
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
         in_use = 0 if self._cache is None else self._cache.allocated_tokens
-        free_slots = self.num_slots - self._num_in_flight
-        return Capacity(self.num_slots, free_slots, self.room and self.room.tokens, in_use)
+        kv_tokens = None if self.budget is None else self.budget.tokens
+        return Capacity(self.num_slots, self.num_slots - self._num_in_flight, kv_tokens, in_use, Pieces())
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
-        """Admit requests, all or none; those in flight at a time share one ``SamplingParams``.
-
-        A request that was set aside goes on with the token after those it has.
-        """
+        """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
         self._check_weights()
         if not requests:
             return
@@ -174,8 +176,8 @@ class SlotGenerator:
             )
         in_flight = capacity.free_slots < capacity.slots
         sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
-        assert self.room is not None and self._mode is not None
-        limits = self._context, self.room.granted_tokens, self._shape.bytes_per_token
+        assert self.budget is not None and self._mode is not None
+        limits = self._context, self.budget.granted_tokens, self._shape.bytes_per_token
         for request in requests:
             check_request(request, sampling, *limits)
         self._mode.begin()
@@ -201,35 +203,41 @@ class SlotGenerator:
         with torch.inference_mode():
             self._prompts.forget(self._cache, needed, self._version)
 
-    def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop requests and return their partial completions; those not yet begun come back empty."""
+    def abort(self, keys: Iterable[Key]) -> list[Request]:
+        """Stop requests and hand them back, with what they have come to as their prefixes."""
         wanted = set(keys)
-        partial = [self._aside.pop(key) for key in wanted & self._aside.keys()]
-        begun = {completion.request.key for completion in partial}
-        with torch.inference_mode():
-            rows = [] if self._rows is None else self._rows.requests
-            for row in reversed([row for row, request in enumerate(rows) if request.key in wanted]):
-                assert self._rows is not None and self._cache is not None
-                partial.append(take_out(self._rows, self._cache, row))
-        for request in [request for request in self._incoming if request.key in wanted]:
-            self._incoming.remove(request)
-            if request.key not in begun:
-                partial.append(_empty(request))
+        if not wanted:
+            return []
+        rows = [] if self._rows is None else self._rows.requests
+        stopped = self._take_out([row for row, request in enumerate(rows) if request.key in wanted])
+        stopped += [request for request in self._incoming if request.key in wanted]
+        self._incoming = [request for request in self._incoming if request.key not in wanted]
         self._forget()
         self._end()
-        return partial
+        return stopped
+
+    def _take_out(self, rows: Iterable[int]) -> list[Request]:
+        """Free rows, and return their requests with what they have come to."""
+        requests = []
+        with torch.inference_mode():
+            for row in sorted(rows, reverse=True):
+                assert self._rows is not None and self._cache is not None
+                requests.append(self._rows.request(row))
+                self._cache.remove(row)
+                self._rows.remove(row)
+        return requests[::-1]
 
     # ---- one step ---------------------------------------------------------------------------------
 
     def step(self) -> StepEvents:
         """Give every slot its next token: decode those in flight, admit the incoming, sample, finish.
 
-        Where memory runs out, the youngest completions are set aside before the step, and all of them where it runs
-        out within it.
+        Where memory runs out within it, all requests are handed back, and less is taken from then on.
         """
         if not self._num_in_flight:
             return StepEvents()
         self._check_weights()
+        assert self.budget is not None
         events = StepEvents()
         try:
             with torch.inference_mode():
@@ -239,21 +247,24 @@ class SlotGenerator:
             self._evacuate(events)
             if not is_out_of_memory(error) or events.num_active or len(events.set_aside) < 2:
                 raise
-            self._shrink(allocated_tokens, events)
+            events.message = self.budget.shrink(allocated_tokens, len(events.set_aside))
+        else:
+            self.budget.note_success(self.capacity().kv_tokens_in_use)
         self._end()
         return events
 
     def _step(self, events: StepEvents) -> None:
-        self._open(events)
-        rows, cache = self._rows, self._cache
-        assert rows is not None and cache is not None and self.room is not None and self._sampling is not None
-        self.room.make(rows, cache, self._incoming, events.set_aside, self._aside)
+        rows, cache = self._open()
+        assert self._sampling is not None
+        self._spare_memory(rows, cache)
+        self._prefill_prompts(cache, events)
+        self._resume(rows, cache)
         hidden = [self._decode(rows, cache)] if len(rows) else []
         if fresh := self._incoming:
             prompts = [self._prompt_key(request) for request in fresh]
             hidden.append(torch.stack([self._prompts.states[prompt] for prompt in prompts]))
             cache.admit(prompts)
-            rows.admit(fresh, [None] * len(fresh), self._version)
+            rows.admit(fresh, self._version)
             self._incoming = []
         hidden_BD = torch.cat(hidden)
         counts_B = rows.counts_B
@@ -263,7 +274,7 @@ class SlotGenerator:
         rows.append(tokens_B, logprobs_B, entropies_B)
         events.num_active = events.num_tokens = len(rows)
         events.finished = self._finish(rows, cache, tokens_B, logprobs_B)
-        if events.finished or events.set_aside:
+        if events.finished:
             self._forget()
 
     def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
@@ -273,21 +284,17 @@ class SlotGenerator:
         tokens, positions = (torch.from_numpy(part).to(self._device) for part in (tokens_B, positions_B))
         return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
 
-    def _open(self, events: StepEvents) -> None:
-        """Prefill what comes in, and give a row to those that were set aside: they go on with this step."""
+    def _open(self) -> tuple[TokenRows, SlotCache]:
+        """Rows and cache for the completions in flight; new ones where their size or dtype has changed."""
         assert self._sampling is not None
-        max_tokens = self._sampling.max_tokens
-        shape = self._shape_now()
+        max_tokens, shape = self._sampling.max_tokens, self._shape_now()
         known = self._cache
         if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (max_tokens, shape)):
             self._rows = TokenRows(self.num_slots, max_tokens)
             self._cache = SlotCache(shape, max_tokens, self.num_slots)
             self._prompts.states.clear()
-        assert self._rows is not None
-        self._prefill_prompts({self._prompt_key(request): request.prompt for request in self._incoming}, events)
-        for request in [request for request in self._incoming if request.key in self._aside]:
-            self._resume(request)
-            self._incoming.remove(request)
+        assert self._rows is not None and self._cache is not None
+        return self._rows, self._cache
 
     def _shape_now(self) -> KVShape:
         """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
@@ -298,32 +305,48 @@ class SlotGenerator:
             else self._shape
         )
 
-    def _prefill_prompts(self, prompts: dict[PromptKey, Prompt], events: StepEvents) -> None:
-        """Compute the keys and values of the prompts that are not there yet, some of like length at a time."""
-        rows, cache = self._rows, self._cache
-        assert rows is not None and cache is not None and self.room is not None and self._sampling is not None
-        ahead = not self.room.is_scarce(rows, cache, len(self._incoming))
-        for batch in batches(self._prompts.missing(prompts, cache, ahead, self._version), self.prefill_tokens):
-            sequences = [prompt.token_ids for _, prompt in batch]
-            writer = cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
-            hidden_BD = prefill(self.policy, sequences, self.prefill_tokens, writer)
-            for row, (key, _) in enumerate(batch):
-                self._prompts.states[key] = hidden_BD[row].clone()
-            if 0 in self.feature_points:
-                entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
-                keys = [key[:2] for key, _ in batch]
-                events.observations.append(observe_prompts(keys, hidden_BD, entropies_B))
+    def _spare_memory(self, rows: TokenRows, cache: SlotCache) -> None:
+        """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""
+        assert self.budget is not None
+        entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
+        prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
+        new = sum(prompt_room(len(prompt.token_ids)) for key, prompt in prompts.items() if key not in cache)
+        is_tight = cache.allocated_tokens + cache.growth(rows.counts_B - 1) + entering + new > self.budget.tokens
+        cache.allow_slack(not is_tight)
+        if is_tight:
+            self._prompts.forget_idle(cache, set(prompts))
+            cache.tighten()
 
-    def _resume(self, request: Request) -> None:
-        """Compute the keys and values of all but the last token of a completion anew, and give it a row."""
-        assert self._rows is not None and self._cache is not None
-        completion = self._aside[request.key]
-        self._cache.admit([self._prompt_key(request)])
-        if kept := completion.token_ids_T[:-1].tolist():
-            writer = self._cache.write_completion(self._cache.num_rows - 1, len(kept))
-            prefill(self.policy, [kept], self.prefill_tokens, writer, len(request.prompt.token_ids))
-        self._rows.admit([request], [completion], self._version)
-        del self._aside[request.key]
+    def _prefill_prompts(self, cache: SlotCache, events: StepEvents) -> None:
+        """Compute the keys and values of the prompts that are not there yet, some of like length at a time."""
+        assert self.budget is not None and self._sampling is not None
+        prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
+        most = 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS
+        ahead = cache.allocated_tokens + most <= self.budget.tokens
+        with self.budget.prefilling():
+            for batch in batches(
+                self._prompts.missing(prompts, cache, ahead, self._version), self.budget.prefill_tokens
+            ):
+                sequences = [prompt.token_ids for _, prompt in batch]
+                writer = cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
+                hidden_BD = prefill(self.policy, sequences, self.budget.prefill_tokens, writer)
+                for row, (key, _) in enumerate(batch):
+                    self._prompts.states[key] = hidden_BD[row].clone()
+                if 0 in self.feature_points:
+                    entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
+                    events.observations.append(observe_prompts([key[:2] for key, _ in batch], hidden_BD, entropies_B))
+
+    def _resume(self, rows: TokenRows, cache: SlotCache) -> None:
+        """Give a row to each request that has a prefix: keys and values of all but its last token are computed anew."""
+        assert self.budget is not None
+        with self.budget.prefilling():
+            for request in [request for request in self._incoming if request.prefix.num_tokens]:
+                cache.admit([self._prompt_key(request)])
+                if kept := request.prefix.token_ids_T[:-1].tolist():
+                    writer = cache.write_completion(cache.num_rows - 1, len(kept))
+                    prefill(self.policy, [kept], self.budget.prefill_tokens, writer, len(request.prompt.token_ids))
+                rows.admit([request], self._version)
+                self._incoming.remove(request)
 
     def _finish(
         self, rows: TokenRows, cache: SlotCache, tokens_B: np.ndarray, logprobs_B: np.ndarray
@@ -353,35 +376,14 @@ class SlotGenerator:
         stopped_B[rows_with_stop_string(rows, self._sampling.stop, self._tokenizer)] = True
         return stopped_B
 
-    # ---- memory -----------------------------------------------------------------------------------
-
     def _evacuate(self, events: StepEvents) -> None:
-        """After an error within a step: set everything aside, and start from an empty cache."""
-        if self._rows is not None:
-            for row, request in enumerate(self._rows.requests):
-                if self._rows.counts_B[row]:
-                    self._aside[request.key] = self._rows.completion(row, "abort")
-        events.set_aside += self._in_flight
+        """After an error within a step: hand all requests back, and start from an empty cache."""
+        rows = [] if self._rows is None else [self._rows.request(row) for row in range(len(self._rows))]
+        events.set_aside = [*rows, *self._incoming]
         events.finished.clear()
         self._rows = self._cache = None
         self._incoming = []
         self._prompts.expect_nothing()
 
-    def _shrink(self, allocated_tokens: int, events: StepEvents) -> None:
-        """After memory ran out: go on with less than what did not fit, and with smaller pieces of prompts."""
-        self.prefill_tokens = max(self.prefill_tokens // 2, 1)
-        assert self.room is not None
-        self.room.shrink(allocated_tokens)
-        events.message = (
-            f"Memory ran out with {allocated_tokens} KV tokens allocated; {len(events.set_aside)} completions were set "
-            f"aside and go on with at most {self.room.tokens}, and prompts in pieces of {self.prefill_tokens} tokens; "
-            "lower num_slots, kv_memory or prefill_tokens to keep this from happening."
-        )
-
     def _prompt_key(self, request: Request) -> PromptKey:
-        return (*request.key[:2], self._version)
-
-
-def _empty(request: Request) -> Completion:
-    nothing = torch.empty(0, dtype=torch.int64)
-    return Completion(request, nothing, torch.empty(0), nothing.clone(), "abort")
+        return (*request.group, self._version)

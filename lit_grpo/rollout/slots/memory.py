@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lit_grpo.memory import free_bytes, update_bytes
-from lit_grpo.rollout.slots.cache import SlotCache
-from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS
-from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.scheduling.budget import MemoryBudget
-from lit_grpo.scheduling.flight import smallest_budget
-from lit_grpo.types import Completion, Key, Request, SamplingParams
+from lit_grpo.scheduling.layouts import Pieces, smallest_budget
+from lit_grpo.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,68 +20,61 @@ def kv_budget_tokens(budget: MemoryBudget, policy: PreTrainedModel, bytes_per_to
     return budget.bytes(free_bytes(policy.device), update_bytes(policy)) // bytes_per_token
 
 
-class KVRoom:
-    """The KV tokens that the slots may take.
+class KVBudget:
+    """What the slots may take: KV tokens, and prompt tokens that go through the model at once.
+
+    Where memory runs out, the part that failed shrinks: KV tokens to four fifths of the most that were held, prompts to
+    half. After some steps without a shortage both double, up to what was granted; with each shortage it takes twice as
+    many steps, so that little is lost where the shortage lasts, and nothing where it passes.
 
     Args:
-        granted_tokens: How many there are; ``tokens`` starts from there and shrinks where they prove too many.
+        granted_tokens: KV tokens there are.
+        prefill_tokens: Prompt tokens at once.
     """
 
     SHRINKAGE = 0.8
+    PATIENCE = 8
 
-    def __init__(self, granted_tokens: int) -> None:
+    def __init__(self, granted_tokens: int, prefill_tokens: int) -> None:
         self.granted_tokens = self.tokens = granted_tokens
+        self._granted_prefill = self.prefill_tokens = prefill_tokens
+        self._most_held = 0
+        self._patience, self._num_good = self.PATIENCE, 0
+        self._prefills = False
 
-    def is_scarce(self, rows: TokenRows, cache: SlotCache, num_fresh: int) -> bool:
-        """Whether the memory could come to an end, if all in flight grew to their limit."""
-        most = 2 * (len(rows) + num_fresh) * cache.max_tokens + AHEAD_TOKENS
-        return cache.allocated_tokens + most > self.tokens
+    @contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """Say that a failure within is one of prompts."""
+        self._prefills = True
+        yield
+        self._prefills = False
 
-    def make(
-        self,
-        rows: TokenRows,
-        cache: SlotCache,
-        fresh: list[Request],
-        set_aside: list[Request],
-        begun: dict[Key, Completion],
-    ) -> None:
-        """Take the youngest out, those not begun first, until the next step fits; one is always left.
+    def shrink(self, allocated_tokens: int, num_set_aside: int) -> str:
+        """Go on with less after memory ran out; return what the user is told.
 
         Args:
-            rows: The rows in use, which lose those that are taken out.
-            cache: Their keys and values, likewise.
-            fresh: Requests that have no row yet, likewise.
-            set_aside: Gets the requests that are taken out.
-            begun: Gets what those have that were begun, by their keys.
+            allocated_tokens: KV tokens there were when it did.
+            num_set_aside: Completions that had to be set aside for it.
         """
-        tight = False
-        if not self.is_scarce(rows, cache, len(fresh)):
-            return
-        while cache.allocated_tokens + cache.growth(rows.counts_B - 1, len(fresh)) > self.tokens:
-            if not tight:
-                cache.tighten()
-                tight = True
-            elif len(rows) + len(fresh) == 1:
-                return
-            elif fresh:
-                set_aside.append(fresh.pop())
-            else:
-                completion = take_out(rows, cache, rows.youngest())
-                begun[completion.request.key] = completion
-                set_aside.append(completion.request)
-                tight = False
+        if self._prefills and self.prefill_tokens > 1:
+            self.prefill_tokens //= 2
+        else:
+            self.tokens = min(self.tokens, int(self.SHRINKAGE * max(self._most_held, allocated_tokens)))
+        self._prefills = False
+        self._patience, self._num_good = 2 * self._patience, 0
+        return (
+            f"Memory ran out with {allocated_tokens} KV tokens allocated; {num_set_aside} completions were set aside "
+            f"and go on with at most {self.tokens}, and prompts in pieces of {self.prefill_tokens} tokens; lower "
+            "num_slots, kv_memory or prefill_tokens to keep this from happening."
+        )
 
-    def shrink(self, allocated_tokens: int) -> None:
-        """After memory ran out: go on with less than what did not fit."""
-        self.tokens = int(self.SHRINKAGE * allocated_tokens)
-
-
-def take_out(rows: TokenRows, cache: SlotCache, row: int) -> Completion:
-    """Free a row and return what it has."""
-    completion = rows.completion(row, "abort")
-    cache.remove(row)
-    rows.remove(row)
-    return completion
+    def note_success(self, allocated_tokens: int) -> None:
+        """A step has passed without a shortage."""
+        self._most_held = max(self._most_held, allocated_tokens)
+        self._num_good += 1
+        if self._num_good % self._patience == 0:
+            self.tokens = min(2 * self.tokens, self.granted_tokens)
+            self.prefill_tokens = min(2 * self.prefill_tokens, self._granted_prefill)
 
 
 def check_request(
@@ -110,7 +102,12 @@ def check_request(
             f"Prompt {prompt.prompt_id!r} has {num_tokens} tokens and up to {sampling.max_tokens} are to follow, but "
             f"the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
         )
-    smallest = smallest_budget(num_tokens, sampling.max_tokens)
+    if (num_begun := request.prefix.num_tokens) >= sampling.max_tokens:
+        raise ValueError(
+            f"The prefix of sample {request.path} of prompt {prompt.prompt_id!r} has {num_begun} tokens, of which "
+            f"sampling.max_tokens {sampling.max_tokens} allows no more; raise it, or end the completion there."
+        )
+    smallest = smallest_budget(Pieces(), num_tokens, sampling.max_tokens)
     if smallest > kv_tokens:
         raise ValueError(
             f"Prompt {prompt.prompt_id!r} and {sampling.max_tokens} tokens of completion take "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from lit_grpo.rollout.slots.cache import SlotCache
-from lit_grpo.scheduling.flight import prompt_room
+from lit_grpo.scheduling.layouts import prompt_room
 from lit_grpo.types import Prompt
 
 AHEAD_TOKENS = 512
@@ -58,6 +58,12 @@ class PromptStates:
                 cache.drop_prompt(key)
                 del self.states[key]
         self._released &= {key[:2] for key in needed | set(self.states)}
+
+    def forget_idle(self, cache: SlotCache, needed: set[PromptKey]) -> None:
+        """Drop the prompts that no row reads, but for those ``needed``: they are computed anew in their turn."""
+        for key in self.states.keys() - cache.prompts_in_use - needed:
+            cache.drop_prompt(key)
+            del self.states[key]
 
     def missing(self, prompts: Mapping[PromptKey, Prompt], cache: SlotCache, ahead: bool, version: int) -> Missing:
         """Return those of ``prompts`` that are not in the cache; if any, and ``ahead``, also some that come next."""

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.rollout.sampling import request_key, uniform
-from lit_grpo.types import Completion, FinishReason, Request
+from lit_grpo.types import Completion, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass
-class _Row:
-    """A row's request, when it came, and from which token on which policy version has sampled it."""
+class _Row(NamedTuple):
+    """A row's request, and from which token on which policy version has sampled what follows its prefix."""
 
     request: Request
-    arrival: int
     versions: list[tuple[int, int]]
 
 
@@ -37,7 +34,6 @@ class TokenRows:
     def __init__(self, num_rows: int, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._rows: list[_Row] = []
-        self._arrivals = 0
         self._index = np.arange(num_rows)
         self._tokens = np.zeros((num_rows, max_tokens), dtype=np.int64)
         self._logprobs = np.zeros((num_rows, max_tokens), dtype=np.float32)
@@ -76,30 +72,21 @@ class TokenRows:
         rows = len(self)
         return self._uniform[self._index[:rows], self._counts[:rows]]
 
-    def youngest(self) -> int:
-        """The row that was admitted last."""
-        return max(range(len(self)), key=lambda row: self._rows[row].arrival)
-
-    def admit(self, requests: Sequence[Request], begun: Sequence[Completion | None], version: int) -> None:
-        """Open rows behind the others, each empty or with what it has ``begun``."""
+    def admit(self, requests: Sequence[Request], version: int) -> None:
+        """Open rows behind the others, each with the prefix of its request."""
         first, last = len(self), len(self) + len(requests)
         keys = np.array([request_key(request) for request in requests], dtype=np.uint64)
         self._uniform[first:last] = uniform(keys[:, None], np.arange(self.max_tokens))
         self._entropy_sums[first:last] = 0
-        for row, (request, completion) in enumerate(zip(requests, begun, strict=True), first):
-            count = 0 if completion is None else completion.num_tokens
-            versions = []
-            if completion is not None:
-                self._tokens[row, :count] = completion.token_ids_T.numpy()
-                self._logprobs[row, :count] = completion.logprobs_T.numpy()
-                self._entropy_sums[row] = completion.entropy * count
-                versions = _segments(completion.versions_T.tolist())
+        for row, request in enumerate(requests, first):
+            prefix, count = request.prefix, request.prefix.num_tokens
+            if count:
+                self._tokens[row, :count] = prefix.token_ids_T.numpy()
+                self._logprobs[row, :count] = prefix.logprobs_T.numpy()
+                self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
             self._counts[row] = count
             self._prompt_lengths[row] = len(request.prompt.token_ids)
-            if not versions or versions[-1][1] != version:
-                versions.append((count, version))
-            self._rows.append(_Row(request, self._arrivals, versions))
-            self._arrivals += 1
+            self._rows.append(_Row(request, [(count, version)]))
 
     def append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray, entropies_B: np.ndarray) -> None:
         """Give every row a token."""
@@ -124,16 +111,26 @@ class TokenRows:
         """The mean log-prob of the first ``num_tokens`` tokens of some rows, shape (rows,)."""
         return self._logprobs[rows_N, :num_tokens].mean(1)
 
-    def completion(self, row: int, reason: FinishReason, text: str = "") -> Completion:
-        """Return a row as a completion."""
-        count = int(self._counts[row])
-        token_ids_T, logprobs_T = (torch.from_numpy(part[row, :count]) for part in (self._tokens, self._logprobs))
-        (_, version), *later = self._rows[row].versions
-        versions_T = torch.full((count,), version)
-        for begin, version in later:
+    def request(self, row: int) -> Request:
+        """Return a row's request, with what it has come to as its prefix."""
+        return self._rows[row].request.after(self._trajectory(row))
+
+    def completion(self, row: int, reason: FinishReason) -> Completion:
+        """Return a row as a completion, with no text yet."""
+        return self.request(row).ended(reason)
+
+    def _trajectory(self, row: int) -> Trajectory:
+        count, (request, versions) = int(self._counts[row]), self._rows[row]
+        prefix = request.prefix
+        versions_T, trained_T = np.empty(count, dtype=np.int64), np.ones(count, dtype=bool)
+        if prefix.num_tokens:
+            versions_T[: prefix.num_tokens] = prefix.versions_T.numpy()
+            trained_T[: prefix.num_tokens] = prefix.trained_T.numpy()
+        for begin, version in versions:
             versions_T[begin:] = version
-        entropy = float(self._entropy_sums[row]) / max(count, 1)
-        return Completion(self._rows[row].request, token_ids_T, logprobs_T, versions_T, reason, text, entropy)
+        num_sampled = count - prefix.num_tokens + prefix.num_sampled
+        entropy = float(self._entropy_sums[row]) / max(num_sampled, 1)
+        return Trajectory(self._tokens[row, :count], self._logprobs[row, :count], versions_T, trained_T, entropy)
 
     def remove(self, row: int) -> None:
         """Free a row: the last one takes its place."""
@@ -147,11 +144,6 @@ class TokenRows:
                 state[row] = state[last]
             self._rows[row] = self._rows[last]
         del self._rows[last]
-
-
-def _segments(versions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where each run of equal versions begins."""
-    return [(i, version) for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
 
 
 def rows_with_stop_string(rows: TokenRows, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:

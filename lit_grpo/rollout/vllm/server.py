@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_grpo.policy.loading import eos_token_ids
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.generator import Capacity, GenerationError, StepEvents
 from lit_grpo.rollout.vllm.adapters import adapter_arguments, check_adapters
@@ -111,7 +112,7 @@ class VLLMServerGenerator:
         arguments = adapter_arguments(policy, self._server_args) if self.adapters == "alone" else {}
         made_for = f"{signature(policy)} {arguments.get('max_lora_rank')}"
         if self._made_for != made_for:
-            self._fleet.start(policy, tokenizer, arguments | self._server_args)
+            self._fleet.start(PolicySpec(policy, tokenizer, arguments | self._server_args))
             self._made_for = made_for
         self._fleet.forget_weights()
         self._policy = policy

@@ -49,6 +49,19 @@ def complete(
     check_complete(expected, names)
 
 
+def check_nothing_in_flight(num_requests: int) -> None:
+    """Check that no request would be sampled by two versions without anybody having said so.
+
+    Raises:
+        WeightSyncError: Requests are in flight.
+    """
+    if num_requests:
+        raise WeightSyncError(
+            f"{num_requests} requests are in flight; abort them before the weights change, or say with in_flight what "
+            "becomes of them."
+        )
+
+
 def check_complete(sent: Collection[str], received: Collection[str]) -> None:
     """Check that nothing is missing.
 

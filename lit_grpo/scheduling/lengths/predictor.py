@@ -127,7 +127,7 @@ class LengthPredictor:
             self._unnoticed = 0
             self.revision += 1
 
-    def end(self) -> None:
+    def end(self, commit: bool = True) -> None:
         """Learn from the rollout, and forget its jobs."""
         rows = np.arange(len(self._table))
         rows = rows[self._learned(rows)]

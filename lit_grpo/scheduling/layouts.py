@@ -1,0 +1,106 @@
+"""How keys and values lie in memory, counted in tokens: what a prompt takes, and what a completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+_FIRST_PIECE = 64
+_PROMPT_STEP = 16
+
+
+class KVLayout(Protocol):
+    """The KV tokens that a generator sets apart. A prompt's are held once for its group."""
+
+    def prompt(self, num_tokens: int) -> int:
+        """Return what a prompt takes that its completions share."""
+        ...
+
+    def completion(self, prompt_tokens: np.ndarray, num_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
+        """Return what completions of ``num_tokens``, 1 or more, take beside what their prompts do.
+
+        Args:
+            prompt_tokens: Tokens of their prompts, int64, shape (..., completions).
+            num_tokens: Their own, likewise.
+            max_tokens: The most that they can come to, shape (completions,).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of equal size, as in vLLM: a prompt shares those that it fills, a completion has the last one of its own.
+
+    Args:
+        size: Tokens of a block; with 1 every token counts, and no more.
+    """
+
+    size: int = 1
+
+    def prompt(self, num_tokens: int) -> int:
+        """Return the tokens of the blocks that the prompt fills."""
+        return num_tokens // self.size * self.size
+
+    def completion(self, prompt_tokens: np.ndarray, num_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens of all other blocks."""
+        return -(-(prompt_tokens + num_tokens) // self.size) * self.size - prompt_tokens // self.size * self.size
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces that double, as in the slots: see :func:`piece_sizes` and :func:`prompt_room`."""
+
+    def prompt(self, num_tokens: int) -> int:
+        """Return the room of a prompt."""
+        return prompt_room(num_tokens)
+
+    def completion(self, prompt_tokens: np.ndarray, num_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens of the pieces that are begun."""
+        rooms = np.empty_like(num_tokens)
+        for limit in np.unique(max_tokens):
+            ends = _piece_ends(int(limit))
+            column = max_tokens == limit
+            rooms[..., column] = ends[np.searchsorted(ends, num_tokens[..., column])]
+        return rooms
+
+
+def smallest_budget(layout: KVLayout, prompt_tokens: int, max_tokens: int) -> int:
+    """Return the fewest KV tokens that one completion, with its prompt, can be decoded in whatever it comes to."""
+    prompt, most = np.array([prompt_tokens]), np.array([max_tokens])
+    return layout.prompt(prompt_tokens) + int(layout.completion(prompt, most, most)[0])
+
+
+def piece_sizes(max_tokens: int) -> list[int]:
+    """Return the sizes of a completion's pieces, ``max_tokens`` in all: each twice as long as all before it.
+
+    A completion has as many pieces as its tokens need, so it takes less than three times its tokens, and never more
+    than ``max_tokens``; pieces cost operations at each decode step, so there are few.
+
+    Example:
+        >>> piece_sizes(400)
+        [64, 128, 208]
+    """
+    sizes, total = [], 0
+    while total < max_tokens:
+        sizes.append(min(max(_FIRST_PIECE, 2 * total), max_tokens - total))
+        total += sizes[-1]
+    return sizes
+
+
+@cache
+def _piece_ends(max_tokens: int) -> np.ndarray:
+    return np.cumsum(piece_sizes(max_tokens))
+
+
+def prompt_room(num_tokens: int) -> int:
+    """Return the KV tokens that a prompt takes: its length, rounded up by less than a quarter (or to 16).
+
+    Prompts of equal room are stored and read together.
+    """
+    step = _PROMPT_STEP
+    while num_tokens > 8 * step:
+        step *= 2
+    return -(-num_tokens // step) * step
