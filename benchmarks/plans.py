@@ -20,10 +20,9 @@ import numpy as np
 from benchmarks.plan_figures import Figures
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.jobs import Lengths, NoLengths
-from lit_grpo.scheduling.plans.plan import make_plan
+from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
-from lit_grpo.scheduling.replay.simulator import Fleet, simulate
+from lit_grpo.scheduling.replay.simulator import Engine, simulate
 from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
 RECORDED = ROOT / "benchmarks" / "traces" / "demo.jsonl"
@@ -147,12 +146,12 @@ def _trace(workload: Workload, family: str, seed: int) -> Trace:
     return load_trace(f"{family}:prompts={workload.num_prompts},group={workload.group_size},seed={seed}")
 
 
-def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: Lengths) -> float:
-    schedule = simulate(trace, [make_plan(plan, lengths, num_slots)], Fleet(num_slots), lengths)
+def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: LearntLengths) -> float:
+    schedule = simulate(trace, plan, Engine(num_slots), lengths)
     return schedule.steps / slot_bound(trace.lengths, num_slots)
 
 
-def _lengths(trace: Trace, predictions: str, seed: int) -> Lengths:
+def _lengths(trace: Trace, predictions: str, seed: int) -> LearntLengths:
     if predictions == "misleading":
         return KnownLengths(trace.jobs, np.random.default_rng((2, seed)).permutation(trace.lengths))
     if predictions == "recorded":

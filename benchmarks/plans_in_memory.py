@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from lit_grpo.scheduling.bounds import memory_bound
-from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.scheduling.replay.known import lengths_of
-from lit_grpo.scheduling.replay.simulator import Fleet, Schedule, simulate
+from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
 from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
 NOISE = 0.35
@@ -89,7 +88,7 @@ def _measure(workload: tuple[int, int], trace: Trace, seed: int) -> list[tuple[C
 
 def _simulate(plan: str, trace: Trace, kv_tokens: int | None, seed: int) -> Schedule:
     lengths = lengths_of(trace, NOISE, seed)
-    return simulate(trace, [make_plan(plan, lengths, NUM_SLOTS)], Fleet(NUM_SLOTS, kv_tokens), lengths)
+    return simulate(trace, plan, Engine(NUM_SLOTS, kv_tokens), lengths)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,14 @@ class Trajectory:
         self.segments = _segments(versions_T, trained_T)
         self.entropy = entropy
 
+    @classmethod
+    def blank(cls, num_tokens: int, version: int = 0) -> Trajectory:
+        """Return so many tokens that mean nothing, sampled by ``version``: where only lengths count."""
+        trajectory = Trajectory()
+        trajectory._memory, trajectory._num_tokens = bytearray(8 * num_tokens), num_tokens
+        trajectory.segments = _uniform(num_tokens, version, True) if num_tokens else ()
+        return trajectory
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens, observed ones among them."""

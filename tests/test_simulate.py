@@ -37,7 +37,7 @@ def test_all_plans_that_apply_are_told_in_a_table(capsys: pytest.CaptureFixture[
     main(["--trace", SMALL, "--slots", "4"])
     printed = capsys.readouterr().out
     assert list(rows(printed)) == [name for name in PLANS if name != "full_group"]
-    assert "8 completions" in printed and "1 x 4 slots" in printed
+    assert "8 completions" in printed and "4 slots" in printed
     main(["--trace", SMALL, "--slots", "8"])
     assert list(rows(capsys.readouterr().out)) == list(PLANS)
 
@@ -65,12 +65,12 @@ def test_without_knowledge_longest_first_is_first_come(capsys: pytest.CaptureFix
     assert table["lpt"] == table["fcfs"]
 
 
-def test_several_traces_engines_and_a_kv_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_traces_and_a_kv_budget(capsys: pytest.CaptureFixture[str]) -> None:
     traces = ["--trace", "bimodal:prompts=4,max_tokens=64", "--trace", "truncated:prompts=4,max_tokens=64"]
-    main([*traces, "--slots", "8", "--engines", "2", "--kv_tokens", "400", "--noise", "0.7", "--plans", "lpt"])
+    main([*traces, "--slots", "8", "--kv_tokens", "400", "--noise", "0.7", "--plans", "lpt"])
     printed = capsys.readouterr().out
-    assert printed.count("2 x 8 slots, 400 KV tokens") == 2 and "set aside" in printed
-    main([*traces[:2], "--slots", "8", "--engines", "2", "--shared_queue", "--plans", "lpt"])
+    assert printed.count("8 slots, 400 KV tokens") == 2 and "set aside" in printed
+    main([*traces[:2], "--slots", "8", "--plans", "lpt"])
     assert "set aside" not in capsys.readouterr().out
 
 
@@ -91,7 +91,6 @@ def test_the_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("--noise much", "argument --noise: 'much' is no number: give 0 or more, none or recorded."),
         ("--noise recorded", "lognormal_heavy has rows without predicted: give --noise a number or none."),
         ("--slots 0", "The number of slots is 0: an engine needs 1 or more."),
-        ("--engines 0", "The number of engines is 0: give 1 or more."),
         ("--kv_tokens 9", "A KV budget of 9 tokens is too small for the longest completion of lognormal_heavy with"),
         ("--step_cost 1,2", "argument --step_cost: '1,2' is no cost (there are 2 numbers): give three times in"),
         ("--step_cost 1,-2,0", "argument --step_cost: '1,-2,0' is no cost (The cost of a step is"),
@@ -121,7 +120,7 @@ def test_help_documents_every_option(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    for option in ("trace", "slots", "kv_tokens", "engines", "shared_queue", "noise", "plans", "step_cost", "output"):
+    for option in ("trace", "slots", "kv_tokens", "noise", "plans", "step_cost", "output"):
         assert f"  --{option}" in printed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
+from hand_made import full_logprobs
 
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
@@ -23,7 +24,7 @@ from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import WeightSyncError
-from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
+from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams, Segment, Trajectory
 
 EOS = 1
 PROMPTS = [
@@ -144,11 +145,10 @@ def test_an_aborted_request_that_is_submitted_again_samples_the_same(
     generator.submit(todo[:5])
     early = [completion for _ in range(4) for completion in generator.step().finished]
     aborted = generator.abort([todo[1].key, todo[3].key])
-    for completion in aborted:
-        assert completion.finish_reason == "abort"
-        assert completion.token_ids_T.tolist() == tokens(expected)[completion.request.key][:4]
+    for request in aborted:
+        assert request.prefix.token_ids_T.tolist() == tokens(expected)[request.key][:4]
     done = {completion.request.key: completion for completion in early}
-    again = [completion.request for completion in aborted]
+    again = [request.after(EMPTY) for request in aborted]
     done |= decode(generator, todo[5:] + again)
     assert tokens(done) == tokens(expected)
 
@@ -197,9 +197,72 @@ def test_every_token_carries_the_version_that_sampled_it(make: Any, policy: Any)
     (request,) = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=8, temperature=0.001))
     generator.submit([request])
     generator.step()
-    generator.load_weights(policy.named_parameters(), 8)
+    generator.load_weights(policy.named_parameters(), 8, in_flight="keep")
     (completion,) = decode(generator, []).values()
     assert completion.versions_T.tolist() == [7] + [8] * (completion.num_tokens - 1)
+
+
+def test_weights_are_refused_while_requests_are_in_flight_and_nobody_says_what_becomes_of_them(
+    make: Any, policy: Any
+) -> None:
+    generator = make(2)
+    generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
+    with pytest.raises(WeightSyncError, match="1 requests are in flight; abort them before the weights change, or say"):
+        generator.load_weights(policy.named_parameters(), 1)
+    assert generator.version == 0 and len(decode(generator, [])) == 1
+
+
+def test_requests_in_flight_may_go_on_with_keys_and_values_of_the_new_weights(make: Any) -> None:
+    old, new, between = random_policy(), random_policy(1), random_policy()
+    generator, todo = make(12, between), requests(PROMPTS[:2], 6, SAMPLING)
+    generator.submit(todo)
+    finished = {c.request.key for _ in range(3) for c in generator.step().finished}
+    between.load_state_dict(new.state_dict())
+    generator.load_weights(between.named_parameters(), 1, in_flight="recompute")
+    done = decode(generator, [])
+    assert len(done) == len(todo) - len(finished) > 5
+    for completion in done.values():
+        assert completion.versions_T.tolist() == [0] * 3 + [1] * (completion.num_tokens - 3)
+        rollout = Rollout(completion.request.prompt, completion)
+        for model, part in ((old, slice(0, 3)), (new, slice(3, None))):
+            assert torch.allclose(completion.logprobs_T[part], full_logprobs(model, rollout)[part], atol=1e-4)
+
+
+# ---- prefixes ---------------------------------------------------------------------------------------
+
+
+def test_a_completion_that_is_cut_at_any_token_goes_on_as_if_it_had_not_been(
+    make: Any, expected: dict[Key, Completion]
+) -> None:
+    whole = max(expected.values(), key=lambda completion: completion.num_tokens)
+    (request,) = [each for each in requests(PROMPTS, 6, SAMPLING) if each.key == whole.request.key]
+    generator = make(3)
+    for count in range(whole.num_tokens):
+        done = decode(generator, [request.after(whole.until(count))])[whole.request.key]
+        assert done.token_ids_T.tolist() == whole.token_ids_T.tolist() and done.finish_reason == whole.finish_reason
+        assert torch.allclose(done.logprobs_T, whole.logprobs_T, atol=1e-5)
+        assert done.segments == whole.segments and done.request.prefix.num_tokens == 0
+        assert done.entropy == pytest.approx(whole.entropy, rel=0.5)
+
+
+def test_observed_tokens_are_gone_on_from_and_count_as_positions(make: Any, policy: Any) -> None:
+    request = requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=20))[0]
+    prefix = Trajectory().followed_by([4, 5], [-0.5, -0.25], version=3).followed_by([9, 9, 9])
+    (done,) = decode(make(2), [request.after(prefix)]).values()
+    assert done.token_ids_T[:5].tolist() == [4, 5, 9, 9, 9]
+    assert done.segments[:2] == (Segment(2, 3), Segment(3, None, False)) and done.segments[2][1:] == (0, True)
+    assert done.versions_T[:6].tolist() == [3, 3, -1, -1, -1, 0]
+    assert done.trained_T.tolist() == [True, True, False, False, False] + [True] * (done.num_tokens - 5)
+    expected_T = full_logprobs(policy, Rollout(request.prompt, done))
+    assert torch.allclose(done.logprobs_T[5:], expected_T[5:], atol=1e-5)
+
+
+def test_a_prefix_that_leaves_nothing_to_sample_is_refused(make: Any) -> None:
+    request = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=2))[0]
+    with pytest.raises(
+        ValueError, match=r"sample \(0,\) of prompt .* has 2 tokens, of which sampling.max_tokens 2 allows"
+    ):
+        make().submit([request.after(Trajectory([4, 5], [-1.0, -1.0], [0, 0]))])
 
 
 # ---- when a completion ends -----------------------------------------------------------------------
@@ -396,13 +459,13 @@ def test_weights_that_did_not_arrive_poison_it_until_a_full_load(make: Any, poli
     generator.submit(requests(PROMPTS[:1], 1, SAMPLING))
     generator.step()
     with pytest.raises((WeightSyncError, ConnectionError)):
-        generator.load_weights(weights(policy), 1)
+        generator.load_weights(weights(policy), 1, in_flight="keep")
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
         generator.submit(requests(PROMPTS[1:2], 1, SAMPLING))
     with pytest.raises(WeightSyncError):
         generator.step()  # what is in flight does not go on either
-    bound = generator.load_weights(policy.named_parameters(), 1)
+    bound = generator.load_weights(policy.named_parameters(), 1, in_flight="keep")
     assert bound.digests == {name: digest(tensor) for name, tensor in policy.named_parameters()}
     assert generator.version == 1
     assert len(decode(generator, requests(PROMPTS[1:2], 1, SAMPLING))) == 2
@@ -445,11 +508,10 @@ def test_the_policy_is_given_back_after_abort_and_after_close(make: Any, trainin
     generator = make(3, training_policy)
     todo = requests(PROMPTS[:1], 2, SAMPLING)
     generator.submit(todo)
-    partial = generator.abort([todo[0].key])  # not begun: an empty completion
-    assert [(c.num_tokens, c.finish_reason) for c in partial] == [(0, "abort")]
+    assert generator.abort([todo[0].key]) == [todo[0]]  # not begun: handed back as it came
     assert not training_policy.training
     generator.step()
-    generator.abort([todo[1].key, ("unknown", 0, 0)])
+    generator.abort([todo[1].key, ("unknown", 0, (0,))])
     assert is_as_it_was(training_policy)
     generator.submit(todo)
     generator.step()
@@ -496,7 +558,7 @@ def test_an_interrupt_anywhere_leaves_policy_and_generator_usable(
             rollouts.collect(PROMPTS, 3, sampling, seed=0)
     assert is_as_it_was(training_policy)
     assert generator.capacity().free_slots == 3
-    assert not generator._prompts.states and not generator._aside
+    assert not generator._prompts.states
     again, _ = rollouts.collect(PROMPTS, 3, sampling, seed=0)
     for before, after in zip(undisturbed, again, strict=True):
         for one, other in zip(before.rollouts, after.rollouts, strict=True):

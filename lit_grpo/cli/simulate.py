@@ -12,10 +12,10 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
-from lit_grpo.scheduling.jobs import Lengths
-from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.jobs import LearntLengths
+from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
-from lit_grpo.scheduling.replay.simulator import Fleet, Schedule, simulate
+from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
 from lit_grpo.scheduling.replay.step_cost import StepCost
 from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
@@ -44,27 +44,27 @@ class Outcome:
         return float(np.concatenate([schedule.ends for schedule in self.schedules]).mean())
 
 
-def print_table(source: str, fleet: Fleet, outcomes: list[Outcome], cost: StepCost | None) -> None:
+def print_table(source: str, engine: Engine, outcomes: list[Outcome], cost: StepCost | None) -> None:
     """Print a row for each plan.
 
     Args:
         source: The trace, as it was asked for.
-        fleet: What decoded.
+        engine: What decoded.
         outcomes: What each plan made of it.
         cost: What a step takes; None to print no times.
     """
     from rich.console import Console
     from rich.table import Table
 
-    tokens = sum(int(span.end - span.start) for schedule in outcomes[0].schedules for span in schedule.spans)
-    limit = "" if fleet.kv_tokens is None else f", {fleet.kv_tokens:,} KV tokens"
+    tokens = sum(int(span.end - span.start) for schedule in outcomes[0].schedules for _, span in schedule.spans)
+    limit = "" if engine.kv_tokens is None else f", {engine.kv_tokens:,} KV tokens"
     completions = sum(len(schedule.ends) for schedule in outcomes[0].schedules)
     columns = ["plan", "steps", "over bound", "bubble ratio", "mean completion", "peak KV tokens"]
-    columns += ["set aside"] if fleet.kv_tokens is not None else []
+    columns += ["set aside"] if engine.kv_tokens is not None else []
     columns += ["time in s"] if cost is not None else []
     console = Console(width=None if Console().is_terminal else 120)
     console.print(
-        f"{source}: {completions:,} completions, {tokens:,} tokens, {fleet.num_engines} x {fleet.num_slots} slots"
+        f"{source}: {completions:,} completions, {tokens:,} tokens, {engine.num_slots} slots"
         f"{limit}, lower bound {outcomes[0].bound:,} steps",
         highlight=False,
     )
@@ -72,11 +72,11 @@ def print_table(source: str, fleet: Fleet, outcomes: list[Outcome], cost: StepCo
     for column in columns[1:]:
         table.add_column(column, justify="right")
     for outcome in outcomes:
-        table.add_row(*_cells(outcome, fleet, cost))
+        table.add_row(*_cells(outcome, engine, cost))
     console.print(table, highlight=False)
 
 
-def _cells(outcome: Outcome, fleet: Fleet, cost: StepCost | None) -> list[str]:
+def _cells(outcome: Outcome, engine: Engine, cost: StepCost | None) -> list[str]:
     schedules = outcome.schedules
     cells = [
         outcome.plan,
@@ -86,7 +86,7 @@ def _cells(outcome: Outcome, fleet: Fleet, cost: StepCost | None) -> list[str]:
         f"{outcome.mean_completion:,.1f}",
         f"{max(schedule.peak_kv_tokens for schedule in schedules):,}",
     ]
-    if fleet.kv_tokens is not None:
+    if engine.kv_tokens is not None:
         cells.append(str(sum(schedule.set_asides for schedule in schedules)))
     if cost is not None:
         cells.append(f"{sum(schedule.seconds(cost) for schedule in schedules):.3f}")
@@ -110,13 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _make_parser()
     options = parser.parse_args(arguments)
     try:
-        fleet = Fleet(options.slots, options.kv_tokens, options.engines)
+        engine = Engine(options.slots, options.kv_tokens)
         sources = options.trace or [DEFAULT_TRACE]
-        results = [(source, _outcomes(load_trace(source), fleet, options)) for source in sources]
+        results = [(source, _outcomes(load_trace(source), engine, options)) for source in sources]
         for source, outcomes in results:
-            print_table(source, fleet, outcomes, options.step_cost)
+            print_table(source, engine, outcomes, options.step_cost)
         if options.output is not None:
-            _write_picture(options.output, fleet, results[0][1])
+            _write_picture(options.output, engine, results[0][1])
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
@@ -133,10 +133,8 @@ def _make_parser() -> argparse.ArgumentParser:
         f"lognormal_heavy:prompts=32,group=16,max_tokens=1024,seed=0. Families: {', '.join(FAMILIES)}. May be given "
         f"several times. Default: {DEFAULT_TRACE}.",
     )
-    add("--slots", type=int, default=64, help="Completions that an engine decodes at a time. Default: %(default)s.")
-    add("--kv_tokens", type=int, help="Tokens that the KV cache of an engine holds. Default: no limit.")
-    add("--engines", type=int, default=1, help="Engines, which get whole groups each. Default: %(default)s.")
-    add("--shared_queue", action="store_true", help="Let all engines take from one queue instead.")
+    add("--slots", type=int, default=64, help="Completions that are decoded at a time. Default: %(default)s.")
+    add("--kv_tokens", type=int, help="Tokens that the KV cache holds. Default: no limit.")
     add(
         "--noise",
         type=_parse_noise,
@@ -178,31 +176,22 @@ def _parse_step_cost(text: str) -> StepCost:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def _outcomes(trace: Trace, fleet: Fleet, options: argparse.Namespace) -> list[Outcome]:
+def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list[Outcome]:
     """Run all plans on all batches of a trace."""
     batches = trace.batches()
     for batch in batches:
-        fleet.check(batch)
+        engine.check(batch)
     most = max(len(batch) for batch in batches)
-    fits_at_once = most <= fleet.num_slots and fleet.kv_tokens is None
+    fits_at_once = most <= engine.num_slots and engine.kv_tokens is None
     plans = options.plans or [name for name in PLANS if name != "full_group" or fits_at_once]
     known = [(batch, _lengths(batch, options.noise)) for batch in batches]
-    bound = sum(_bound(batch, fleet) for batch in batches)
+    bound = sum(_bound(batch, engine) for batch in batches)
     return [
-        Outcome(name, bound, [_simulate(name, batch, fleet, lengths, options.shared_queue) for batch, lengths in known])
-        for name in plans
+        Outcome(name, bound, [simulate(batch, name, engine, lengths) for batch, lengths in known]) for name in plans
     ]
 
 
-def _simulate(name: str, trace: Trace, fleet: Fleet, lengths: Lengths, shared_queue: bool) -> Schedule:
-    if shared_queue:
-        plans = [make_plan(name, lengths, fleet.num_slots * fleet.num_engines)]
-    else:
-        plans = [make_plan(name, lengths, fleet.num_slots) for _ in range(fleet.num_engines)]
-    return simulate(trace, plans, fleet, lengths)
-
-
-def _lengths(trace: Trace, noise: Noise) -> Lengths:
+def _lengths(trace: Trace, noise: Noise) -> LearntLengths:
     if noise == "recorded":
         if trace.predicted is None:
             raise ValueError(f"{trace.name} has rows without predicted: give --noise a number or none.")
@@ -210,15 +199,13 @@ def _lengths(trace: Trace, noise: Noise) -> Lengths:
     return lengths_of(trace, None if noise == "none" else noise)
 
 
-def _bound(trace: Trace, fleet: Fleet) -> int:
-    num_slots = fleet.num_slots * fleet.num_engines
-    if fleet.kv_tokens is None:
-        return slot_bound(trace.lengths, num_slots)
-    kv_tokens = fleet.kv_tokens * fleet.num_engines
-    return memory_bound(trace.group, trace.prompt_tokens, trace.lengths, num_slots, kv_tokens)
+def _bound(trace: Trace, engine: Engine) -> int:
+    if engine.kv_tokens is None:
+        return slot_bound(trace.lengths, engine.num_slots)
+    return memory_bound(trace.group, trace.prompt_tokens, trace.lengths, engine.num_slots, engine.kv_tokens)
 
 
-def _write_picture(path: Path, fleet: Fleet, outcomes: list[Outcome]) -> None:
+def _write_picture(path: Path, engine: Engine, outcomes: list[Outcome]) -> None:
     from lit_grpo.scheduling.timeline import Timeline, draw_timeline
 
     timelines = []
@@ -226,7 +213,9 @@ def _write_picture(path: Path, fleet: Fleet, outcomes: list[Outcome]) -> None:
         schedule = outcome.schedules[0]
         steps = np.unique(np.linspace(0, schedule.steps, MAX_POINTS).astype(np.int64))
         title = f"{outcome.plan}: {schedule.steps:,} steps, bubble ratio {schedule.bubble_ratio:.2f}"
-        timelines.append(Timeline(title, outcome.plan, schedule.spans, (steps, schedule.kv_tokens_at(steps))))
+        timelines.append(
+            Timeline(title, outcome.plan, [span for _, span in schedule.spans], (steps, schedule.kv_tokens_at(steps)))
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_timeline(timelines, slot_limit=fleet.num_slots * fleet.num_engines).savefig(path)
+    draw_timeline(timelines, slot_limit=engine.num_slots).savefig(path)
     print(f"The picture is in {path}.")

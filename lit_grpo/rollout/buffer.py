@@ -46,6 +46,7 @@ class RolloutBuffer:
     def __init__(self, rule: ReleaseRule = SYNCHRONOUS) -> None:
         self.rule = rule
         self._groups: dict[GroupKey, _Open] = {}  # in the order of arrival
+        self._num_whole = 0
 
     def __len__(self) -> int:
         """Return the number of groups that are open."""
@@ -53,24 +54,19 @@ class RolloutBuffer:
 
     # ---- in -----------------------------------------------------------------------------------------
 
-    def open(self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, seed: int) -> None:
-        """Ask for so many samples of each prompt.
+    def open(self, requests: Sequence[Request]) -> None:
+        """Open the groups of these requests, in the order of arrival.
 
         Raises:
-            ValueError: A group would have no member, or is open already.
+            ValueError: A group is open already, or a request comes twice.
         """
-        if num_samples < 1:
-            raise ValueError(f"A group of {num_samples} samples has no member; give num_generations of 1 or more.")
-        for prompt in prompts:
-            key = (prompt.prompt_id, prompt.visit)
-            if key in self._groups:
-                raise ValueError(
-                    f"A batch holds visit {prompt.visit} of prompt {prompt.prompt_id!r} twice; give its rows distinct "
-                    "prompt ids."
-                )
-            self._groups[key] = _Open(prompt)
-            for sample in range(num_samples):
-                self.ask(Request(prompt, (sample,), sampling, seed))
+        groups: dict[GroupKey, _Open] = {}
+        for request in requests:
+            group = groups.setdefault(request.group, _Open(request.prompt))
+            if request.path in group.unfinished or request.group in self._groups:
+                raise ValueError("A batch holds the same visit of a prompt twice; give its rows distinct prompt ids.")
+            group.unfinished[request.path] = request
+        self._groups |= groups
 
     def ask(self, request: Request) -> None:
         """Ask for a further sample of an open group, or for one that goes on from another prefix.
@@ -108,6 +104,7 @@ class RolloutBuffer:
         rollouts = [Rollout(group.prompt, group.completions[path]) for path in sorted(group.completions)]
         group.released = RolloutGroup(group.prompt, rollouts)
         group.completions = {}
+        self._num_whole += 1
         return group.released
 
     def renew(self, version: int) -> int:
@@ -135,19 +132,20 @@ class RolloutBuffer:
 
     def ready(self) -> bool:
         """Whether there is enough for a release."""
-        num_whole = sum(group.released is not None for group in self._groups.values())
-        return num_whole >= (len(self._groups) if self.rule.num_groups is None else self.rule.num_groups)
+        return self._num_whole >= (len(self._groups) if self.rule.num_groups is None else self.rule.num_groups)
 
     def take(self) -> list[RolloutGroup]:
         """Release whole groups, in the order of arrival."""
         whole = [(key, group.released) for key, group in self._groups.items() if group.released is not None]
         for key, _ in whole[: self.rule.num_groups]:
             del self._groups[key]
+            self._num_whole -= 1
         return [group for _, group in whole[: self.rule.num_groups]]
 
     def clear(self) -> None:
         """Forget everything."""
         self._groups.clear()
+        self._num_whole = 0
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
@@ -188,6 +186,17 @@ class RolloutBuffer:
             if released is not None:
                 for rollout, earned in zip(released.rollouts, saved["rewards"], strict=True):
                     rollout.rewards, rollout.reward, rollout.kept = earned
+
+
+def group_requests(prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, seed: int) -> list[Request]:
+    """Return requests for so many samples of each prompt.
+
+    Raises:
+        ValueError: A group would have no member.
+    """
+    if num_samples < 1:
+        raise ValueError(f"A group of {num_samples} samples has no member; give num_generations of 1 or more.")
+    return [Request(prompt, (sample,), sampling, seed) for prompt in prompts for sample in range(num_samples)]
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:

@@ -72,9 +72,47 @@ class StepEvents:
     message: str = ""
 
 
+class Decoder(Protocol):
+    """Decodes submitted requests step by step: what the rollout loop, its only caller, needs of a generator."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples now; -1 where no complete set of weights has arrived."""
+        ...
+
+    def capacity(self) -> Capacity:
+        """Return how much can be submitted now."""
+        ...
+
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
+        """Admit requests, at most ``capacity().free_slots`` of them; each goes on from its prefix with the next step.
+
+        Args:
+            requests: What to decode.
+            expected: How many tokens are expected of each, for a generator that spreads them.
+        """
+        ...
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Say which prompts requests will come for, so that some can be made ready together."""
+        ...
+
+    def step(self) -> StepEvents:
+        """Decode one token of every admitted request; return what finished."""
+        ...
+
+    def release(self, prompts: Iterable[Prompt]) -> None:
+        """Say that no more requests for these prompts will come, so nothing need be kept for them."""
+        ...
+
+    def abort(self, keys: Iterable[Key]) -> list[Request]:
+        """Stop these requests and hand them back, with all they have come to as their prefixes."""
+        ...
+
+
 @runtime_checkable
-class Generator(Protocol):
-    """Decodes submitted requests step by step. The rollout loop is its only caller.
+class Generator(Decoder, Protocol):
+    """Decodes with a policy's weights, which it is sent.
 
     ``feature_points``, set before ``start``, are the numbers of tokens at which its steps report observations.
 
@@ -110,42 +148,8 @@ class Generator(Protocol):
         """
         ...
 
-    @property
-    def version(self) -> int:
-        """The policy version that samples now; -1 where no complete set of weights has arrived."""
-        ...
-
     def distrust(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again: the weights have proved to be wrong."""
-        ...
-
-    def capacity(self) -> Capacity:
-        """Return how much can be submitted now."""
-        ...
-
-    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
-        """Admit requests, at most ``capacity().free_slots`` of them; each goes on from its prefix with the next step.
-
-        Args:
-            requests: What to decode.
-            expected: How many tokens are expected of each, for a generator that spreads them.
-        """
-        ...
-
-    def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Say which prompts requests will come for, so that some can be made ready together."""
-        ...
-
-    def step(self) -> StepEvents:
-        """Decode one token of every admitted request; return what finished."""
-        ...
-
-    def release(self, prompts: Iterable[Prompt]) -> None:
-        """Say that no more requests for these prompts will come, so nothing need be kept for them."""
-        ...
-
-    def abort(self, keys: Iterable[Key]) -> list[Request]:
-        """Stop these requests and hand them back, with all they have come to as their prefixes."""
         ...
 
     def sleep(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.flight import Flight
@@ -16,7 +16,7 @@ from lit_grpo.scheduling.plans.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
-    from lit_grpo.rollout.generator import Generator, StepEvents
+    from lit_grpo.rollout.generator import Decoder, StepEvents
     from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 
@@ -93,7 +93,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Decoder,
         buffer: RolloutBuffer | None = None,
         plan: str = "fcfs",
         lengths: LearntLengths | None = None,
@@ -109,7 +109,7 @@ class RolloutLoop:
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> tuple[list[RolloutGroup], RolloutStats]:
         """Open a group of each prompt, run, and take what is released."""
-        self.buffer.open(prompts, num_generations, sampling, seed)
+        self.buffer.open(group_requests(prompts, num_generations, sampling, seed))
         stats = self.run(self.buffer.ready)
         return self.buffer.take(), stats
 
@@ -158,11 +158,17 @@ class _Rollout:
         while not until():
             began = time.perf_counter()
             self._admit()
+            if not self._flight.num_active:
+                raise ValueError(
+                    f"All requests have ended, and a release of {self._buffer.rule.num_groups} groups is not met: open "
+                    "more groups, or lower num_groups."
+                )
             self._make_room()
             admitted = time.perf_counter()
             events = self._generator.step()
             stepped = time.perf_counter()
-            self._check(events)
+            if not events.num_active and not events.set_aside:
+                raise RuntimeError(f"The generator lost {self._flight.num_active} requests that were in flight.")
             self._capacity = self._generator.capacity()
             self._take(events)
             self.stats.add_step(events, self._capacity, stepped - admitted)
@@ -206,7 +212,7 @@ class _Rollout:
             self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
             prompts = {request.group: request.prompt for request in requests}
             self._generator.release([prompt for group, prompt in prompts.items() if not flight.waits(group)])
-        elif not flight.active:
+        elif not flight.num_active:
             plan = type(self._plan).__name__
             raise RuntimeError(
                 f"The plan {plan} hands out nothing while {len(self._plan)} jobs wait and no slot decodes."
@@ -215,7 +221,9 @@ class _Rollout:
     def _make_room(self) -> None:
         """Take the youngest away from a generator whose next step would not fit, and let them wait."""
         if not self._capacity.evicts:
-            self._set_aside(self._generator.abort(self._flight.overflow()))
+            youngest = self._flight.overflow()
+            stopped = {request.key: request for request in self._generator.abort(youngest)}
+            self._set_aside(stopped[key] for key in youngest)
 
     def _set_aside(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -225,15 +233,6 @@ class _Rollout:
 
     # ---- what comes out -----------------------------------------------------------------------------
 
-    def _check(self, events: StepEvents) -> None:
-        if events.num_active or events.set_aside:
-            return
-        if self._flight.active:
-            raise RuntimeError(f"The generator lost {len(self._flight.active)} requests that were in flight.")
-        raise ValueError(
-            "All requests have ended before the release was met; open more groups, or lower the rule's num_groups."
-        )
-
     def _take(self, events: StepEvents) -> None:
         """Learn what a step brought, and tell the listeners."""
         self._flight.step += events.num_steps
@@ -242,7 +241,7 @@ class _Rollout:
         for observation in events.observations:
             self._reports.observe(observation)
         answers = [listener.step(events) for listener in self._listeners]
-        for completion in events.finished:
+        for completion in self._flight.in_order(events.finished):
             answers += self._finish(completion)
         for answer in answers:
             self._follow(answer)
@@ -278,7 +277,7 @@ class _Rollout:
 
     def _stop(self, key: Key) -> Request:
         """Take a request out of work, and return it with what it has come to."""
-        if key not in self._flight.active:
+        if not self._flight.is_active(key):
             return self._flight.drop(key)
         (request,) = self._generator.abort([key])
         self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
@@ -288,11 +287,12 @@ class _Rollout:
 
     def _put_back(self) -> None:
         """Take out of the generator what is unfinished; the buffer has its prefixes."""
+        prompts: dict[GroupKey, Prompt] = {request.group: request.prompt for request in self._flight.requests}
         for request in self._generator.abort(self._flight.active):
             self._flight.wait(request)
             self._buffer.ask(request)
-        prompts: dict[GroupKey, Prompt] = {request.group: request.prompt for request in self._requests}
-        self._generator.release(prompts.values())
+        if prompts:
+            self._generator.release(prompts.values())
 
     def _end(self) -> None:
         """Wait for the rewards, learn from the lengths, and add up."""

@@ -12,10 +12,10 @@ import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, LearntLengths
 from lit_grpo.scheduling.layouts import KVLayout, smallest_budget
-from lit_grpo.types import GroupKey, Key, Request, SamplePath, Span
+from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span
 
 RETRY_STEPS = 8
-"""Where memory has refused a job, it is asked for again after so many steps, or once something has left."""
+"""Where memory has refused a job, it is asked for again every so many steps, and once something has left."""
 _MOMENTS = 16  # of the future at which memory is added up
 _smallest_budget = lru_cache(4096)(smallest_budget)
 
@@ -28,6 +28,20 @@ class _Active(NamedTuple):
     slot: int
     begin: int
     had: int
+
+
+class _Table(NamedTuple):
+    """Columns of the active jobs, int64: tokens of each less the step, of its prompt, and the most that it can have."""
+
+    offsets: np.ndarray
+    prompt_tokens: np.ndarray
+    limits: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[_Active]) -> _Table:
+        """Make it."""
+        columns = [(row.had - row.begin, row.job.prompt_tokens, row.job.max_tokens) for row in rows]
+        return cls(*np.array(columns, dtype=np.int64).reshape(-1, 3).T)
 
 
 class Flight:
@@ -53,8 +67,11 @@ class Flight:
         self._waiting: dict[Key, Request] = {}
         self._active: dict[Key, _Active] = {}  # in the order of admission
         self._waiting_of: Counter[GroupKey] = Counter()
+        self._active_of: Counter[GroupKey] = Counter()
+        self._table: _Table | None = None  # of the active jobs; None where they have changed
+        self._prompt_tokens = 0  # KV tokens of the prompts of active jobs
         self._most_tokens = 0  # that the active jobs can come to hold
-        self._refused_at: int | None = None
+        self._refused = False
 
     # ---- what is in work --------------------------------------------------------------------------
 
@@ -67,14 +84,25 @@ class Flight:
         return list(self._active)
 
     @property
-    def num_free(self) -> int:
-        """Slots that are free."""
-        return len(self._free)
+    def num_active(self) -> int:
+        """How many requests are active."""
+        return len(self._active)
+
+    def is_active(self, key: Key) -> bool:
+        """Whether a request is active."""
+        return key in self._active
 
     @property
     def requests(self) -> list[Request]:
         """All requests in work, those that wait with the prefixes that they go on from."""
         return [*(active.request for active in self._active.values()), *self._waiting.values()]
+
+    def in_order(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """Sort completions of active requests in the order of their admission."""
+        if len(completions) < 2:
+            return completions
+        ranks = {key: rank for rank, key in enumerate(self._active)}
+        return sorted(completions, key=lambda completion: ranks[completion.request.key])
 
     def waits(self, group: GroupKey) -> bool:
         """Whether a request of a group waits."""
@@ -108,17 +136,18 @@ class Flight:
         request = self._waiting[job.key]
         scarce = self.kv_tokens is not None and self._active and self._most_tokens + smallest > self.kv_tokens
         if scarce and self._forecast(job, request.prefix.num_tokens) > (self.kv_tokens or 0):
-            self._refused_at = self.step
+            self._refused = True
             return False
         self._most_tokens += smallest
         del self._waiting[job.key]
         self._waiting_of[job.group] -= 1
         self._active[job.key] = _Active(request, job, self._free.pop(), self.step, request.prefix.num_tokens)
+        self._count(job, 1)
         return True
 
     def asks_memory_again(self) -> bool:
         """Whether it is time to offer a job again: nothing was refused, something has left, or time has passed."""
-        return self._refused_at is None or self.step - self._refused_at >= RETRY_STEPS
+        return not self._refused or self.step % RETRY_STEPS == 0
 
     def request(self, key: Key) -> Request:
         """Return an active request."""
@@ -129,7 +158,8 @@ class Flight:
         _, job, slot, begin, _ = self._active.pop(key)
         self._free.append(slot)
         self._most_tokens -= _smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
-        self._refused_at = None
+        self._refused = False
+        self._count(job, -1)
         if begin < self.step:
             self.spans.add(key, slot, begin, self.step)
         return job
@@ -149,55 +179,59 @@ class Flight:
 
     # ---- memory -----------------------------------------------------------------------------------
 
-    def kv_tokens_held(self) -> int:
-        """Return the KV tokens that the active jobs hold in the next step, prompts once a group."""
-        return sum(self._held().values()) + self._prompts(active.job for active in self._active.values())
+    def _count(self, job: Job, change: int) -> None:
+        """Note that a job has become active, or is no longer."""
+        self._table = None
+        self._active_of[job.group] += change
+        if self._active_of[job.group] == max(change, 0):  # the first of its group, or none is left
+            self._prompt_tokens += change * self._layout.prompt(job.prompt_tokens)
+
+    @property
+    def _rows(self) -> _Table:
+        if self._table is None:
+            self._table = _Table.of(list(self._active.values()))
+        return self._table
+
+    def kv_tokens_held(self, ahead: int = 1) -> int:
+        """Return the KV tokens that the active jobs hold in the next step, or in one ``ahead`` of the last."""
+        return int(self._held(ahead).sum()) + self._prompt_tokens
 
     def overflow(self) -> list[Key]:
         """Return those that have to leave for the next step to fit: the youngest; one is always left."""
         if self.kv_tokens is None or self._most_tokens <= self.kv_tokens:
             return []
-        held, leaving = self._held(), []
-        staying = list(self._active.values())
-        total, prompts = sum(held.values()), self._prompts(active.job for active in staying)
+        held, staying, leaving = self._held(), list(self._active.values()), []
+        members, prompts = self._active_of.copy(), self._prompt_tokens
+        total = int(held.sum())
         while total + prompts > self.kv_tokens and len(staying) > 1:
-            leaving.append(staying.pop().job.key)
-            total -= held[leaving[-1]]
-            prompts = self._prompts(active.job for active in staying)
+            job = staying.pop().job
+            leaving.append(job.key)
+            total -= int(held[len(staying)])
+            members[job.group] -= 1
+            prompts -= 0 if members[job.group] else self._layout.prompt(job.prompt_tokens)
         return leaving
 
-    def _held(self) -> dict[Key, int]:
-        """What each active completion holds in the next step, which gives it a token more."""
-        if not self._active:
-            return {}
-        jobs = [active.job for active in self._active.values()]
-        tokens = np.minimum(np.array(list(self.progress().values())) + 1, _limits(jobs))
-        held = self._layout.completion(_prompt_tokens(jobs), tokens, _limits(jobs))
-        return dict(zip(self._active, held.tolist(), strict=True))
-
-    def _prompts(self, jobs: Iterable[Job]) -> int:
-        return sum({job.group: self._layout.prompt(job.prompt_tokens) for job in jobs}.values())
+    def _held(self, ahead: int = 1) -> np.ndarray:
+        """What each active completion holds in a step, which gives it a token more; shape (active,)."""
+        rows = self._rows
+        if not len(rows.limits):
+            return rows.limits
+        tokens = np.minimum(self.step + rows.offsets + ahead, rows.limits)
+        return self._layout.completion(rows.prompt_tokens, tokens, rows.limits)
 
     def _forecast(self, job: Job, has: int) -> int:
         """Return the most KV tokens that the active jobs and ``job`` are expected to hold at a time."""
-        jobs = [*(active.job for active in self._active.values()), job]
-        progress = self.progress()
-        self._lengths.progress(progress)
-        had, limits = np.array([*progress.values(), has]), _limits(jobs)
+        self._lengths.progress(self.progress())
+        jobs, rows = [*(active.job for active in self._active.values()), job], self._rows
+        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, job.max_tokens)
         remaining = np.clip(np.ceil(self._lengths.estimate(jobs)), had + 1, limits) - had
         moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))
         tokens = np.minimum(had + moments[:, None], limits).astype(np.int64)  # moments x jobs
-        rooms = self._layout.completion(_prompt_tokens(jobs), np.maximum(tokens, 1), limits)
+        prompt_tokens = np.append(rows.prompt_tokens, job.prompt_tokens)
+        rooms = self._layout.completion(prompt_tokens, np.maximum(tokens, 1), limits)
         held = np.where(remaining >= moments[:, None], rooms, 0).sum(1).max()
-        return int(held) + self._prompts(jobs)
-
-
-def _limits(jobs: Sequence[Job]) -> np.ndarray:
-    return np.array([job.max_tokens for job in jobs])
-
-
-def _prompt_tokens(jobs: Sequence[Job]) -> np.ndarray:
-    return np.array([job.prompt_tokens for job in jobs])
+        own = 0 if self._active_of[job.group] else self._layout.prompt(job.prompt_tokens)
+        return int(held) + self._prompt_tokens + own
 
 
 class SpanLog(Sequence[tuple[Key, Span]]):

@@ -15,6 +15,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.slots.memory import KVBudget
 from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
@@ -43,8 +44,7 @@ def make(
     generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
-        assert generator.room is not None
-        generator.room.tokens = kv_tokens
+        generator.budget = KVBudget(kv_tokens, prefill_tokens)
     return generator
 
 
@@ -128,18 +128,34 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(slots_module, place, failing)
-    assert generator.room is not None
-    before = generator.room.tokens
     groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
-    assert generator.room.tokens < before
     assert stats.num_set_aside > 1
     (message,) = stats.messages
-    assert (
-        message.startswith("Memory ran out with")
-        and f"at most {generator.room.tokens}" in message
-        and generator.prefill_tokens == 4096
-    )
+    assert message.startswith("Memory ran out with")
+    if place == "prefill":
+        assert "prompts in pieces of 4096 tokens" in message
+    else:  # four fifths of the most that was held
+        held = int(message.split()[4])
+        assert f"go on with at most {int(0.8 * held)}, and prompts in pieces of 8192 tokens" in message
+
+
+def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed, original, calls = make(policy, tokenizer, 12), slots_module.decode_step, 0
+    steps = RolloutLoop(undisturbed).collect(PROMPTS, 60, SAMPLING, seed=0)[1].num_steps
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # little is held yet
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args, **kwargs)
+
+    generator = make(policy, tokenizer, 12)
+    monkeypatch.setattr(slots_module, "decode_step", failing)
+    _, stats = RolloutLoop(generator).collect(PROMPTS, 60, SAMPLING, seed=0)
+    assert generator.budget is not None and generator.budget.tokens == generator.budget.granted_tokens
+    assert stats.num_steps < 1.1 * steps
 
 
 def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(

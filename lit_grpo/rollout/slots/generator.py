@@ -95,9 +95,9 @@ class SlotGenerator:
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
         report = SyncReport()
-        self._version = -1  # until all of them are here
         if in_flight == "refuse":
             check_nothing_in_flight(self._num_in_flight)
+        self._version = -1  # until all of them are here
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths
+from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.replay.traces import Trace, noisy
 
 
-class KnownLengths:
+class KnownLengths(NoLengths):
     """Estimates that are given beforehand and do not change.
 
     Args:
@@ -18,8 +18,6 @@ class KnownLengths:
         estimates: Tokens expected of each, shape (jobs,); what exceeds a job's limit counts as the limit.
         informative: Whether plans should follow them.
     """
-
-    revision = 0
 
     def __init__(self, jobs: Sequence[Job], estimates: np.ndarray, informative: bool = True) -> None:
         limits = np.array([job.max_tokens for job in jobs])
@@ -32,7 +30,7 @@ class KnownLengths:
         return np.array([self._estimates[job.key] for job in jobs], dtype=np.float64)
 
 
-def lengths_of(trace: Trace, noise: float | None, seed: int = 0) -> Lengths:
+def lengths_of(trace: Trace, noise: float | None, seed: int = 0) -> LearntLengths:
     """Return a trace's lengths with errors.
 
     Args:

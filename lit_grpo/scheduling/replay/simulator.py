@@ -1,46 +1,48 @@
-"""A plan against a trace, with no model: steps, idle slots and KV tokens over time."""
+"""A plan against a trace, with no model: the real rollout loop, on a generator that replays a trace."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lit_grpo.scheduling.jobs import Lengths
-from lit_grpo.scheduling.plans.plan import Plan
-from lit_grpo.scheduling.replay.engine import NEVER, Engine, Workload
+from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.generator import Capacity, StepEvents
+from lit_grpo.rollout.loop import Listener, RolloutLoop
+from lit_grpo.scheduling.flight import RETRY_STEPS, Flight
+from lit_grpo.scheduling.jobs import LearntLengths
+from lit_grpo.scheduling.layouts import Blocks, KVLayout
 from lit_grpo.scheduling.replay.step_cost import StepCost
 from lit_grpo.scheduling.replay.traces import Trace
-from lit_grpo.types import Span
+from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Span, Trajectory
 
 
 @dataclass(frozen=True)
-class Fleet:
+class Engine:
     """What decodes.
 
     Args:
-        num_slots: Slots of each engine.
-        kv_tokens: Tokens that the KV cache of each holds; None for no limit.
-        num_engines: Engines, all with the same weights, which step together.
+        num_slots: Completions that are decoded at a time.
+        kv_tokens: Tokens that the KV cache holds; None for no limit.
+        layout: How they are set apart.
     """
 
     num_slots: int
     kv_tokens: int | None = None
-    num_engines: int = 1
+    layout: KVLayout = field(default_factory=Blocks)
 
     def check(self, trace: Trace) -> None:
         """Raise a ValueError where no plan could decode a trace."""
         if self.num_slots < 1:
             raise ValueError(f"The number of slots is {self.num_slots}: an engine needs 1 or more.")
-        if self.num_engines < 1:
-            raise ValueError(f"The number of engines is {self.num_engines}: give 1 or more.")
-        least = int((trace.prompt_tokens + trace.lengths).max())
-        if self.kv_tokens is not None and self.kv_tokens < least:
+        prompts = np.array([self.layout.prompt(tokens) for tokens in trace.prompt_tokens.tolist()])
+        held = prompts + self.layout.completion(trace.prompt_tokens, trace.lengths, trace.max_tokens)
+        if self.kv_tokens is not None and self.kv_tokens < held.max():
             raise ValueError(
                 f"A KV budget of {self.kv_tokens} tokens is too small for the longest completion of {trace.name} "
-                f"with its prompt: the smallest that works is {least}."
+                f"with its prompt: the smallest that works is {held.max()}."
             )
 
 
@@ -49,20 +51,18 @@ class Schedule:
     """What a plan has made of a trace.
 
     Args:
-        fleet: What decoded.
-        spans: Who decoded when, in steps, slots counted through over all engines; shape (spans,).
-        span_jobs: Number of each span's completion in the trace, shape (spans,).
-        ends: Step after which each completion is done, shape (completions,).
-        segments: ``(start, end, active rows, KV tokens in the first step)`` of each engine, where each row adds a
-            token a step; int64, shape (segments, 4).
+        engine: What decoded.
+        spans: Who decoded when, in steps, with the keys of the completions.
+        ends: Step after which each completion is done, in the order of the trace, shape (completions,).
+        segments: ``(start, end, active rows, KV tokens in the first step, and in the last)`` of stretches of steps;
+            int64, shape (segments, 5).
         set_asides: How often a completion was set aside because KV tokens had run out.
     """
 
-    fleet: Fleet
-    spans: list[Span]
-    span_jobs: list[int]
+    engine: Engine
+    spans: Sequence[tuple[Key, Span]]
     ends: np.ndarray
-    segments: list[np.ndarray]
+    segments: np.ndarray
     set_asides: int
 
     @property
@@ -73,8 +73,8 @@ class Schedule:
     @property
     def bubble_ratio(self) -> float:
         """Share of the slots' steps in which they decode nothing."""
-        busy = sum(span.end - span.start for span in self.spans)
-        return 1.0 - busy / (self.fleet.num_slots * self.fleet.num_engines * self.steps)
+        start, end, active = self.segments.T[:3]
+        return 1.0 - float((active * (end - start)).sum()) / (self.engine.num_slots * self.steps)
 
     @property
     def mean_completion(self) -> float:
@@ -83,108 +83,157 @@ class Schedule:
 
     @property
     def peak_kv_tokens(self) -> int:
-        """The most KV tokens that one engine holds."""
-        last = [rows[:, 3] + rows[:, 2] * (rows[:, 1] - rows[:, 0] - 1) for rows in self.segments if len(rows)]
-        return int(max(tokens.max() for tokens in last))
+        """The most KV tokens that are held."""
+        return int(self.segments[:, 3:].max())
 
     def kv_tokens_at(self, steps: np.ndarray) -> np.ndarray:
-        """Return the KV tokens that all engines hold in each of some steps, int64, shape (steps,)."""
-        total = np.zeros(len(steps), dtype=np.int64)
-        for rows in self.segments:
-            if len(rows):
-                start, end, active, first = rows[np.maximum(np.searchsorted(rows[:, 0], steps, side="right") - 1, 0)].T
-                total += np.where((start <= steps) & (steps < end), first + active * (steps - start), 0)
-        return total
+        """Return the KV tokens that are held in each of some steps, shape (steps,); even growth within a stretch."""
+        rows = self.segments[np.maximum(np.searchsorted(self.segments[:, 0], steps, side="right") - 1, 0)]
+        start, end, _, first, last = rows.T
+        grown = (last - first) * (steps - start) / np.maximum(end - start - 1, 1)
+        return np.where((start <= steps) & (steps < end), first + np.rint(grown), 0).astype(np.int64)
 
     def seconds(self, cost: StepCost) -> float:
-        """Return the time of the engine that takes longest."""
-        return max(cost.seconds(rows[:, 1] - rows[:, 0], rows[:, 2], rows[:, 3]) for rows in self.segments)
+        """Return the time that it takes."""
+        start, end, active, first, _ = self.segments.T
+        return cost.seconds(end - start, active, first)
 
 
-def simulate(trace: Trace, plans: Sequence[Plan], fleet: Fleet, lengths: Lengths) -> Schedule:
+class ReplayGenerator:
+    """Decodes completions that come to known lengths, with tokens that mean nothing.
+
+    A step of it is as many decode steps as pass until something can change: a completion ends, memory is entered anew,
+    or a request that memory has refused is offered again.
+
+    Args:
+        engine: What decodes.
+        lengths: Tokens that each completion comes to.
+    """
+
+    version = 0
+    feature_points: tuple[int, ...] = ()
+    decodes_on_policy = True
+
+    def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
+        self._engine, self._lengths = engine, lengths
+        self._rows: dict[Key, tuple[Request, int, int]] = {}  # with its tokens less the step, and the step of its end
+        self._ends: list[tuple[int, Key]] = []  # a heap; of those that were taken away too
+        self._num_waiting = len(lengths)
+        self._step = 0
+        self._has_stopped = False  # since the last step, so that others may fit with the next one
+
+    def capacity(self) -> Capacity:
+        """Slots and KV memory, and how much of them is free."""
+        engine = self._engine
+        return Capacity(engine.num_slots, engine.num_slots - len(self._rows), engine.kv_tokens, 0, engine.layout)
+
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
+        """Admit requests."""
+        for request in requests:
+            offset = request.prefix.num_tokens - self._step
+            self._rows[request.key] = (request, offset, self._lengths[request.key] - offset)
+            heapq.heappush(self._ends, (self._lengths[request.key] - offset, request.key))
+        self._num_waiting -= len(requests)
+
+    def abort(self, keys: Iterable[Key]) -> list[Request]:
+        """Hand requests back, with tokens that mean nothing as their prefixes."""
+        stopped = [self._rows.pop(key) for key in list(keys) if key in self._rows]
+        self._num_waiting += len(stopped)
+        self._has_stopped |= bool(stopped)
+        return [request.after(Trajectory.blank(offset + self._step)) for request, offset, _ in stopped]
+
+    def step(self) -> StepEvents:
+        """Give every row its next tokens."""
+        steps = self._steps_until_change()
+        self._step += steps
+        events = StepEvents(len(self._rows), len(self._rows) * steps, steps)
+        while self._ends and self._ends[0][0] <= self._step:
+            end, key = heapq.heappop(self._ends)
+            if self._is_current(end, key):
+                request, _, _ = self._rows.pop(key)
+                events.finished.append(request.after(Trajectory.blank(self._lengths[key])).ended("stop"))
+        return events
+
+    def _is_current(self, end: int, key: Key) -> bool:
+        return key in self._rows and self._rows[key][2] == end
+
+    def _steps_until_change(self) -> int:
+        while not self._is_current(*self._ends[0]):
+            heapq.heappop(self._ends)
+        steps = self._ends[0][0] - self._step
+        if self._engine.kv_tokens is None:
+            return steps
+        if self._num_waiting and len(self._rows) < self._engine.num_slots:
+            steps = min(steps, 1 if self._has_stopped else RETRY_STEPS - self._step % RETRY_STEPS)
+        self._has_stopped = False
+        return self._steps_that_fit(steps)
+
+    def _steps_that_fit(self, most: int) -> int:
+        """Return how many steps, 1 to ``most``, go by before memory runs out."""
+        requests = [request for request, _, _ in self._rows.values()]
+        has = np.array([offset for _, offset, _ in self._rows.values()]) + self._step
+        groups = {request.group: len(request.prompt.token_ids) for request in requests}
+        prompts = np.array([groups[request.group] for request in requests])
+        limits = np.array([request.sampling.max_tokens for request in requests])
+        layout = self._engine.layout
+        left = (self._engine.kv_tokens or 0) - sum(layout.prompt(tokens) for tokens in groups.values())
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = layout.completion(prompts, has + middle, limits).sum() <= left
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Nothing is computed."""
+
+    def release(self, prompts: Iterable[Prompt]) -> None:
+        """Nothing is kept."""
+
+
+class _Recorder(Listener):
+    """Notes when completions end, and what is held in between."""
+
+    def __init__(self) -> None:
+        self.ends: dict[Key, int] = {}
+        self.segments: list[tuple[int, int, int, int, int]] = []
+
+    def begin(self, flight: Flight) -> None:
+        self._flight = flight
+
+    def step(self, events: StepEvents) -> None:
+        flight, steps = self._flight, events.num_steps
+        held = flight.kv_tokens_held(1 - steps), flight.kv_tokens_held(0)
+        self.segments.append((flight.step - steps, flight.step, events.num_active, *held))
+
+    def finish(self, completion: Completion) -> None:
+        self.ends[completion.request.key] = self._flight.step
+
+
+def simulate(trace: Trace, plan: str, engine: Engine, lengths: LearntLengths | None = None) -> Schedule:
     """Decode a trace, skipping from one event to the next.
-
-    A free slot is offered to its plan at the start and whenever a completion has finished. Where KV tokens are
-    limited, a completion is admitted if it fits beside what is expected of those that decode; if they run out all the
-    same, the youngest is set aside.
 
     Args:
         trace: What is decoded; everything waits from the start.
-        plans: One plan for each engine, whose completions are dealt out by whole groups, each to the engine that has
-            the fewest expected tokens so far; or a single plan, from which all engines take.
-        fleet: What decodes.
-        lengths: What is thought of the lengths, for dealing out and for the KV tokens.
+        plan: The name of a plan.
+        engine: What decodes.
+        lengths: What is thought of the lengths; nothing by default.
     """
-    fleet.check(trace)
-    if len(plans) not in (1, fleet.num_engines):
-        raise ValueError(f"There are {len(plans)} plans for {fleet.num_engines} engines: give 1, or one for each.")
-    jobs = trace.jobs
-    work = Workload(jobs, trace.group, trace.lengths, lengths.estimate(jobs))
-    for plan, numbers in zip(plans, _deal(work, len(plans)), strict=True):
-        plan.add([jobs[number] for number in numbers])
-    engines = [Engine(work, fleet.num_slots, fleet.kv_tokens) for _ in range(fleet.num_engines)]
-    pairs = [(engine, plans[number % len(plans)]) for number, engine in enumerate(engines)]
-    return _schedule(fleet, engines, len(jobs), _run(work, pairs))
+    engine.check(trace)
+    recorder, buffer = _Recorder(), RolloutBuffer()
+    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
+    buffer.open(_requests(trace))
+    stats = RolloutLoop(generator, buffer, plan, lengths, [recorder]).run(buffer.ready)
+    ends = np.array([recorder.ends[key] for key in trace.keys])
+    return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside)
 
 
-def _run(work: Workload, pairs: list[tuple[Engine, Plan]]) -> int:
-    """Decode everything, and return the number of set-asides."""
-    now, set_asides, changed = 0, 0, True
-    while True:
-        if changed:
-            for engine, plan in pairs:
-                _admit(engine, plan, now)
-        for engine, plan in pairs:
-            for job in engine.make_room(now):
-                plan.set_aside(job)
-                set_asides += 1
-        then = min(engine.next_event(now) for engine, _ in pairs)
-        if then == NEVER:
-            break
-        changed = False
-        for engine, plan in pairs:
-            engine.advance(now, then)
-            for job in engine.finish(then):
-                plan.finish(job, work.lengths[work.number[job.key]])
-                changed = True
-        now = then
-    waiting = sum(len(plan) for plan in {id(plan): plan for _, plan in pairs}.values())
-    if waiting:
-        raise RuntimeError(f"The plan hands out nothing while {waiting} jobs wait and no slot decodes.")
-    return set_asides
-
-
-def _admit(engine: Engine, plan: Plan, now: int) -> None:
-    """Let a plan fill the free slots of an engine."""
-    before = engine.num_active
-    admitted = plan.admit(engine.num_free, lambda job: engine.take(job, now))
-    assert len(admitted) == engine.num_active - before, "a plan hands out what fits, and nothing else"
-
-
-def _deal(work: Workload, num_plans: int) -> list[list[int]]:
-    """Return the jobs of each plan: groups in the order of arrival, each to the plan with the fewest tokens."""
-    if num_plans == 1:
-        return [list(range(len(work.jobs)))]
-    members: dict[int, list[int]] = {}
-    for number, group in enumerate(work.group):
-        members.setdefault(group, []).append(number)
-    dealt: list[list[int]] = [[] for _ in range(num_plans)]
-    loads = [0.0] * num_plans
-    for numbers in members.values():
-        least = loads.index(min(loads))
-        dealt[least] += numbers
-        loads[least] += math.fsum(work.expected[number] for number in numbers)
-    return dealt
-
-
-def _schedule(fleet: Fleet, engines: list[Engine], num_jobs: int, set_asides: int) -> Schedule:
-    """Put together what the engines have noted."""
-    ends = np.zeros(num_jobs, dtype=np.int64)
-    spans: list[Span] = []
-    span_jobs: list[int] = []
-    for number, engine in enumerate(engines):
-        spans += [span._replace(slot=span.slot + number * fleet.num_slots) for span in engine.spans]
-        span_jobs += engine.span_jobs
-    np.maximum.at(ends, span_jobs, np.array([span.end for span in spans], dtype=np.int64))
-    segments = [np.array(engine.segments, dtype=np.int64).reshape(-1, 4) for engine in engines]
-    return Schedule(fleet, spans, span_jobs, ends, segments, set_asides)
+def _requests(trace: Trace) -> list[Request]:
+    """The completions of a trace as requests of prompts whose tokens mean nothing."""
+    prompts = {
+        key[:2]: Prompt(key[0], (0,) * tokens, "", visit=key[1])
+        for key, tokens in zip(trace.keys, trace.prompt_tokens.tolist(), strict=True)
+    }
+    sampling = {limit: SamplingParams(max_tokens=limit) for limit in np.unique(trace.max_tokens).tolist()}
+    limits = trace.max_tokens.tolist()
+    return [Request(prompts[key[:2]], key[2], sampling[limit]) for key, limit in zip(trace.keys, limits, strict=True)]

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from lit_grpo.policy.weights import PolicyWeights
-from lit_grpo.rollout.generator import Capacity, Generator, StepEvents
-from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.generator import Capacity, Generator, InFlight, StepEvents
+from lit_grpo.rollout.loop import Answer, Listener, Rewarding, RolloutLoop, Stepped
+from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.plans.plan import PLANS, FirstCome
@@ -35,12 +37,12 @@ class FakeGenerator:
         self.fail_at_step = self.fail_at_submit = -1
         self.num_steps = 0
 
-    def start(self, policy: Any, tokenizer: Any) -> None: ...
+    def start(self, policy: Any) -> None: ...
 
-    def weights_of(self, policy: Any) -> PolicyWeights:
-        return PolicyWeights(policy, merged=False)
+    def weights(self) -> PolicyWeights:
+        return PolicyWeights(torch.nn.Linear(1, 1), merged=False)  # pyright: ignore[reportArgumentType]
 
-    def load_weights(self, weights: Any, version: int) -> SyncReport:
+    def load_weights(self, weights: Any, version: int, in_flight: InFlight = "refuse") -> SyncReport:
         return SyncReport()
 
     def distrust(self) -> None: ...
@@ -59,9 +61,9 @@ class FakeGenerator:
         assert len(requests) <= self.capacity().free_slots
         for request in requests:
             assert request.key not in self.remaining
-            self.remaining[request.key] = self.lengths[request.key[0]][request.path[0]]
+            self.remaining[request.key] = self.lengths[request.key[0]][request.path[0]] - request.prefix.num_tokens
             self.requests[request.key] = request
-        self.log.append(("submit", [request.key[::2] for request in requests]))
+        self.log.append(("submit", [(request.key[0], *request.path) for request in requests]))
         if self.fail_at_submit == 0:
             raise KeyboardInterrupt
         self.fail_at_submit -= 1
@@ -83,10 +85,17 @@ class FakeGenerator:
     def release(self, prompts: Iterable[Prompt]) -> None:
         self.log.append(("release", [prompt.prompt_id for prompt in prompts]))
 
-    def abort(self, keys: Iterable[Key]) -> list[Completion]:
+    def abort(self, keys: Iterable[Key]) -> list[Request]:
         keys = set(keys)
-        self.log.append(("abort", sorted(key[::2] for key in keys)))
-        return [completion(self.requests[key], 0) for key in keys if self.remaining.pop(key, None)]
+        if keys:
+            self.log.append(("abort", sorted((key[0], *key[2]) for key in keys)))
+        return [self.stopped(key) for key in keys if key in self.remaining]
+
+    def stopped(self, key: Key) -> Request:
+        """A request with the tokens that it has come to."""
+        request = self.requests[key]
+        count = self.lengths[key[0]][key[2][0]] - self.remaining.pop(key)
+        return request.after(completion(request, count))
 
 
 class FakeRewards:
@@ -105,6 +114,9 @@ class FakeRewards:
     def gather(self) -> None:
         self.num_gathered += 1
 
+    def close(self) -> None:
+        self.submitted.clear()
+
 
 def completion(request: Request, length: int) -> Completion:
     tokens = torch.zeros(length, dtype=torch.int64)
@@ -116,7 +128,8 @@ def prompts(*names: str) -> list[Prompt]:
 
 
 def controller(generator: FakeGenerator, rewards: FakeRewards | None = None, **options: Any) -> RolloutLoop:
-    return RolloutLoop(generator, rewards, **options)  # pyright: ignore[reportArgumentType]
+    listeners = [] if rewards is None else [Rewarding(rewards)]  # pyright: ignore[reportArgumentType]
+    return RolloutLoop(generator, listeners=[*listeners, *options.pop("listeners", [])], **options)
 
 
 LENGTHS = {"a": [9, 1, 4], "b": [1, 1, 1], "c": [2, 7, 3]}
@@ -219,7 +232,7 @@ def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: p
             return []
 
     monkeypatch.setitem(PLANS, "stingy", lambda lengths, num_slots: Stingy())
-    with pytest.raises(RuntimeError, match="Stingy hands out nothing, and 3 requests wait"):
+    with pytest.raises(RuntimeError, match="Stingy hands out nothing while 3 jobs wait and no slot decodes"):
         RolloutLoop(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 
 
@@ -241,8 +254,77 @@ def test_bubble_ratio_of_nothing_is_zero() -> None:
     assert groups == [] and stats.bubble_ratio == 0.0 and stats.num_steps == 0
 
 
-def test_on_step_hears_of_the_tokens_of_each_step() -> None:
+def test_a_display_hears_of_the_tokens_of_each_step() -> None:
     heard: list[int] = []
     generator = FakeGenerator(2, {"a": [1, 2, 3]})
-    controller(generator, on_step=heard.append).collect(prompts("a"), 3, SAMPLING, seed=0)
+    controller(generator, listeners=[Stepped(heard.append)]).collect(prompts("a"), 3, SAMPLING, seed=0)
     assert heard == [2, 2, 1, 1]
+
+
+class Once(Listener):
+    """Answers the first group that is whole, and notes all that it hears."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer: Answer | None = answer
+        self.heard: list[str] = []
+
+    def finish(self, completion: Completion) -> None:
+        self.heard.append(f"{completion.request.key[0]}{completion.request.path[0]} {completion.finish_reason}")
+
+    def whole(self, group: RolloutGroup) -> Answer | None:
+        self.heard.append(f"whole {group.prompt.prompt_id} {len(group.rollouts)}")
+        answer, self.answer = self.answer, None
+        return answer
+
+    def end(self, failed: bool) -> None:
+        self.heard.append("failed" if failed else "end")
+
+
+@pytest.mark.parametrize("slots", [3, 4])  # the last sample waits, or decodes
+def test_a_listener_may_end_a_request_with_what_it_has(slots: int) -> None:
+    listener = Once(Answer(abort=[("b", 0, (1,))]))
+    generator = FakeGenerator(slots, {"a": [2, 2], "b": [5, 9]})
+    groups, _ = controller(generator, listeners=[listener]).collect(prompts("a", "b"), 2, SAMPLING, seed=0)
+    assert [len(group.rollouts) for group in groups] == [2, 2]
+    assert [r.completion.num_tokens for r in groups[1].rollouts] == [5, 2 if slots == 4 else 0]
+    assert groups[1].rollouts[1].completion.finish_reason == "abort"
+    assert listener.heard == ["a0 stop", "a1 stop", "whole a 2", "b1 abort", "b0 stop", "whole b 2", "end"]
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_a_listener_may_leave_a_request_out_of_its_group(slots: int) -> None:
+    listener = Once(Answer(drop=[("b", 0, (1,))]))
+    generator = FakeGenerator(slots, {"a": [2, 2], "b": [5, 9]})
+    groups, stats = controller(generator, listeners=[listener]).collect(prompts("a", "b"), 2, SAMPLING, seed=0)
+    assert [[r.completion.request.path for r in group.rollouts] for group in groups] == [[(0,), (1,)], [(0,)]]
+    assert stats.num_steps == 5 and not generator.remaining
+    assert listener.heard == ["a0 stop", "a1 stop", "whole a 2", "b0 stop", "whole b 1", "end"]
+
+
+def test_a_listener_may_ask_for_more_of_a_group() -> None:
+    more = Request(prompts("b")[0], (2,), SAMPLING)
+    listener = Once(Answer(submit=[more]))
+    generator = FakeGenerator(4, {"a": [2, 2], "b": [5, 9, 3]})
+    groups, _ = controller(generator, listeners=[listener]).collect(prompts("a", "b"), 2, SAMPLING, seed=0)
+    assert [[r.completion.num_tokens for r in group.rollouts] for group in groups] == [[2, 2], [5, 9, 3]]
+
+
+def test_a_release_that_can_never_be_met_is_refused_before_anything_is_decoded() -> None:
+    generator = FakeGenerator(2, LENGTHS)
+    rollouts = controller(generator, buffer=RolloutBuffer(ReleaseRule(num_groups=3, leftovers="discard")))
+    with pytest.raises(ValueError, match="A release of 3 groups wants 3 in work, and 2 are open"):
+        rollouts.collect(prompts("a", "b"), 3, SAMPLING, seed=0)
+    assert generator.log == []
+
+
+@pytest.mark.parametrize("leftovers", ["keep", "discard"])
+def test_what_is_unfinished_at_a_release_goes_on_from_its_prefix_or_begins_anew(leftovers: Leftovers) -> None:
+    generator = FakeGenerator(6, {"a": [2, 3], "b": [9, 9], "c": [1, 1]})
+    rule = ReleaseRule(num_groups=1, leftovers=leftovers, max_age=1 if leftovers == "keep" else 0)
+    rollouts = controller(generator, buffer=RolloutBuffer(rule))
+    first, stats = rollouts.collect(prompts("a", "b"), 2, SAMPLING, seed=0)
+    assert [group.prompt.prompt_id for group in first] == ["a"] and stats.num_steps == 3
+    assert [request.prefix.num_tokens for request in rollouts.buffer.unfinished] == [3, 3]
+    stats = rollouts.run(rollouts.buffer.ready)
+    assert stats.num_steps == (6 if leftovers == "keep" else 9)
+    assert [r.completion.num_tokens for r in rollouts.buffer.take()[0].rollouts] == [9, 9]

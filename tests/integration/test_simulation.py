@@ -1,0 +1,57 @@
+"""The simulator beside a real model on the same trace: every completion begins and ends at the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import random_policy
+
+from benchmarks.forced_lengths import ForcedGenerator
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.slots.memory import KVBudget
+from lit_grpo.scheduling.layouts import Pieces
+from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.scheduling.replay.known import KnownLengths
+from lit_grpo.scheduling.replay.simulator import Engine, simulate
+from lit_grpo.scheduling.replay.traces import Trace, noisy
+from lit_grpo.types import Prompt, SamplingParams
+
+pytestmark = pytest.mark.integration
+LIMIT = 150
+PROMPT_TOKENS = [3, 20, 33]
+GROUP_SIZE = 12
+
+
+def make_trace(seed: int) -> Trace:
+    """Lengths of all kinds, up to the limit."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(len(PROMPT_TOKENS)), GROUP_SIZE)
+    lengths = np.clip(rng.lognormal(3.2, 0.9, len(groups)), 1, LIMIT).astype(np.int64)
+    keys = [(str(group), 0, (number % GROUP_SIZE,)) for number, group in enumerate(groups.tolist())]
+    return Trace("", keys, groups, np.array(PROMPT_TOKENS)[groups], lengths, np.full(len(groups), LIMIT))
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 1000, 420, 200])
+@pytest.mark.parametrize("plan", [name for name in PLANS if name != "full_group"])
+def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
+    trace, num_slots = make_trace(len(plan)), 7
+    lengths = KnownLengths(trace.jobs, np.ceil(noisy(trace.lengths, 0.6)))
+    simulated = simulate(trace, plan, Engine(num_slots, kv_tokens, Pieces()), lengths)
+    policy: Any = random_policy()
+    generator = ForcedGenerator(dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), num_slots)
+    generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+    generator.load_weights(policy.named_parameters(), 0)
+    if kv_tokens is not None:
+        generator.budget = KVBudget(kv_tokens, 8192)
+    prompts = [Prompt(str(group), (5,) * tokens, "") for group, tokens in enumerate(PROMPT_TOKENS)]
+    loop = RolloutLoop(generator, plan=plan, lengths=lengths)
+    _, stats = loop.collect(prompts, GROUP_SIZE, SamplingParams(max_tokens=LIMIT), seed=0)
+    assert list(stats.spans) == list(simulated.spans)
+    assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides
+    assert kv_tokens is None or stats.kv_tokens_peak <= kv_tokens
+    assert stats.num_set_aside > 0 or kv_tokens != 420
