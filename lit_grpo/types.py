@@ -19,15 +19,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
+from lit_grpo.trajectory import EMPTY, OBSERVED, Segment, Trajectory
 
 if TYPE_CHECKING:
     import torch
 
-    Values = torch.Tensor | np.ndarray | Sequence[int] | Sequence[float] | Sequence[bool]
+    from lit_grpo.trajectory import Values
+
+__all__ = [
+    "EMPTY",
+    "OBSERVED",
+    "Completion",
+    "FinishReason",
+    "GroupKey",
+    "Key",
+    "Prompt",
+    "PromptBatch",
+    "Request",
+    "Rollout",
+    "RolloutGroup",
+    "SamplePath",
+    "SamplingParams",
+    "Segment",
+    "Span",
+    "Trajectory",
+]
 
 SamplePath = tuple[int, ...]
 """Which sample of a prompt: ``(sample,)``; where a sample forks and takes turns, ``(sample, branch, turn)``."""
@@ -103,203 +121,6 @@ class Prompt:
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
     visit: int = 0
-
-
-class Segment(NamedTuple):
-    """A stretch of tokens of one origin.
-
-    ``version`` is that of the policy that sampled them; None where they were *observed* (a tool's answer, a hint):
-    those stand in the row and are never learnt from. Sampled ones are, unless ``trained`` is False.
-    """
-
-    num_tokens: int
-    version: int | None
-    trained: bool = True
-
-
-OBSERVED = -1
-"""Stands for the version of tokens that no policy has sampled."""
-
-
-def _segments(versions_T: Values, trained_T: Values | None = None) -> tuple[Segment, ...]:
-    """Cut where version or training changes."""
-    versions = _array(versions_T, "int64")
-    trained = versions != OBSERVED if trained_T is None else _array(trained_T, "bool") & (versions != OBSERVED)
-    if not len(versions):
-        return ()
-    if (versions == versions[0]).all() and (trained == trained[0]).all():
-        return _uniform(len(versions), int(versions[0]), bool(trained[0]))
-    changes = np.flatnonzero((np.diff(versions) != 0) | (np.diff(trained) != 0)) + 1
-    begins = [0, *changes.tolist()]
-    ends = [*begins[1:], len(versions)]
-    return tuple(
-        Segment(end - begin, None if versions[begin] == OBSERVED else int(versions[begin]), bool(trained[begin]))
-        for begin, end in zip(begins, ends, strict=True)
-    )
-
-
-@lru_cache(4096)
-def _uniform(num_tokens: int, version: int, trained: bool) -> tuple[Segment]:
-    """Return one segment; equal ones share memory."""
-    return (Segment(num_tokens, None if version == OBSERVED else version, trained),)
-
-
-def _array(values_T: Values, dtype: str) -> np.ndarray:
-    detach = getattr(values_T, "detach", None)  # of a tensor
-    return np.ascontiguousarray(values_T if detach is None else detach().cpu().numpy(), dtype=dtype)
-
-
-def _tensor(memory: bytearray, dtype: torch.dtype, begin: int, count: int) -> torch.Tensor:
-    """A tensor on that memory, from byte ``begin`` on; it may take part in autograd, wherever it is asked for."""
-    import torch
-
-    with torch.inference_mode(False):
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
-
-
-class Trajectory:
-    """What follows a prompt: tokens with their log-probs, in segments that say where they come from.
-
-    ``token_ids_T`` (int64), ``logprobs_T`` (float32, of the distribution that was sampled from; 0 where observed),
-    ``versions_T`` (int64, the policy version that sampled each token, or ``OBSERVED``) and ``trained_T`` (bool, whether
-    it is learnt from) lie on the CPU and have equal length. ``entropy`` is the mean entropy, in nats, of the
-    distributions that its tokens were sampled from; NaN where the generator does not tell.
-
-    A token takes eight bytes, and there are no tensors until they are asked for: ``logprobs_T`` is then the memory that
-    is kept, the others are copies. Ids, log-probs and versions can be assigned as a whole.
-
-    Args:
-        token_ids_T: Tensor, array or sequence.
-        logprobs_T: Likewise.
-        versions_T: Likewise.
-        trained_T: Likewise; all that were sampled by default.
-        entropy: See above.
-    """
-
-    __slots__ = ("_memory", "_num_tokens", "entropy", "segments")
-
-    def __init__(
-        self,
-        token_ids_T: Values = (),
-        logprobs_T: Values = (),
-        versions_T: Values = (),
-        trained_T: Values | None = None,
-        entropy: float = math.nan,
-    ) -> None:
-        self._memory, self._num_tokens = bytearray(), 0  # ids (int32), then log-probs (float32)
-        self.token_ids_T, self.logprobs_T = token_ids_T, logprobs_T
-        self.segments = _segments(versions_T, trained_T)
-        self.entropy = entropy
-
-    @classmethod
-    def blank(cls, num_tokens: int, version: int = 0) -> Trajectory:
-        """Return so many tokens that mean nothing, sampled by ``version``: where only lengths count."""
-        trajectory = Trajectory()
-        trajectory._memory, trajectory._num_tokens = bytearray(8 * num_tokens), num_tokens
-        trajectory.segments = _uniform(num_tokens, version, True) if num_tokens else ()
-        return trajectory
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, observed ones among them."""
-        return self._num_tokens
-
-    @property
-    def num_sampled(self) -> int:
-        """Number of tokens that a policy has sampled."""
-        return sum(segment.num_tokens for segment in self.segments if segment.version is not None)
-
-    @property
-    def num_trained(self) -> int:
-        """Number of tokens that are learnt from."""
-        return sum(segment.num_tokens for segment in self.segments if segment.trained)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The version of its oldest sampled token; None where there is none."""
-        return min((segment.version for segment in self.segments if segment.version is not None), default=None)
-
-    @property
-    def newest_version(self) -> int | None:
-        """The version of its newest sampled token; None where there is none."""
-        return max((segment.version for segment in self.segments if segment.version is not None), default=None)
-
-    @property
-    def token_ids_T(self) -> torch.Tensor:
-        """The tokens, int64; a copy."""
-        import torch
-
-        return _tensor(self._memory, torch.int32, 0, self._num_tokens).long()
-
-    @token_ids_T.setter
-    def token_ids_T(self, token_ids_T: Values) -> None:
-        logprobs = self._memory[4 * self._num_tokens :]
-        self._memory, self._num_tokens = bytearray(_array(token_ids_T, "int32")) + logprobs, len(token_ids_T)
-
-    @property
-    def logprobs_T(self) -> torch.Tensor:
-        """Their log-probs, float32; what is written to it is kept."""
-        import torch
-
-        begin = 4 * self._num_tokens
-        return _tensor(self._memory, torch.float32, begin, (len(self._memory) - begin) // 4)
-
-    @logprobs_T.setter
-    def logprobs_T(self, logprobs_T: Values) -> None:
-        self._memory = self._memory[: 4 * self._num_tokens] + bytearray(_array(logprobs_T, "float32"))
-
-    @property
-    def versions_T(self) -> torch.Tensor:
-        """The policy versions that sampled them, int64; a copy."""
-        return self._spread([OBSERVED if segment.version is None else segment.version for segment in self.segments])
-
-    @versions_T.setter
-    def versions_T(self, versions_T: Values) -> None:
-        self.segments = _segments(versions_T)
-
-    @property
-    def trained_T(self) -> torch.Tensor:
-        """Whether they are learnt from, bool; a copy."""
-        return self._spread([segment.trained for segment in self.segments]).bool()
-
-    def _spread(self, values: Sequence[int]) -> torch.Tensor:
-        """Give each token the value of its segment, int64."""
-        import torch
-
-        counts = torch.tensor([segment.num_tokens for segment in self.segments], dtype=torch.int64)
-        return torch.tensor(values, dtype=torch.int64).repeat_interleave(counts)
-
-    def take(self, other: Trajectory) -> None:
-        """Become what another is, and share its memory."""
-        self._memory, self._num_tokens = other._memory, other._num_tokens
-        self.segments, self.entropy = other.segments, other.entropy
-
-    def until(self, num_tokens: int) -> Trajectory:
-        """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
-        part = Trajectory(self.token_ids_T[:num_tokens], self.logprobs_T[:num_tokens], entropy=self.entropy)
-        part.segments = _segments(self.versions_T[:num_tokens], self.trained_T[:num_tokens])
-        return part
-
-    def followed_by(
-        self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
-    ) -> Trajectory:
-        """Return this and more tokens behind it: sampled with ``logprobs`` by ``version``, or observed without."""
-        whole = Trajectory(
-            [*self.token_ids_T.tolist(), *token_ids],
-            [*self.logprobs_T.tolist(), *(logprobs or [0.0] * len(token_ids))],
-            entropy=self.entropy,
-        )
-        new = [OBSERVED if version is None else version] * len(token_ids)
-        whole.segments = _segments(
-            [*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))]
-        )
-        return whole
-
-
-EMPTY = Trajectory()
-"""Nothing yet; it is never written to."""
 
 
 @dataclass(frozen=True, slots=True)

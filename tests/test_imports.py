@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "memory", "ranks"}
+UTILITIES = {"types", "trajectory", "memory", "ranks"}
 ROOMS: dict[str, set[str]] = {
-    "types": set(),
+    "trajectory": set(),
+    "types": {"trajectory"},
     "memory": set(),
     "ranks": set(),
     "optim": set(),

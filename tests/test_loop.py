@@ -16,7 +16,8 @@ from lit_grpo.rollout.loop import Answer, Listener, Rewarding, RolloutLoop, Step
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.plans.plan import PLANS, FirstCome
+from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 Lengths = dict[str, list[int]]
@@ -227,11 +228,11 @@ def test_the_same_visit_of_a_prompt_twice_is_refused_and_another_visit_is_not() 
 
 
 def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stingy(FirstCome):
+    class Stingy(Queue):
         def admit(self, free_slots: int, fits: Any = None) -> list[Job]:
             return []
 
-    monkeypatch.setitem(PLANS, "stingy", lambda lengths, num_slots: Stingy())
+    monkeypatch.setitem(PLANS, "stingy", Stingy)
     with pytest.raises(RuntimeError, match="Stingy hands out nothing while 3 jobs wait and no slot decodes"):
         RolloutLoop(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lit_grpo.scheduling.jobs import Job, NoLengths
-from lit_grpo.scheduling.plans.plan import PLANS, FirstCome, Plan, make_plan
+from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.scheduling.replay.known import KnownLengths
 
 
@@ -18,7 +19,7 @@ def jobs(prompt_id: str, count: int) -> list[Job]:
 
 
 def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> None:
-    plan = FirstCome()
+    plan = make_plan("fcfs", NoLengths(), 4)
     plan.add(jobs("a", 3))
     plan.add(jobs("b", 2))
     assert [(job.key[0], *job.key[2]) for job in plan.admit(4)] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
@@ -27,7 +28,7 @@ def test_first_come_hands_out_in_the_order_of_arrival_whatever_the_group() -> No
 
 
 def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -> None:
-    plan = FirstCome()
+    plan = make_plan("fcfs", NoLengths(), 4)
     plan.add(jobs("a", 5))
     assert plan.admit(0) == []
     assert len(plan.admit(2)) == 2
@@ -38,7 +39,7 @@ def test_first_come_hands_out_never_more_than_asked_and_nothing_for_no_slots() -
 
 
 def test_first_come_does_not_reorder_by_what_has_finished() -> None:
-    plan = FirstCome()
+    plan = make_plan("fcfs", NoLengths(), 4)
     first, second, third = jobs("a", 3)
     plan.add([first, second, third])
     assert plan.admit(1) == [first]
@@ -50,7 +51,7 @@ def test_first_come_does_not_reorder_by_what_has_finished() -> None:
 def test_first_come_loses_and_repeats_nothing() -> None:
     rng = random.Random(0)
     for _ in range(20):
-        plan, added, handed = FirstCome(), [], []
+        plan, added, handed = make_plan("fcfs", NoLengths(), 4), [], []
         for number in range(rng.randint(1, 30)):
             new = jobs(f"p{number}", rng.randint(0, 5))
             plan.add(iter(new))
@@ -70,7 +71,7 @@ def samples(admitted: list[Job]) -> list[int]:
     return [job.key[2][0] for job in admitted]
 
 
-def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool = True) -> tuple[Plan, list[Job]]:
+def made(name: str, lengths: Sequence[float], num_slots: int, informative: bool = True) -> tuple[Queue, list[Job]]:
     waiting, estimates = known(lengths, informative)
     plan = make_plan(name, estimates, num_slots)
     plan.add(waiting)

@@ -12,7 +12,8 @@ import pytest
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.flight import RETRY_STEPS
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
-from lit_grpo.scheduling.plans.plan import PLANS, Plan, make_plan
+from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
 from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
 from lit_grpo.scheduling.replay.step_cost import StepCost
@@ -38,7 +39,7 @@ def run(name: str, trace: Trace, engine: Engine, lengths: LearntLengths | None =
 class StepByStep:
     """The rollout loop told in the plainest words: what the simulator skips, it walks."""
 
-    def __init__(self, trace: Trace, plan: Plan, engine: Engine, expected: np.ndarray) -> None:
+    def __init__(self, trace: Trace, plan: Queue, engine: Engine, expected: np.ndarray) -> None:
         self.trace, self.plan, self.engine, self.expected = trace, plan, engine, expected
         self.jobs = trace.jobs
         self.done = [0] * len(self.jobs)

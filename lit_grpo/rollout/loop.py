@@ -12,7 +12,7 @@ from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
-from lit_grpo.scheduling.plans.plan import Plan, make_plan
+from lit_grpo.scheduling.plans.plan import make_plan
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
@@ -143,7 +143,7 @@ class _Rollout:
         self._lengths, self._listeners = loop.lengths, loop.listeners
         capacity = self._capacity = self._generator.capacity()
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
-        self._plan: Plan = make_plan(loop.plan, self._lengths, capacity.slots)
+        self._plan = make_plan(loop.plan, self._lengths, capacity.slots)
         self._requests = requests
         self._reports = LengthReports(self._lengths)
         self.stats = RolloutStats(spans=self._flight.spans)

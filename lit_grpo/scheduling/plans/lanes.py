@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, Lengths
-from lit_grpo.scheduling.plans.by_length import Arranged
 from lit_grpo.scheduling.plans.grouping import balanced_lanes
+from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.types import Key
 
 
-class Lanes(Arranged):
+class Lanes(Queue):
     """Jobs are dealt onto one lane per slot, as even as :func:`balanced_lanes` can; a slot takes from its own lane.
 
     A plan is not told which slot is free: it is the one whose job has finished. When a lane runs dry, its slot takes
@@ -31,9 +31,7 @@ class Lanes(Arranged):
     """
 
     def __init__(self, lengths: Lengths, num_slots: int, longest_first: bool = True, epsilon: float = 0.02) -> None:
-        super().__init__(lengths)
-        if num_slots < 1:
-            raise ValueError(f"num_slots is {num_slots}: a plan with lanes needs 1 or more.")
+        super().__init__(lengths, num_slots)
         if not 0 < epsilon < 1:
             raise ValueError(f"epsilon is {epsilon}: give a fraction of the makespan between 0 and 1, such as 0.02.")
         self._longest_first = longest_first
@@ -53,6 +51,7 @@ class Lanes(Arranged):
 
     def finish(self, job: Job, num_tokens: int) -> None:
         """Free the lane that the job was decoded in."""
+        super().finish(job, num_tokens)
         self._release(job)
 
     def _release(self, job: Job) -> None:
@@ -86,5 +85,6 @@ class Lanes(Arranged):
         self._left[lane] = self._left[lane] - length if self._lanes[lane] else 0.0
 
     def _started(self, job: Job) -> None:
+        super()._started(job)
         if self._idle:  # else there are more slots than lanes
             self._lane_of[job.key] = self._idle.pop()
