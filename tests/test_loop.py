@@ -105,7 +105,7 @@ class FakeRewards:
     def __init__(self, generator: FakeGenerator) -> None:
         self.generator = generator
         self.submitted: list[tuple[str, int]] = []
-        self.num_gathered = 0
+        self.num_gathered = self.num_closed = 0
 
     def submit(self, group: RolloutGroup) -> None:
         self.submitted.append((group.prompt.prompt_id, len(self.generator.remaining)))
@@ -117,6 +117,7 @@ class FakeRewards:
 
     def close(self) -> None:
         self.submitted.clear()
+        self.num_closed += 1
 
 
 def completion(request: Request, length: int) -> Completion:
@@ -206,6 +207,15 @@ def test_an_interrupt_aborts_what_is_in_flight_and_the_next_rollout_is_complete(
     assert generator.capacity().free_slots == 3
     groups, _ = rollouts.collect(prompts("a", "b"), 3, SAMPLING, seed=0)
     assert [len(group.rollouts) for group in groups] == [3, 3]
+
+
+def test_an_interrupt_drops_the_groups_that_are_being_rewarded() -> None:
+    generator = FakeGenerator(3, LENGTHS)
+    generator.fail_at_step = 5
+    rewards = FakeRewards(generator)
+    with pytest.raises(KeyboardInterrupt):
+        controller(generator, rewards).collect(prompts("b", "a"), 3, SAMPLING, seed=0)
+    assert rewards.submitted == [] and rewards.num_gathered == 0 and rewards.num_closed == 1
 
 
 def test_an_interrupt_while_requests_are_submitted_aborts_them_too() -> None:

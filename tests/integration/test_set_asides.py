@@ -158,6 +158,26 @@ def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, m
     assert stats.num_steps < 1.1 * steps
 
 
+def test_after_an_interrupt_under_scarce_memory_no_token_of_old_weights_is_left(policy: Any, tokenizer: Any) -> None:
+    generator, calls = make(policy, tokenizer, 6, kv_tokens=350), 0
+
+    def interrupting(_: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 60:
+            raise KeyboardInterrupt
+
+    loop = RolloutLoop(generator, listeners=[Stepped(interrupting)])
+    loop.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
+    with pytest.raises(KeyboardInterrupt):
+        loop.collect(PROMPTS, 4, SAMPLING, seed=0)
+    assert len(loop.buffer) == 0 and generator.capacity().free_slots == 6
+    generator.load_weights(policy.named_parameters(), 1)
+    groups, stats = loop.collect(PROMPTS, 4, SAMPLING, seed=0)
+    assert stats.num_set_aside > 1  # as there were before
+    assert {v for g in groups for r in g.rollouts for v in r.completion.versions_T.tolist()} == {1}
+
+
 def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
     policy: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
