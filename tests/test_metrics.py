@@ -14,6 +14,7 @@ from lit_grpo.ranks import Ranks, Reduce
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.metrics import TokenMetrics
+from lit_grpo.update.objective.corrections import gap_sums
 
 NAN = math.nan
 
@@ -58,6 +59,16 @@ def test_means_add_up_over_ranks() -> None:
     for means in (first, second):
         means.compute(lambda tensor: sums.append(tensor) or tensor)
     assert first.compute(lambda _: sums[0] + sums[1]) == {"reward": 0.5}
+
+
+def test_numbers_are_reduced_on_the_host_whatever_the_device_has() -> None:
+    """MPS has no float64."""
+    for value in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        total = Ranks("mps").sum(value)
+        assert (total.device.type, total.dtype, float(total)) == ("cpu", torch.float64, 0.1)
+    nowhere = torch.empty(3, device="meta")  # as MPS, neither a CPU nor a GPU of NVIDIA's
+    sums = gap_sums(nowhere, torch.tensor([2, 1]))
+    assert torch.float64 not in {value.dtype for value in sums.values() if value.device.type == "meta"}
 
 
 def test_means_tell_apart_what_a_default_of_bfloat16_would_not() -> None:

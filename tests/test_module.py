@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,12 @@ def naive_step(
 def test_a_wrong_argument_is_named_with_its_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_module("nowhere", **options)
+
+
+def test_the_default_optimizer_takes_steps_that_a_pretrained_policy_survives() -> None:
+    optimizer = make_module("nowhere", optimizer=signature(GRPOModule).parameters["optimizer"].default).make_optimizer
+    made = optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert type(made) is torch.optim.AdamW and made.param_groups[0]["lr"] == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -526,7 +533,42 @@ def save_qwen3(folder: Path) -> None:
     random_policy(attention_dropout=0.5).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("save", [save_gpt2, save_qwen3])
+TINY: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def save_falcon(folder: Path, alibi: bool = False) -> None:
+    """Its ``attention_dropout`` is a module."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    options: dict[str, Any] = {"attention_dropout": 0.5, "initializer_range": 0.3, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    FalconForCausalLM(FalconConfig(**TINY, **options, alibi=alibi)).save_pretrained(folder)
+
+
+def save_falcon_alibi(folder: Path) -> None:
+    save_falcon(folder, alibi=True)
+
+
+def save_bloom(folder: Path) -> None:
+    """Its positions are in its scores alone."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    options: dict[str, Any] = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    BloomForCausalLM(BloomConfig(**TINY, **options)).save_pretrained(folder)
+
+
+def save_opt(folder: Path) -> None:
+    """Its dropout is a number, and it leaves whole layers out."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    options: dict[str, Any] = {"dropout": 0.5, "layerdrop": 0.5, "init_std": 0.3, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    OPTForCausalLM(OPTConfig(**TINY, **options, ffn_dim=64, word_embed_proj_dim=32)).save_pretrained(folder)
+
+
+@pytest.mark.filterwarnings("ignore:Each completion goes through")
+@pytest.mark.parametrize("save", [save_gpt2, save_qwen3, save_falcon, save_falcon_alibi, save_bloom, save_opt])
 def test_dropout_of_the_model_is_off_though_it_trains(save: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
