@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
 from benchmarks.workloads import NOISE_REWARD, HardRows, arithmetic_prompts, load, noise_reward
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
@@ -138,8 +138,9 @@ def run_generate(case: Case) -> None:
     tokens_BT = output_BT.clone()
     completions_BT = tokens_BT[:, input_ids.shape[1] :]
     texts = tokenizer.batch_decode(completions_BT, skip_special_tokens=True)
-    rewards_PG = torch.tensor([noise_reward(text) for text in texts]).view(case.num_prompts, -1)
-    advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(case.device)
+    rewards_R = torch.tensor([noise_reward(text) for text in texts])
+    groups_R = torch.arange(case.num_prompts).repeat_interleave(len(texts) // case.num_prompts)
+    advantages_B1 = group_advantages(rewards_R, groups_R).view(-1, 1).to(case.device)
     ended_BT = (completions_BT == tokenizer.eos_token_id).cumsum(-1) - (completions_BT == tokenizer.eos_token_id).int()
     sampled_BT = ended_BT == 0
     mask_BT = torch.cat([mask.repeat_interleave(case.group_size, 0), sampled_BT], -1)

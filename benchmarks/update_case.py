@@ -129,7 +129,7 @@ class PlainRows(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Switch."""
         assert isinstance(pl_module, GRPOModule)
-        pl_module._shares_prefix = False
+        pl_module.settings.shares_prefix = False
 
 
 def run_trl(case: Case, folder: str) -> dict[str, Any]:

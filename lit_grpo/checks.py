@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.types import Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
@@ -51,21 +48,6 @@ def check_updates(
             raise ValueError(f"{name} must be at least 1, not {value}.")
     if not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm must be a number >= 0, not {max_grad_norm}.")
-
-
-def check_mode(policy: PreTrainedModel, gradient_checkpointing: bool) -> None:
-    """Check that the policy is as the update needs it.
-
-    Raises:
-        RuntimeError: A callback has put it into evaluation, or switched gradient checkpointing.
-    """
-    checkpointing = policy.is_gradient_checkpointing
-    if not policy.training or checkpointing != gradient_checkpointing:
-        mode = "training" if policy.training else "evaluation"
-        raise RuntimeError(
-            f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
-            "a callback has changed it and must put it back."
-        )
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torchmetrics import MeanMetric
 
-from lit_grpo.metrics import PassAtK
+from lit_grpo.metrics import Means, pass_at_k
+from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import PromptBatch
 
@@ -31,25 +30,29 @@ class EvaluationModule(pl.LightningModule):
         super().__init__()
         self.rewards = rewards
         self.pass_threshold = pass_threshold
-        self.pass_metrics = torch.nn.ModuleDict({f"pass@{k}": PassAtK(k) for k in pass_at_k})
-        self.eval_metrics = torch.nn.ModuleDict({name: MeanMetric() for name in EVAL_MEANS})
+        self.pass_at_k = pass_at_k
+        self.on_validation_epoch_start()
+
+    @property
+    def ranks(self) -> Ranks:
+        """Reductions over the ranks of the run."""
+        return Ranks(self.device)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Count which completions of held-out prompts pass."""
         for group in batch.groups:
-            first = self.rewards[0].name
-            passed = [(r.rewards[first] or 0.0) >= self.pass_threshold for r in group.rollouts]
-            for metric in self.pass_metrics.values():
-                cast(PassAtK, metric).update(len(passed), sum(passed))
+            values = [rollout.rewards[self.rewards[0].name] for rollout in group.rollouts]
+            num_passed = sum((value or 0.0) >= self.pass_threshold for value in values)
+            possible = [k for k in self.pass_at_k if k <= len(values)]
+            self._means.add({f"pass@{k}": pass_at_k(len(values), num_passed, k) for k in possible})
             for rollout in group.rollouts:
-                values = (rollout.reward, rollout.completion.num_tokens, rollout.completion.finish_reason == "length")
-                for name, value in zip(EVAL_MEANS, values, strict=True):
-                    cast(MeanMetric, self.eval_metrics[name]).update(value)
+                completion = rollout.completion
+                means = (rollout.reward, completion.num_tokens, completion.finish_reason == "length")
+                self._means.add(dict(zip(EVAL_MEANS, means, strict=True)))
 
     def on_validation_epoch_start(self) -> None:
         """Begin the counts anew."""
-        for metric in (*self.pass_metrics.values(), *self.eval_metrics.values()):
-            cast("PassAtK | MeanMetric", metric).reset()
+        self._means = Means((*(f"pass@{k}" for k in self.pass_at_k), *EVAL_MEANS))
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -66,8 +69,7 @@ class EvaluationModule(pl.LightningModule):
         self._log_evaluation("test")
 
     def _log_evaluation(self, prefix: str) -> None:
-        for name, metric in (*self.pass_metrics.items(), *self.eval_metrics.items()):
-            value = cast("PassAtK | MeanMetric", metric).compute().float()
+        for name, value in self._means.compute(self.ranks.sum).items():
             self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
         self.log("step", float(self.policy_version), sync_dist=True)
 

@@ -2,50 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+import warnings
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
+from torch import distributed
 
 T = TypeVar("T")
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Reduces a float64 tensor over ranks; every rank must call it, with as many elements."""
 
 
 class Ranks:
     """Reductions that every rank must call alike; with one rank they return what they are given.
 
+    Sums and maxima are in float64, which not every device has: they lie on the host, but for ranks that talk on GPUs.
+
     Args:
-        trainer: A Lightning trainer.
-        device: Where numbers are reduced.
+        device: Of this rank.
     """
 
-    def __init__(self, trainer: Any, device: torch.device | str) -> None:
-        self.trainer, self.device = trainer, device
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._exchange = torch.device(device) if torch.device(device).type == "cuda" else torch.device("cpu")
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return self.trainer.world_size
+        return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
     @property
     def own(self) -> int:
         """The number of this one."""
-        return self.trainer.global_rank
+        return distributed.get_rank() if self.size > 1 else 0
 
     def sum(self, value: float | torch.Tensor) -> torch.Tensor:
-        """Add up, in float64."""
-        return self._reduce(value, "sum")
+        """Add up."""
+        return self._reduce(value, "SUM")
 
     def max(self, value: float | torch.Tensor) -> torch.Tensor:
-        """Take the maximum, in float64."""
-        return self._reduce(value, "max")
+        """Take the maximum."""
+        return self._reduce(value, "MAX")
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank gives, in their order; any object that can be pickled."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        torch.distributed.all_gather_object(values, value)
+        distributed.all_gather_object(values, value)
         return cast("list[T]", values)
 
+    def warn(self, message: str) -> None:
+        """Warn once, whatever the number of ranks."""
+        if self.own == 0:
+            warnings.warn(message, stacklevel=3)
+
     def _reduce(self, value: float | torch.Tensor, operation: str) -> torch.Tensor:
-        tensor = torch.as_tensor(value, dtype=torch.float64, device=self.device)
-        return cast(torch.Tensor, self.trainer.strategy.reduce(tensor, reduce_op=operation))
+        numbers = value.tolist() if isinstance(value, torch.Tensor) else value
+        reduced = torch.tensor(numbers, dtype=torch.float64)
+        if self.size > 1:
+            reduced = reduced.to(self._exchange)
+            distributed.all_reduce(reduced, getattr(distributed.ReduceOp, operation))
+        return reduced

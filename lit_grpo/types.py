@@ -5,10 +5,11 @@ Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logp
 ====  ==========================================================
 P     prompts in a batch
 G     completions per prompt (the group size)
+R     rollouts of a batch, group by group, however many each has
 B     rows of a batch that goes through the model
 C     completions of a micro-batch
 T     tokens
-N     completion tokens of a micro-batch, flattened over its rows
+N     completion tokens that are learnt from, of a micro-batch, one completion after another
 V     vocabulary
 K     reward functions
 ====  ==========================================================

@@ -17,7 +17,10 @@ NAN = math.nan
 
 
 def advantages(rewards: list[list[float]], scale: Scale = "group") -> torch.Tensor:
-    return group_advantages(torch.tensor(rewards, dtype=torch.float32), scale)
+    """Of groups of one size; a row each."""
+    rewards_PG = torch.tensor(rewards, dtype=torch.float32)
+    groups_R = torch.arange(len(rewards)).repeat_interleave(rewards_PG.shape[1])
+    return group_advantages(rewards_PG.flatten(), groups_R, scale).view(rewards_PG.shape)
 
 
 def assert_close(actual: torch.Tensor, expected: list[list[float]], atol: float = 1e-6) -> None:
@@ -120,5 +123,6 @@ def test_random_rewards_agree_with_the_standard_library(scale: Scale, seed: int)
 
 
 def test_a_group_is_uniform_when_its_rewards_are_equal_or_missing() -> None:
-    rewards = [[1, 1, 1], [0, 1, 0], [NAN, 2, 2], [NAN, NAN, NAN], [NAN, 3, NAN], [0, NAN, 1]]
-    assert uniform_groups(torch.tensor(rewards)).tolist() == [True, False, True, True, True, False]
+    rewards_R = torch.tensor([1, 1, 1, 0, 1, NAN, 2, 2, NAN, NAN, NAN, 3, 0, NAN, 1])
+    groups_R = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 6, 6, 6])  # 5 and 7 have no member
+    assert uniform_groups(rewards_R, groups_R, 8).tolist() == [True, False, True, True, True, True, False, True]

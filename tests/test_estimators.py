@@ -27,6 +27,12 @@ NAN = math.nan
 Rewards = list[list[float]]
 
 
+def rows(function: Callable[..., torch.Tensor], rewards_PG: torch.Tensor, *options: Any) -> torch.Tensor:
+    """What a function of ragged groups makes of groups of one size; a row each."""
+    groups_R = torch.arange(len(rewards_PG)).repeat_interleave(rewards_PG.shape[1])
+    return function(rewards_PG.flatten(0, 1), groups_R, *options).view(rewards_PG.shape[:2])
+
+
 def tensor(rewards: Any) -> torch.Tensor:
     return torch.tensor(rewards, dtype=torch.float64)
 
@@ -39,10 +45,12 @@ def of(estimator: str) -> Callable[[Rewards], torch.Tensor]:
     """The estimator as the module calls it, on float32: one reward function, of weight 1, and no earlier visit."""
 
     def compute(rewards: Rewards) -> torch.Tensor:
-        rewards_PG = torch.tensor(rewards)
-        prompt_ids = [f"train/{row}" for row in range(len(rewards))]
-        groups = GroupRewards(rewards_PG, rewards_PG[..., None], prompt_ids)
-        return Advantages(estimator).compute(groups, torch.ones(1), RewardHistory())  # pyright: ignore[reportArgumentType]
+        def compute_flat(rewards_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+            prompt_ids = [f"train/{row}" for row in range(len(rewards))]
+            groups = GroupRewards(rewards_R, rewards_R[:, None], groups_R, prompt_ids)
+            return Advantages(estimator).compute(groups, torch.ones(1), RewardHistory())  # pyright: ignore[reportArgumentType]
+
+        return rows(compute_flat, torch.tensor(rewards))
 
     return compute
 
@@ -106,9 +114,9 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others(seed: int) -> None:
     rewards = [[rng.gauss(0, 2) for _ in range(rng.randint(2, 20))]]
     (row,) = rewards
     expected = [value - statistics.fmean(row[:i] + row[i + 1 :]) for i, value in enumerate(row)]
-    assert_close(leave_one_out_advantages(tensor(rewards)), [expected])
+    assert_close(rows(leave_one_out_advantages, tensor(rewards)), [expected])
     deviation = statistics.stdev(row) + 1e-4
-    assert_close(leave_one_out_advantages(tensor(rewards), "group"), [[value / deviation for value in expected]])
+    assert_close(rows(leave_one_out_advantages, tensor(rewards), "group"), [[value / deviation for value in expected]])
 
 
 def median_reference(row: list[float]) -> list[float]:
@@ -127,31 +135,32 @@ def test_mc_grpo_is_the_distance_from_the_median_in_median_distances(seed: int) 
     rng = random.Random(seed)
     draw = rng.choice([lambda: rng.gauss(0, 3), lambda: float(rng.random() < 0.4), lambda: float(rng.randint(0, 3))])
     row = [draw() for _ in range(rng.randint(3, 17))]
-    assert_close(median_advantages(tensor([row])), [median_reference(row)])
+    assert_close(rows(median_advantages, tensor([row])), [median_reference(row)])
 
 
 def test_mc_grpo_of_literal_numbers() -> None:
     # median 3, distances 2 1 0 2 7, their median 2
-    assert_close(median_advantages(tensor([[1, 2, 3, 5, 10]])), [[-2 / 2.001, -1 / 2.001, NAN, 2 / 2.001, 7 / 2.001]])
+    five = tensor([[1, 2, 3, 5, 10]])
+    assert_close(rows(median_advantages, five), [[-2 / 2.001, -1 / 2.001, NAN, 2 / 2.001, 7 / 2.001]])
     # median (2 + 4) / 2, distances 2 1 1 5, their median 1.5
-    assert_close(median_advantages(tensor([[1, 2, 4, 8]])), [[v / 1.501 for v in (-2, -1, 1, 5)]])
-    assert_close(median_advantages(tensor([[1, 2, 3, 5, 10]]), "none"), [[-2, -1, NAN, 2, 7]])
+    assert_close(rows(median_advantages, tensor([[1, 2, 4, 8]])), [[v / 1.501 for v in (-2, -1, 1, 5)]])
+    assert_close(rows(median_advantages, five, "none"), [[-2, -1, NAN, 2, 7]])
 
 
 @pytest.mark.parametrize("size", [3, 5, 9])
 def test_where_the_median_distance_is_zero_mc_grpo_divides_by_the_mean_distance(size: int) -> None:
     """Every odd group of zeros and ones: the formula with its 1e-3 alone would give 1000."""
     rewards = [1.0] + [0.0] * (size - 1)
-    result = median_advantages(tensor([rewards]))[0]
+    result = rows(median_advantages, tensor([rewards]))[0]
     assert float(result[0]) == pytest.approx(1 / (1 / size + 1e-3))
     assert int(result.isnan().sum()) == 1 and result[1:].nan_to_num(0.0).tolist() == [0.0] * (size - 1)
 
 
 def test_ngrpo_of_literal_numbers() -> None:
     # eight failures and one virtual success: mean 1/9, deviation 1/3
-    assert_close(virtual_maximum_advantages(tensor([[0.0] * 8]), 1.0), [[-(1 / 9) / (1 / 3 + 1e-6)] * 8])
-    assert_close(virtual_maximum_advantages(tensor([[2.0, 2.0]]), 2.0), [[0.0, 0.0]])
-    assert_close(virtual_maximum_advantages(tensor([[0.0, 1.0]]), 2.0, "none"), [[-1.0, 0.0]])
+    assert_close(rows(virtual_maximum_advantages, tensor([[0.0] * 8]), 1.0), [[-(1 / 9) / (1 / 3 + 1e-6)] * 8])
+    assert_close(rows(virtual_maximum_advantages, tensor([[2.0, 2.0]]), 2.0), [[0.0, 0.0]])
+    assert_close(rows(virtual_maximum_advantages, tensor([[0.0, 1.0]]), 2.0, "none"), [[-1.0, 0.0]])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -160,14 +169,14 @@ def test_ngrpo_takes_its_statistics_with_the_virtual_member(seed: int) -> None:
     row = [rng.random() for _ in range(rng.randint(1, 12))]
     mean, deviation = statistics.fmean([*row, 1.5]), statistics.stdev([*row, 1.5])
     expected = [(value - mean) / (deviation + 1e-6) for value in row]
-    assert_close(virtual_maximum_advantages(tensor([row]), 1.5), [expected])
+    assert_close(rows(virtual_maximum_advantages, tensor([row]), 1.5), [expected])
 
 
 def test_a_reward_above_the_maximum_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"advantages\.max_reward is 1\.0, but a completion has reward 1\.5; set it to"
     ):
-        virtual_maximum_advantages(tensor([[0.0, 1.5, NAN]]), 1.0)
+        rows(virtual_maximum_advantages, tensor([[0.0, 1.5, NAN]]), 1.0)
 
 
 def gdpo_reference(rewards: list[list[list[float]]], weights: list[float]) -> list[list[float]]:
@@ -202,15 +211,15 @@ def test_gdpo_normalises_each_reward_function_by_itself(seed: int) -> None:
 
     rewards = [[[draw(1.0), draw(100.0), draw(0.01)] for _ in range(6)] for _ in range(4)]
     weights = [1.0, 0.5, 2.0]
-    result = per_reward_advantages(tensor(rewards), tensor(weights))
+    result = rows(per_reward_advantages, tensor(rewards), tensor(weights))
     assert_close(result, gdpo_reference(rewards, weights), rtol=1e-8)
 
 
 def test_a_narrow_reward_counts_as_much_as_a_wide_one_in_gdpo_alone() -> None:
     rewards = [[[0.0, 100.0], [0.01, 0.0]] * 2]
     weights = tensor([1.0, 0.9])
-    assert group_advantages((tensor(rewards) * weights).sum(-1))[0, 1] < 0  # the wide one decides
-    assert per_reward_advantages(tensor(rewards), weights)[0, 1] > 0  # the weights decide
+    assert rows(group_advantages, (tensor(rewards) * weights).sum(-1))[0, 1] < 0  # the wide one decides
+    assert rows(per_reward_advantages, tensor(rewards), weights)[0, 1] > 0  # the weights decide
 
 
 # ---- DCPO: earlier visits ------------------------------------------------------------------------------
@@ -240,15 +249,17 @@ def test_dcpo_smooths_over_all_visits_of_a_prompt(seed: int) -> None:
     for visit in range(6):
         row = [float(rng.randint(0, 4)) for _ in range(8)] if visit != 2 else [2.0] * 8
         visits.append(row)
-        result = history.advantages(tensor([row, [0.0] * 8]), ["train/0", "train/1"])
+        result = rows(history.advantages, tensor([row, [0.0] * 8]), ["train/0", "train/1"])
+        history.commit()
         assert_close(result, [smoothed_reference(visits), [0.0] * 8])
     assert history.visits["train/0"].num_visits == 6
 
 
 def test_a_prompt_that_had_other_rewards_before_teaches_though_all_are_equal_now() -> None:
     history = RewardHistory()
-    history.advantages(tensor([[0.0, 1.0, 0.0, 1.0]]), ["train/0"])
-    assert (history.advantages(tensor([[1.0] * 4]), ["train/0"]) > 0).all()
+    rows(history.advantages, tensor([[0.0, 1.0, 0.0, 1.0]]), ["train/0"])
+    history.commit()
+    assert (rows(history.advantages, tensor([[1.0] * 4]), ["train/0"]) > 0).all()
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e5 / 3])
@@ -256,13 +267,16 @@ def test_the_same_reward_at_every_visit_never_teaches_anything(value: float) -> 
     """The running mean is off by rounding, which a deviation of 0 must not blow up."""
     history = RewardHistory()
     for _ in range(50):
-        assert (history.advantages(tensor([[value] * 4]), ["train/0"]) == 0).all()
+        assert (rows(history.advantages, tensor([[value] * 4]), ["train/0"]) == 0).all()
+        history.commit()
 
 
 def test_a_visit_without_rewards_does_not_count() -> None:
     history = RewardHistory()
-    history.advantages(tensor([[0.0, 1.0]]), ["train/0"])
-    assert history.advantages(tensor([[NAN, NAN]]), ["train/0"]).isnan().all()
+    rows(history.advantages, tensor([[0.0, 1.0]]), ["train/0"])
+    history.commit()
+    assert rows(history.advantages, tensor([[NAN, NAN]]), ["train/0"]).isnan().all()
+    history.commit()
     assert history.visits["train/0"] == pytest.approx((1, 0.5, math.sqrt(0.5)))
 
 
@@ -274,35 +288,38 @@ def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
     assert discounted_returns([], 0.5) == []
 
 
-EPISODES = [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 1)]
+EPISODES = [0, 0, 1, 1, 2, 3]
+GROUPS = torch.tensor([0, 0, 1, 1])
 ANCHORS = ["start", "door", "start", "start", "start", "key"]
 RETURNS = [4.0, 2.0, 1.0, 1.0, 7.0, 5.0]
 
 
 def test_steps_are_compared_with_those_of_the_same_prompt_that_began_in_the_same_state() -> None:
-    rewards = tensor([[1.0, 0.0], [3.0, 1.0]])
+    rewards = tensor([1.0, 0.0, 3.0, 1.0])
     # episodes: 0.5, -0.5, 1, -1; "start" of prompt 0: returns 4, 1, 1 of mean 2; all others are alone
     expected = [0.5 + 2, 0.5, -0.5 - 1, -0.5 - 1, 1.0, -1.0]
-    assert_close(step_advantages(rewards, tensor(RETURNS), EPISODES, ANCHORS), expected)
+    assert_close(step_advantages(rewards, GROUPS, tensor(RETURNS), EPISODES, ANCHORS), expected)
     halved = [0.5 + 1, 0.5, -0.5 - 0.5, -0.5 - 0.5, 1.0, -1.0]
-    assert_close(step_advantages(rewards, tensor(RETURNS), EPISODES, ANCHORS, weight=0.5), halved)
+    assert_close(step_advantages(rewards, GROUPS, tensor(RETURNS), EPISODES, ANCHORS, weight=0.5), halved)
 
 
 def test_scaled_steps_are_divided_by_the_deviations_of_their_groups() -> None:
     episode, start = 0.5 / (math.sqrt(0.5) + 1e-4), math.sqrt(3.0) + 1e-4
-    result = step_advantages(tensor([[1.0, 0.0]]), tensor(RETURNS[:4]), EPISODES[:4], ANCHORS[:4], scale=True)
+    rewards, returns = tensor([1.0, 0.0]), tensor(RETURNS[:4])
+    result = step_advantages(rewards, GROUPS[:2], returns, EPISODES[:4], ANCHORS[:4], scale=True)
     assert_close(result, [episode + 2 / start, episode, -episode - 1 / start, -episode - 1 / start])
 
 
 def test_steps_of_an_episode_without_a_reward_take_no_part() -> None:
-    result = step_advantages(tensor([[1.0, NAN, 0.0]]), tensor([4.0, 9.0, 2.0]), [(0, 0), (0, 1), (0, 2)], ["s"] * 3)
+    groups = torch.zeros(3, dtype=torch.int64)
+    result = step_advantages(tensor([1.0, NAN, 0.0]), groups, tensor([4.0, 9.0, 2.0]), [0, 1, 2], ["s"] * 3)
     assert_close(result, [0.5 + 1, NAN, -0.5 - 1])
-    assert step_advantages(tensor([[1.0]]), tensor([]), [], []).tolist() == []
+    assert step_advantages(tensor([1.0]), groups[:1], tensor([]), [], []).tolist() == []
 
 
 def test_steps_that_do_not_match_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"have 1, 2 and 1 steps; give one of each for every step"):
-        step_advantages(tensor([[1.0]]), tensor([1.0]), [(0, 0)] * 2, ["s"])
+        step_advantages(tensor([1.0]), torch.zeros(1, dtype=torch.int64), tensor([1.0]), [0, 0], ["s"])
 
 
 # ---- the configuration ---------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ ROOMS: dict[str, set[str]] = {
         "policy",
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
-    "metrics": {*UTILITIES, "update.advantages", "update.objective"},
+    "metrics": {*UTILITIES, "update.advantages"},
     "checks": {"types"},
-    "evaluation": {"types", "metrics", "rewards"},
+    "evaluation": {*UTILITIES, "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,

@@ -9,8 +9,12 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.metrics import PassAtK, Reduce, TokenMetrics, pass_at_k, rollout_metrics
-from lit_grpo.types import PromptBatch, Rollout
+from lit_grpo.metrics import Means, pass_at_k, rollout_metrics
+from lit_grpo.ranks import Ranks, Reduce
+from lit_grpo.types import RolloutGroup
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.metrics import TokenMetrics
+from lit_grpo.update.objective.corrections import gap_sums
 
 NAN = math.nan
 
@@ -40,32 +44,42 @@ def test_pass_at_k_needs_k_samples(k: int) -> None:
         pass_at_k(2, 1, k)
 
 
-def test_the_metric_is_the_mean_over_prompts() -> None:
-    metric = PassAtK(2)
-    for num_samples, num_passed in ((4, 0), (4, 1), (3, 2), (5, 5)):
-        metric.update(num_samples, num_passed)
-    expected = [brute_force_pass_at_k(*counts, 2) for counts in ((4, 0), (4, 1), (3, 2), (5, 5))]
-    assert float(metric.compute()) == pytest.approx(sum(expected) / 4, abs=1e-12)
+def test_means_leave_out_what_is_missing_and_add_up_over_batches() -> None:
+    means = Means(["reward", "length", "never"])
+    means.add({"reward": torch.tensor([1.0, NAN, 0.5]), "length": 3})
+    means.add({"reward": NAN, "length": 4})
+    assert means.compute(alone) == pytest.approx({"reward": 0.75, "length": 3.5, "never": NAN}, nan_ok=True)
 
 
-def test_the_metric_adds_up_over_ranks() -> None:
-    """Torchmetrics reduces each state over ranks by these."""
-    first, second, both = PassAtK(1), PassAtK(1), PassAtK(1)
-    for metric, num_passed in ((first, 1), (second, 0), (second, 2)):
-        metric.update(2, num_passed)
-        both.update(2, num_passed)
-    states = {name: torch.stack([getattr(first, name), getattr(second, name)]) for name in ("total", "prompts")}
-    for name, reduction in both._reductions.items():
-        assert callable(reduction) and reduction(states[name]) == getattr(both, name)
+def test_means_add_up_over_ranks() -> None:
+    """One rank has nothing to count."""
+    first, second = Means(["reward"]), Means(["reward"])
+    second.add({"reward": torch.tensor([1.0, 0.0, 0.5])})
+    sums: list[torch.Tensor] = []
+    for means in (first, second):
+        means.compute(lambda tensor: sums.append(tensor) or tensor)
+    assert first.compute(lambda _: sums[0] + sums[1]) == {"reward": 0.5}
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_the_metric_without_prompts_is_missing_and_reset_begins_anew() -> None:
-    metric = PassAtK(1)
-    metric.update(1, 1)
-    assert float(metric.compute()) == 1
-    metric.reset()
-    assert math.isnan(float(metric.compute()))
+def test_numbers_are_reduced_on_the_host_whatever_the_device_has() -> None:
+    """MPS has no float64."""
+    for value in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        total = Ranks("mps").sum(value)
+        assert (total.device.type, total.dtype, float(total)) == ("cpu", torch.float64, 0.1)
+    nowhere = torch.empty(3, device="meta")  # as MPS, neither a CPU nor a GPU of NVIDIA's
+    sums = gap_sums(nowhere, torch.tensor([2, 1]))
+    assert torch.float64 not in {value.dtype for value in sums.values() if value.device.type == "meta"}
+
+
+def test_means_tell_apart_what_a_default_of_bfloat16_would_not() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        means = Means(["reward"])
+        means.add({"reward": 1.003})
+        assert means.compute(alone)["reward"] == 1.003
+        assert float(Ranks().sum(1.003)) == 1.003
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,11 +159,14 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
     assert lengths[0] == lengths[1]
 
 
-def make_batch(rollouts: list[Rollout]) -> PromptBatch:
-    groups = as_groups(rollouts)
-    batch = PromptBatch([group.prompt for group in groups])
-    batch.groups = groups
-    return batch
+def metrics_of(
+    groups: list[RolloutGroup],
+    version: int,
+    functions: tuple[str, ...] = (),
+    reduce_sum: Reduce = alone,
+    reduce_max: Reduce = alone,
+) -> dict[str, float]:
+    return rollout_metrics(groups, GroupRewards.of(groups, functions), version, reduce_sum, reduce_max)
 
 
 def test_rollout_metrics_of_two_groups() -> None:
@@ -161,9 +178,7 @@ def test_rollout_metrics_of_two_groups() -> None:
     ]
     for rollout, value in zip(rollouts, (1.0, 0.0, 0.5, None), strict=True):
         rollout.rewards = {"exact": value, "never": None}
-    batch = make_batch(rollouts)
-    rewards_PG = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in batch.groups])
-    logs = rollout_metrics(batch, rewards_PG, 3, alone, alone)
+    logs = metrics_of(as_groups(rollouts), 3, ("exact", "never"))
     assert math.isnan(logs.pop("rewards/never"))
     assert logs == pytest.approx(
         {
@@ -171,10 +186,12 @@ def test_rollout_metrics_of_two_groups() -> None:
             "reward_std": math.sqrt((0.25 + 0.25 + 0) / 3),
             "frac_reward_zero_std": 0.5,
             "frac_no_reward": 0.25,
+            "frac_no_rollout": 0.0,
             "completions/mean_length": 3.5,
             "completions/max_length": 8.0,
             "completions/clipped_ratio": 0.25,
             "staleness/mean": 8 * 2 / 14,
+            "staleness/max": 2.0,
             "rewards/exact": 0.5,
         }
     )
@@ -186,26 +203,19 @@ def test_rollout_metrics_of_two_ranks_are_those_of_all_rollouts() -> None:
         make_rollout([5], [6] * length, reward, prompt_id=prompt_id, version=length % 3)
         for prompt_id, length, reward in (("a", 2, NAN), ("a", 3, NAN), ("b", 4, 1.0), ("b", 9, 0.0))
     ]
-    parts = [make_batch(rollouts[:2]), make_batch(rollouts[2:])]
-
-    def logs_of(batch: PromptBatch, reduce_sum: Reduce, reduce_max: Reduce) -> dict[str, float]:
-        rewards_PG = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in batch.groups])
-        return rollout_metrics(batch, rewards_PG, 2, reduce_sum, reduce_max)
-
+    parts = [as_groups(rollouts[:2]), as_groups(rollouts[2:])]
     sums: list[torch.Tensor] = []
     maxima: list[torch.Tensor] = []
     for part in parts:
-        logs_of(part, lambda tensor: sums.append(tensor) or tensor, lambda tensor: maxima.append(tensor) or tensor)
-    expected = logs_of(make_batch(rollouts), alone, alone)
+        metrics_of(part, 2, (), lambda tensor: sums.append(tensor) or tensor, lambda t: maxima.append(t) or t)
+    expected = metrics_of(as_groups(rollouts), 2)
     assert (expected["reward"], expected["completions/max_length"]) == (0.5, 9.0)
     for part in parts:
-        assert logs_of(part, lambda _: sums[0] + sums[1], lambda _: torch.stack(maxima).max()) == pytest.approx(
-            expected
-        )
+        logs = metrics_of(part, 2, (), lambda _: sums[0] + sums[1], lambda _: torch.stack(maxima).amax(0))
+        assert logs == pytest.approx(expected)
 
 
 def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_means() -> None:
-    batch = make_batch([make_rollout([5], [], NAN, finish_reason="abort", sample_id=sample) for sample in range(2)])
-    logs = rollout_metrics(batch, torch.tensor([[NAN, NAN]]), 0, alone, alone)
+    logs = metrics_of(as_groups([make_rollout([5], [], NAN, finish_reason="abort", sample_id=n) for n in range(2)]), 0)
     assert {name for name, value in logs.items() if math.isnan(value)} == {"reward", "reward_std", "staleness/mean"}
     assert logs["frac_no_reward"] == logs["frac_reward_zero_std"] == 1.0

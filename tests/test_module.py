@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lit_grpo import module as module_file
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
 from lit_grpo.update.batches.microbatch import least_tokens, num_row_tokens
+from lit_grpo.update.batches.step import Before, Step
+from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.kl import KLTerm
@@ -88,8 +91,8 @@ def naive_step(
     temperature: float = 1.0,
 ) -> tuple[float, torch.Tensor]:
     """Loss and gradient of a step as the formula says: one rollout after another, with full logits."""
-    rewards_PG = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    advantages = group_advantages(rewards_PG, scale).flatten().tolist()
+    rewards = GroupRewards.of(groups, [])
+    advantages = group_advantages(rewards.rewards_R, rewards.groups_R, scale).tolist()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [(r, a) for r, a in zip(rollouts, advantages, strict=True) if not math.isnan(a) and r.completion.num_tokens]
     num_tokens = sum(rollout.completion.num_tokens for rollout, _ in valid)
@@ -143,6 +146,12 @@ def naive_step(
 def test_a_wrong_argument_is_named_with_its_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_module("nowhere", **options)
+
+
+def test_the_default_optimizer_takes_steps_that_a_pretrained_policy_survives() -> None:
+    optimizer = make_module("nowhere", optimizer=signature(GRPOModule).parameters["optimizer"].default).make_optimizer
+    made = optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert type(made) is torch.optim.AdamW and made.param_groups[0]["lr"] == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -230,7 +239,7 @@ class Budgets(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, GRPOModule)
-        pl_module.max_tokens_per_micro_batch = self.budgets[batch_idx]
+        pl_module.settings.max_tokens_per_micro_batch = self.budgets[batch_idx]
         self.num_forwards.append(0)
 
 
@@ -394,28 +403,28 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(poli
 # ---- steps and versions --------------------------------------------------------------------------------
 
 
-class NotesUpdates(GRPOModule):
+class NotesSteps(Learner):
     """Notes the prompts of each optimizer step."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.seen: list[list[str]] = []
 
-    def _update(self, rollouts: Sequence[Rollout], advantages: Any, metrics: Any, before: Any) -> None:
+    def _step_on(self, rollouts: Sequence[Rollout], advantages: Sequence[float], before: Before) -> Step:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        super()._update(rollouts, advantages, metrics, before)
+        return super()._step_on(rollouts, advantages, before)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(
     policy_folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hand_made.GRPOModule", NotesUpdates)
+    monkeypatch.setattr(module_file, "Learner", NotesSteps)
     module = make_module(policy_folder, num_iterations=3, num_minibatches=2)
     groups = random_groups(policy, [*MIXED, MIXED[0]])
     recorder = fit(module, groups)
-    assert isinstance(module, NotesUpdates)
+    assert isinstance(module.learner, NotesSteps)
     first, second = ["train/0"] * 4 + ["train/1"] * 4, ["train/2"] * 4
-    assert module.seen == [first, second] * 3
+    assert module.learner.seen == [first, second] * 3
     assert module.policy_version == len(recorder.gradients) == 6
     # Each step is normalised by its own tokens, with the advantages of whole groups.
     for step, part in enumerate([groups[:2], groups[2:]] * 3):
@@ -524,7 +533,42 @@ def save_qwen3(folder: Path) -> None:
     random_policy(attention_dropout=0.5).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("save", [save_gpt2, save_qwen3])
+TINY: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def save_falcon(folder: Path, alibi: bool = False) -> None:
+    """Its ``attention_dropout`` is a module."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    options: dict[str, Any] = {"attention_dropout": 0.5, "initializer_range": 0.3, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    FalconForCausalLM(FalconConfig(**TINY, **options, alibi=alibi)).save_pretrained(folder)
+
+
+def save_falcon_alibi(folder: Path) -> None:
+    save_falcon(folder, alibi=True)
+
+
+def save_bloom(folder: Path) -> None:
+    """Its positions are in its scores alone."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    options: dict[str, Any] = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    BloomForCausalLM(BloomConfig(**TINY, **options)).save_pretrained(folder)
+
+
+def save_opt(folder: Path) -> None:
+    """Its dropout is a number, and it leaves whole layers out."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    options: dict[str, Any] = {"dropout": 0.5, "layerdrop": 0.5, "init_std": 0.3, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    OPTForCausalLM(OPTConfig(**TINY, **options, ffn_dim=64, word_embed_proj_dim=32)).save_pretrained(folder)
+
+
+@pytest.mark.filterwarnings("ignore:Each completion goes through")
+@pytest.mark.parametrize("save", [save_gpt2, save_qwen3, save_falcon, save_falcon_alibi, save_bloom, save_opt])
 def test_dropout_of_the_model_is_off_though_it_trains(save: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -573,10 +617,10 @@ def test_the_reference_stays_as_it_was_and_out_of_parameters_and_checkpoints(
     names = {f"policy.{name}" for name in policy.state_dict()}
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
     for state in (module.state_dict(), saved):
-        assert {name for name in state if not name.startswith(("pass_metrics", "eval_metrics"))} == names
+        assert set(state) == names
     assert len(list(module.parameters())) == len(list(policy.parameters()))
-    assert isinstance(module._reference, Reference)
-    for kept, first in zip(module._reference.model.parameters(), policy.parameters(), strict=True):
+    assert isinstance(module.learner.reference, Reference)
+    for kept, first in zip(module.learner.reference.model.parameters(), policy.parameters(), strict=True):
         assert torch.equal(kept, first) and not kept.requires_grad and kept.grad is None
 
 
@@ -587,7 +631,7 @@ def test_the_reference_is_loaded_for_fit_where_validation_came_first(policy_fold
         make_trainer(recorder := StepRecorder()),
     )
     trainer.validate(module, Batches([scored(random_groups(policy, MIXED))]), verbose=False)
-    assert module._reference is None
+    assert not hasattr(module, "learner")
     trainer.fit(module, train_dataloaders=Batches([random_groups(policy, MIXED)]))
     assert "kl" in recorder.logs[0]
 

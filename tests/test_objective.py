@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.objective.controllers import EntropyBonus, EntropyController, KLController
+from lit_grpo.update.objective.controllers import EntropyBonus, EntropyController, KLController, ObjectiveState
 from lit_grpo.update.objective.corrections import Correction, correction_weights, gap_metrics, gap_sums
 from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.recipes import RECIPES
-from lit_grpo.update.objective.state import ObjectiveState
 from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, on_policy_completions
 
 EVERYTHING: dict[str, Any] = {
@@ -258,12 +257,13 @@ def test_the_entropy_coefficient_steps_towards_the_target_and_counts_only_below_
 
 def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> None:
     def state(beta: float, target: float | None) -> ObjectiveState:
-        return ObjectiveState(Objective(kl=KLTerm(beta, target=target), entropy=EntropyBonus(0.1, target=0.5)))
+        return ObjectiveState(KLTerm(beta, target=target), EntropyBonus(0.1, target=0.5))
 
     before = state(0.1, 0.5)
     before.kl.update(5.0, 5000)
     before.entropy.update(0.2)
-    before.history.advantages(torch.tensor([[0.0, 1.0]]), ["train/0"])
+    before.history.advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), ["train/0"])
+    before.history.commit()
     after, fixed = state(0.1, 0.5), state(0.3, None)
     for restored in (after, fixed):
         restored.load_state_dict(before.state_dict())

@@ -44,8 +44,8 @@ def vector(model: torch.nn.Module) -> torch.Tensor:
 
 
 def reference_of(module: GRPOModule) -> Reference:
-    assert isinstance(module._reference, Reference)
-    return module._reference
+    assert isinstance(module.learner.reference, Reference)
+    return module.learner.reference
 
 
 @pytest.mark.parametrize("alpha", [0.6, 1.0])

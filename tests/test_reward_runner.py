@@ -89,6 +89,20 @@ def test_reward_is_the_weighted_sum_of_those_that_apply() -> None:
     assert rewards_of(group) == [0.5, 12.0]
 
 
+def test_a_function_of_weight_zero_makes_no_reward_of_its_own() -> None:
+    """It is logged alone: where nothing else applies there is no reward, rather than one of 0."""
+
+    def long_only(completion: str) -> float | None:
+        return 1.0 if len(completion) > 2 else None
+
+    functions = [RewardFunction.of(length, "length", 0.0), RewardFunction.of(long_only, "long", 10.0)]
+    runner, group = RewardRunner(functions), make_group("a", "abcd")
+    runner.score(group)
+    runner.close()
+    assert [rollout.rewards["length"] for rollout in group.rollouts] == [1.0, 4.0]
+    assert math.isnan(rewards_of(group)[0]) and rewards_of(group)[1] == 10.0
+
+
 def test_reward_is_nan_where_none_applies(make_runner: MakeRunner) -> None:
     group = make_group("a", "")
     make_runner(lengths).score(group)

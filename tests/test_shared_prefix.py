@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 import transformers
 from conftest import random_policy
 from hand_made import make_rollout, relative_error
+from torch._higher_order_ops import inductor_compiled_code
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.microbatch import make_micro_batch, make_micro_batches
-from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
+from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.prefix import flex
 from lit_grpo.update.prefix import layout as prefix_layout
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
@@ -345,3 +349,45 @@ def test_bfloat16_is_as_close_to_the_truth_as_the_plain_path() -> None:
     plain_N, _ = micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 10, False), 1.0)
     ours_N, _ = micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 10), 1.0)
     assert relative_error(ours_N.double(), exact) < 1.5 * relative_error(plain_N.double(), exact)
+
+
+# ---- selective checkpointing -----------------------------------------------------------------------------
+
+
+def test_selective_checkpointing_keeps_what_flex_attention_gives() -> None:
+    mask = prefix_block_mask([PackedGroup(0, 3, (2, 3))], None, 8, torch.device("cpu"))
+    query = torch.randn(1, 2, 8, 16)
+    with KeptBytes() as kept:
+        flex_prefix_attention(query, query, query, mask, 0.25)
+    assert kept.num_bytes >= query.nbytes
+
+
+def test_what_is_compiled_as_flex_attention_is_runs_once_forward_under_selective_checkpointing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FlexAttention has no backward pass on a CPU, so another attention is compiled in its place."""
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(query @ key.transpose(-1, -2), -1) @ value
+
+    class CountsCompiled(KeptBytes):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += func is inductor_compiled_code
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(flex, "flex_attention", attention)
+    attend = cast(Any, flex._compiled.__wrapped__())
+    calls, gradients = [], []
+    for kept in ([torch.ops.aten.mm.default], KEPT):
+        torch.manual_seed(0)
+        hidden = torch.randn(1, 2, 8, 16, requires_grad=True)
+        with CountsCompiled() as counter:
+            contexts = partial(create_selective_checkpoint_contexts, kept)
+            layer = lambda x: torch.tanh(attend(x * 2, x * 3, x.sin()))  # noqa: E731
+            checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts).square().sum().backward()
+        calls.append(counter.calls)
+        gradients.append(hidden.grad)
+    assert calls == [3, 2]  # the last is the backward pass
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

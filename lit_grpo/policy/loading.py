@@ -74,8 +74,9 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
     for module in model.modules():  # with dropout the trainer's log-probs would not be those of the generator
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # attention_dropout, or OPT's dropout and layerdrop
+                setattr(module, name, 0.0)
     return model
 
 

@@ -84,7 +84,7 @@ class RewardRunner:
         """Wait for the submitted groups and write the rewards of their rollouts.
 
         ``rollout.rewards`` holds each function's value by name, ``None`` where it does not apply;
-        ``rollout.reward`` is the weighted sum of those that apply, NaN where none does.
+        ``rollout.reward`` is the weighted sum of those that apply, NaN where none with a weight does.
 
         Raises:
             RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
@@ -143,7 +143,7 @@ class RewardRunner:
             rewards = [None if isinstance(value, BaseException) else value for value in row]
             named = list(zip(self.functions, rewards, strict=True))
             rollout.rewards = {function.name: value for function, value in named}
-            applied = [function.weight * value for function, value in named if value is not None]
+            applied = [function.weight * value for function, value in named if function.weight and value is not None]
             rollout.reward = sum(applied) if applied else math.nan
 
     def _count_error(self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]) -> None:

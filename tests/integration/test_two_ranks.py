@@ -138,7 +138,7 @@ class ScarceRank(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        pl_module._budget = TokenBudget(40)
+        pl_module.learner.budget = TokenBudget(40)
         pl_module.policy.get_decoder().register_forward_pre_hook(self._check, with_kwargs=True)
 
     def _check(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:

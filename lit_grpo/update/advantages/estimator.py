@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,34 +38,47 @@ KL_HAS_NO_PLACE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What advantages are made of: rewards of whole groups, NaN where none applies, and the same by function."""
+    """What advantages are made of: the rewards of all members of all groups, in float32; NaN where none applies.
 
-    rewards_PG: torch.Tensor
-    by_function_PGK: torch.Tensor
+    ``by_function_RK`` are the same by reward function, of which ``functions`` are the names. ``groups_R`` says which
+    group each belongs to; a group may have any number of members, and ``prompt_ids`` has one entry a group.
+    """
+
+    rewards_R: torch.Tensor
+    by_function_RK: torch.Tensor
+    groups_R: torch.Tensor
     prompt_ids: Sequence[str]
+    functions: Sequence[str] = ()
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], functions: Sequence[str]) -> GroupRewards:
         """Take them from rollouts; ``functions`` are the names of the reward functions."""
-        by_function = [[[r.rewards.get(name) for name in functions] for r in group.rollouts] for group in groups]
+        members = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
+        by_function = [[rollout.rewards.get(name) for name in functions] for _, rollout in members]
+        rows = [[math.nan if value is None else value for value in row] for row in by_function]
         return cls(
-            torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups]),
-            torch.tensor([[[math.nan if v is None else v for v in row] for row in rows] for rows in by_function]),
+            torch.tensor([rollout.reward for _, rollout in members], dtype=torch.float32),
+            torch.tensor(rows, dtype=torch.float32).view(len(members), len(functions)),
+            torch.tensor([number for number, _ in members], dtype=torch.int64),
             [group.prompt.prompt_id for group in groups],
+            functions,
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence[GroupRewards]) -> GroupRewards:
         """Put the groups of several ranks together, in their order."""
+        before = itertools.accumulate((len(part.prompt_ids) for part in parts), initial=0)
         return cls(
-            torch.cat([part.rewards_PG for part in parts]),
-            torch.cat([part.by_function_PGK for part in parts]),
+            torch.cat([part.rewards_R for part in parts]),
+            torch.cat([part.by_function_RK for part in parts]),
+            torch.cat([part.groups_R + number for part, number in zip(parts, before, strict=False)]),
             [prompt_id for part in parts for prompt_id in part.prompt_ids],
+            parts[0].functions,
         )
 
-    def less(self, penalty_PG: torch.Tensor) -> GroupRewards:
+    def less(self, penalties: Sequence[float]) -> GroupRewards:
         """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
-        return replace(self, rewards_PG=self.rewards_PG - penalty_PG)
+        return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
 
 
 @dataclass(frozen=True)
@@ -125,22 +139,22 @@ class Advantages:
             )
 
     def compute(self, rewards: GroupRewards, weights_K: torch.Tensor, history: RewardHistory) -> torch.Tensor:
-        """Return advantages_PG; NaN for a rollout that takes no part.
+        """Return advantages_R; NaN for a rollout that takes no part.
 
         Args:
             rewards: Of this rank's groups, or of those of all ranks where :attr:`needs_all_ranks`.
             weights_K: Of the reward functions.
-            history: Earlier visits; ``dcpo`` adds this one.
+            history: Earlier visits, for ``dcpo``; it is to commit this one once the rollouts have been learnt from.
         """
-        rewards_PG, scale = rewards.rewards_PG, self.scaled_by
+        of, scale = (rewards.rewards_R, rewards.groups_R), self.scaled_by
         if self.estimator == "rloo":
-            return leave_one_out_advantages(rewards_PG, cast(Literal["group", "batch", "none"], scale))
+            return leave_one_out_advantages(*of, cast(Literal["group", "batch", "none"], scale))
         if self.estimator == "mc_grpo":
-            return median_advantages(rewards_PG, cast(Literal["mad", "none"], scale))
+            return median_advantages(*of, cast(Literal["mad", "none"], scale))
         if self.estimator == "ngrpo":
-            return virtual_maximum_advantages(rewards_PG, self.max_reward, cast(Literal["group", "none"], scale))
+            return virtual_maximum_advantages(*of, self.max_reward, cast(Literal["group", "none"], scale))
         if self.estimator == "gdpo":
-            return per_reward_advantages(rewards.by_function_PGK, weights_K)
+            return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, weights_K)
         if self.estimator == "dcpo":
-            return history.advantages(rewards_PG, rewards.prompt_ids)
-        return group_advantages(rewards_PG, cast(Literal["group", "batch", "none"], scale))
+            return history.advantages(*of, rewards.prompt_ids)
+        return group_advantages(*of, cast(Literal["group", "batch", "none"], scale))

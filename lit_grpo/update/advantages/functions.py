@@ -1,7 +1,8 @@
 """Rewards of whole groups to advantages: a baseline is subtracted, and a scale divides.
 
-Every function takes one row a group, whole, with NaN where a rollout has no reward: it takes no part in any statistic
-and its advantage is NaN. They compute in float64, in which the mean of equal float32 numbers is exact.
+Every function takes the rewards of all rollouts in one vector, with the number of each one's group. Groups have any
+number of members. A rollout without a reward (NaN) takes no part in any statistic, and its advantage is NaN. They
+compute in float64, in which the mean of equal float32 numbers is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Scale = Literal["group", "batch", "none"]
 EPSILON = 1e-4
 
 
-def group_advantages(rewards_PG: torch.Tensor, scale: Scale = "group") -> torch.Tensor:
+def group_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale = "group") -> torch.Tensor:
     """Subtract each group's mean reward, and divide by a standard deviation.
 
     ``A = (r - mean(r of the group)) / (std + 1e-4)`` (DeepSeekMath, arXiv 2402.03300, section 4.1.2), with
@@ -23,30 +24,33 @@ def group_advantages(rewards_PG: torch.Tensor, scale: Scale = "group") -> torch.
     reward, has advantage 0.
 
     Args:
-        rewards_PG: On several ranks all of the step's groups for ``scale="batch"``.
+        rewards_R: On several ranks all of the step's for ``scale="batch"``.
+        groups_R: The number of the group that each belongs to.
         scale: ``group`` divides by the group's deviation, ``batch`` by that of all rewards given,
             ``none`` by nothing (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
         Advantages of the same shape.
     """
-    exact_PG = rewards_PG.double()
-    return _scaled(exact_PG - exact_PG.nanmean(dim=1, keepdim=True), exact_PG, scale).to(rewards_PG.dtype)
+    exact_R = rewards_R.double()
+    return _scaled(less_group_mean(exact_R, groups_R), exact_R, groups_R, scale).to(rewards_R.dtype)
 
 
-def leave_one_out_advantages(rewards_PG: torch.Tensor, scale: Scale = "none") -> torch.Tensor:
+def leave_one_out_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale = "none") -> torch.Tensor:
     """Subtract from each reward the mean of the *other* rewards of its group: ``n / (n - 1) (r - mean)``.
 
     RLOO (Ahmadian et al., arXiv 2402.14740, section 3.2): the baseline does not depend on the completion's own reward.
     A group whose rewards are all equal, or which has one member with a reward, has advantage 0.
     """
-    exact_PG = rewards_PG.double()
-    count_P1 = _count(exact_PG)
-    centred_PG = (exact_PG - exact_PG.nanmean(dim=1, keepdim=True)) * count_P1 / (count_P1 - 1).clamp(min=1)
-    return _scaled(centred_PG, exact_PG, scale).to(rewards_PG.dtype)
+    exact_R = rewards_R.double()
+    count_R = _counts(exact_R, groups_R)
+    centred_R = less_group_mean(exact_R, groups_R) * count_R / (count_R - 1).clamp(min=1)
+    return _scaled(centred_R, exact_R, groups_R, scale).to(rewards_R.dtype)
 
 
-def median_advantages(rewards_PG: torch.Tensor, scale: Literal["mad", "none"] = "mad") -> torch.Tensor:
+def median_advantages(
+    rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Literal["mad", "none"] = "mad"
+) -> torch.Tensor:
     """Subtract each group's median reward, and divide by the median absolute deviation from it (MAD).
 
     ``A = (r - median) / (MAD + 1e-3)``, and the member that is the median takes no part: its advantage is NaN
@@ -57,22 +61,21 @@ def median_advantages(rewards_PG: torch.Tensor, scale: Literal["mad", "none"] = 
     formula would give advantages of a thousand: the *mean* absolute deviation divides instead. A group whose
     rewards are all equal has advantage 0.
     """
-    exact_PG = rewards_PG.double()
-    centred_PG = exact_PG - exact_PG.nanquantile(0.5, dim=1, keepdim=True)
-    distance_PG = centred_PG.abs()
+    exact_R = rewards_R.double()
+    centred_R = exact_R - _medians(exact_R, groups_R)
+    distance_R = centred_R.abs()
     if scale == "mad":
-        deviation_P1 = distance_PG.nanquantile(0.5, dim=1, keepdim=True)
-        deviation_P1 = torch.where(deviation_P1 > 0, deviation_P1, distance_PG.nanmean(dim=1, keepdim=True))
-        centred_PG = centred_PG / (deviation_P1 + 1e-3)
-    odd_P = _count(exact_PG).squeeze(1) % 2 == 1
-    median_P = distance_PG.nan_to_num(torch.inf).argmin(1)
-    rows = torch.arange(len(exact_PG), device=exact_PG.device)[odd_P]
-    centred_PG[rows, median_P[odd_P]] = torch.nan
-    return centred_PG.to(rewards_PG.dtype)
+        deviation_R = _medians(distance_R, groups_R)
+        deviation_R = torch.where(deviation_R > 0, deviation_R, _means(distance_R, groups_R))
+        centred_R = centred_R / (deviation_R + 1e-3)
+    is_median_R = (distance_R == 0) & (_counts(exact_R, groups_R) % 2 == 1)
+    places_R = torch.arange(len(groups_R), device=groups_R.device).where(is_median_R, len(groups_R))
+    first_P = places_R.new_full((_num_groups(groups_R),), len(groups_R)).scatter_reduce(0, groups_R, places_R, "amin")
+    return centred_R.masked_fill(is_median_R & (places_R == first_P[groups_R]), torch.nan).to(rewards_R.dtype)
 
 
 def virtual_maximum_advantages(
-    rewards_PG: torch.Tensor, max_reward: float, scale: Literal["group", "none"] = "group"
+    rewards_R: torch.Tensor, groups_R: torch.Tensor, max_reward: float, scale: Literal["group", "none"] = "group"
 ) -> torch.Tensor:
     """Take the mean and deviation over the group and one virtual member with the best possible reward.
 
@@ -83,61 +86,92 @@ def virtual_maximum_advantages(
     Raises:
         ValueError: A reward is above ``max_reward``.
     """
-    exact_PG = rewards_PG.double()
-    highest = float(exact_PG.nan_to_num(-torch.inf).max())
+    exact_R = rewards_R.double()
+    highest = max(exact_R[exact_R.isfinite()].tolist(), default=max_reward)
     if highest > max_reward:
         raise ValueError(
             f"advantages.max_reward is {max_reward}, but a completion has reward {highest}; set it to the highest that "
             "the reward functions can give together."
         )
-    with_best_PG = torch.cat([exact_PG, torch.full_like(exact_PG[:, :1], max_reward)], dim=1)
-    centred_PG = exact_PG - with_best_PG.nanmean(dim=1, keepdim=True)
+    virtual = torch.arange(_num_groups(groups_R), device=groups_R.device)
+    with_best = torch.cat([exact_R, torch.full_like(virtual, max_reward, dtype=exact_R.dtype)])
+    groups = torch.cat([groups_R, virtual])
+    centred = less_group_mean(with_best, groups)
     if scale == "group":
-        centred_PG = centred_PG / (_nan_std(with_best_PG) + 1e-6)
-    return centred_PG.to(rewards_PG.dtype)
+        centred = centred / (_deviations(with_best, groups) + 1e-6)
+    return centred[: len(exact_R)].to(rewards_R.dtype)
 
 
-def per_reward_advantages(rewards_PGK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
+def per_reward_advantages(rewards_RK: torch.Tensor, groups_R: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
     """Normalise each reward function's values in the group by themselves, add them up, and normalise over the batch.
 
     ``A_k = (r_k - mean_G) / (std_G + 1e-4)``, ``S = sum_k w_k A_k``, ``A = (S - mean) / (std + 1e-4)`` over all
     completions of the step (GDPO, arXiv 2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``):
     a reward with a wide spread does not drown one with a narrow one. A value that is NaN adds nothing; a completion
-    without any has advantage NaN.
+    without any that counts (a weight of 0 does not) has advantage NaN.
 
     Args:
-        rewards_PGK: Values of K reward functions; on several ranks of all groups of the step.
+        rewards_RK: Values of K reward functions; on several ranks all of the step's.
+        groups_R: The number of the group that each rollout belongs to.
         weights_K: Their weights.
     """
-    exact_PGK = rewards_PGK.double()
-    by_group_LG = exact_PGK.transpose(1, 2).flatten(0, 1)
-    normal_LG = _scaled(by_group_LG - by_group_LG.nanmean(dim=1, keepdim=True), by_group_LG, "group")
-    normal_PGK = normal_LG.view(exact_PGK.shape[0], exact_PGK.shape[2], -1).transpose(1, 2)
-    summed_PG = (normal_PGK * weights_K.double()).nansum(dim=2)
-    summed_PG = summed_PG.masked_fill(exact_PGK.isnan().all(dim=2), torch.nan)
-    return _scaled(summed_PG - summed_PG.nanmean(), summed_PG, "batch").to(rewards_PGK.dtype)
+    exact_RK = rewards_RK.double()
+    normal = [group_advantages(values_R, groups_R) for values_R in exact_RK.T]
+    summed_R = (torch.stack(normal, 1) * weights_K.double()).nansum(dim=1)
+    summed_R = summed_R.masked_fill(exact_RK[:, weights_K != 0].isnan().all(dim=1), torch.nan)
+    return group_advantages(summed_R, torch.zeros_like(groups_R)).to(rewards_RK.dtype)
 
 
-def uniform_groups(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Say for each group whether its rewards are all equal (or missing), so that it teaches nothing."""
-    highest_P = rewards_PG.nan_to_num(-torch.inf).amax(1)
-    lowest_P = rewards_PG.nan_to_num(torch.inf).amin(1)
-    return lowest_P >= highest_P
+def uniform_groups(rewards_R: torch.Tensor, groups_R: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Say for each group, shape P, whether it teaches nothing: its rewards are all equal or missing, or it is empty."""
+    highest_P = rewards_R.new_full((num_groups,), -torch.inf)
+    highest_P.scatter_reduce_(0, groups_R, rewards_R.nan_to_num(-torch.inf), "amax")
+    lowest_P = rewards_R.new_full((num_groups,), torch.inf)
+    return lowest_P.scatter_reduce_(0, groups_R, rewards_R.nan_to_num(torch.inf), "amin") >= highest_P
 
 
-def _scaled(centred_PG: torch.Tensor, exact_PG: torch.Tensor, scale: Scale) -> torch.Tensor:
+def less_group_mean(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    """Subtract from each value the mean of its group's that are not NaN."""
+    return values_R - _means(values_R, groups_R)
+
+
+def _scaled(centred_R: torch.Tensor, exact_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale) -> torch.Tensor:
     if scale == "none":
-        return centred_PG
-    deviation = _nan_std(exact_PG) if scale == "group" else _nan_std(exact_PG.reshape(1, -1))
-    return centred_PG / (deviation + EPSILON)
+        return centred_R
+    return centred_R / (_deviations(exact_R, groups_R if scale == "group" else torch.zeros_like(groups_R)) + EPSILON)
 
 
-def _count(values: torch.Tensor) -> torch.Tensor:
-    """How many of each row's values are not NaN."""
-    return values.isfinite().sum(1, keepdim=True)
+# Statistics of each group's values that are not NaN, given to each of its members.
 
 
-def _nan_std(values: torch.Tensor) -> torch.Tensor:
-    """Unbiased standard deviation of each row's values that are not NaN; 0 for fewer than two."""
-    centred = (values - values.nanmean(1, keepdim=True)).nan_to_num(0.0)
-    return (centred.square().sum(1, keepdim=True) / (_count(values) - 1).clamp(min=1)).sqrt()
+def _num_groups(groups_R: torch.Tensor) -> int:
+    return int(groups_R.max()) + 1 if len(groups_R) else 0
+
+
+def _sums(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    sums_P = values_R.new_zeros(_num_groups(groups_R)).index_add_(0, groups_R, values_R.nan_to_num(0.0))
+    return sums_P[groups_R]
+
+
+def _counts(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    return _sums(values_R.isfinite().long(), groups_R)
+
+
+def _means(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    return _sums(values_R, groups_R) / _counts(values_R, groups_R)
+
+
+def _deviations(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    """Unbiased standard deviations; 0 for fewer than two."""
+    squares_R = _sums(less_group_mean(values_R, groups_R).square(), groups_R)
+    return (squares_R / (_counts(values_R, groups_R) - 1).clamp(min=1)).sqrt()
+
+
+def _medians(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    """Medians; the mean of the two middle ones of an even number."""
+    order = values_R.nan_to_num(torch.inf).argsort(stable=True)
+    ordered = values_R[order[groups_R[order].argsort(stable=True)]]  # group by group, NaN last
+    sizes_P = torch.bincount(groups_R, minlength=_num_groups(groups_R))
+    start_R, count_R = (sizes_P.cumsum(0) - sizes_P)[groups_R], _counts(values_R, groups_R)
+    lower_R, upper_R = ordered[start_R + (count_R - 1).clamp(min=0) // 2], ordered[start_R + count_R // 2]
+    return torch.lerp(lower_R, upper_R, 0.5)

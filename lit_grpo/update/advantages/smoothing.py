@@ -21,38 +21,51 @@ class Visits(NamedTuple):
 
 
 class RewardHistory:
-    """Statistics of each prompt's rewards over all visits, on all ranks."""
+    """Statistics of each prompt's rewards over all visits, on all ranks.
+
+    A visit counts for good once it is committed; until then its advantages can be computed again.
+    """
 
     def __init__(self) -> None:
         self.visits: dict[str, Visits] = {}
+        self._new: dict[str, Visits] = {}
 
-    def advantages(self, rewards_PG: torch.Tensor, prompt_ids: Sequence[str]) -> torch.Tensor:
-        """Count a visit of each prompt and return smoothed advantages; of several ranks, give all groups to each.
+    def advantages(self, rewards_R: torch.Tensor, groups_R: torch.Tensor, prompt_ids: Sequence[str]) -> torch.Tensor:
+        """Return smoothed advantages with a visit more of each prompt; of several ranks, give all groups to each.
 
         On the i-th visit, with ``A_new`` standardised by this visit's mean and deviation and ``A_tot`` by those of all
         visits, the smaller in magnitude of ``((i - 1) A_new + A_tot) / i`` and ``(A_new + (i - 1) A_tot) / i`` (DCPO,
         arXiv 2509.02333, section 3.2; the code in lime-RL/DCPO at 01787b0). A deviation of 0 gives 0. A visit without
         rewards (all NaN) does not count; one with a single reward has deviation 0.
-        """
-        rows = [
-            self._row(rewards_G, prompt_id)
-            for rewards_G, prompt_id in zip(rewards_PG.double(), prompt_ids, strict=True)
-        ]
-        return torch.stack(rows).to(rewards_PG.dtype) if rows else rewards_PG.clone()
 
-    def _row(self, rewards_G: torch.Tensor, prompt_id: str) -> torch.Tensor:
+        Args:
+            rewards_R: Rewards of all rollouts.
+            groups_R: The number of the group that each belongs to.
+            prompt_ids: The prompt of each group.
+        """
+        self._new = {}
+        advantages_R = rewards_R.to(torch.float64, copy=True)
+        for number, prompt_id in enumerate(prompt_ids):
+            members = groups_R == number
+            advantages_R[members] = self._of_group(advantages_R[members], prompt_id)
+        return advantages_R.to(rewards_R.dtype)
+
+    def commit(self) -> None:
+        """Count the visits that advantages were computed of last."""
+        self.visits |= self._new
+        self._new = {}
+
+    def _of_group(self, rewards_G: torch.Tensor, prompt_id: str) -> torch.Tensor:
         present = rewards_G[rewards_G.isfinite()]
         if not len(present):
             return rewards_G
         mean = float(present.mean())
         deviation = float((present - mean).square().sum() / max(len(present) - 1, 1)) ** 0.5
-        total = _together(self.visits.get(prompt_id), mean, deviation)
-        self.visits[prompt_id] = total
+        total = _together(self._new.get(prompt_id, self.visits.get(prompt_id)), mean, deviation)
+        self._new[prompt_id] = total
         count = total.num_visits
-        new_G, total_G = (
-            _standardised(rewards_G, mean, deviation),
-            _standardised(rewards_G, total.mean, total.deviation),
-        )
+        new_G = _standardised(rewards_G, mean, deviation)
+        total_G = _standardised(rewards_G, total.mean, total.deviation)
         near_new_G = ((count - 1) * new_G + total_G) / count
         near_total_G = (new_G + (count - 1) * total_G) / count
         return torch.where(near_new_G.abs() < near_total_G.abs(), near_new_G, near_total_G)

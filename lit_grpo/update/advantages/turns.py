@@ -19,9 +19,10 @@ def discounted_returns(rewards: Sequence[float], gamma: float = 0.95) -> list[fl
 
 
 def step_advantages(
-    rewards_PG: torch.Tensor,
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,
     returns_S: torch.Tensor,
-    episodes_S: Sequence[tuple[int, int]],
+    episodes_S: Sequence[int],
     anchors_S: Sequence[Hashable],
     weight: float = 1.0,
     scale: bool = False,
@@ -35,9 +36,10 @@ def step_advantages(
     advantage NaN, and its steps take no part.
 
     Args:
-        rewards_PG: Reward of each episode; one row a prompt.
+        rewards_R: Reward of each episode.
+        groups_R: The number of each one's prompt.
         returns_S: Return of each step, such as :func:`discounted_returns` gives.
-        episodes_S: Row and column in ``rewards_PG`` of the episode that each step belongs to.
+        episodes_S: The place in ``rewards_R`` of the episode that each step belongs to.
         anchors_S: What each step began in; steps are compared where these are equal.
         weight: Weight of the step's advantage.
         scale: Divide both by the standard deviation of their group (the paper's F_norm = std) instead of 1.
@@ -47,10 +49,10 @@ def step_advantages(
             f"returns_S, episodes_S and anchors_S have {len(returns_S)}, {len(episodes_S)} and {len(anchors_S)} steps; "
             "give one of each for every step."
         )
-    episode_PG = group_advantages(rewards_PG.double(), "group" if scale else "none")
-    advantages_S = torch.stack([episode_PG[episode] for episode in episodes_S]) if episodes_S else returns_S.double()
+    index_S = torch.tensor(episodes_S, dtype=torch.int64)
+    advantages_S = group_advantages(rewards_R.double(), groups_R, "group" if scale else "none")[index_S]
     members: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
-    for step, ((prompt, _), anchor) in enumerate(zip(episodes_S, anchors_S, strict=True)):
+    for step, (prompt, anchor) in enumerate(zip(groups_R[index_S].tolist(), anchors_S, strict=True)):
         if not advantages_S[step].isnan():
             members[prompt, anchor].append(step)
     for steps in members.values():

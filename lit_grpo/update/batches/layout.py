@@ -28,12 +28,13 @@ class MicroBatch:
     ``groups`` is empty: a completion a row behind a prompt of its own, padded on the right (under causal attention
     padding on the right is never seen, so there is no attention mask, and no pad id can be mistaken for a token).
 
-    The completion tokens, one completion after another, are the N axis: ``source_N`` says where in the flattened
-    (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first token is
-    the prompt's last. The last tokens of carried prompts count as standing behind the row, one after another.
-    ``prompts`` are those of groups that are split, by group, and None for all others. ``advantages_C`` and
-    ``lengths_C``, the number of its tokens, are per completion, in the order of the N axis; ``rows_C`` is each one's
-    place among the rollouts of the step.
+    The completion tokens that are learnt from, one completion after another, are the N axis; all others (observed ones)
+    stand in the row and nowhere else, so that no sum, mean or ratio can meet them. ``source_N`` says where in the
+    flattened (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first
+    token is the prompt's last. The last tokens of carried prompts count as standing behind the row, one after another.
+    ``versions_N`` are the policy versions that sampled them. ``prompts`` are those of groups that are split, by group,
+    and None for all others. ``advantages_C`` and ``lengths_C``, the number of its tokens on the N axis, are per
+    completion, in the order of that axis; ``rows_C`` is each one's place among the rollouts of the step.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
@@ -48,6 +49,7 @@ class MicroBatch:
     source_N: torch.Tensor
     target_ids_N: torch.Tensor
     sampled_logprobs_N: torch.Tensor
+    versions_N: torch.Tensor
     advantages_C: torch.Tensor
     lengths_C: torch.Tensor
     rows_C: torch.Tensor
@@ -119,13 +121,13 @@ def packed(
         groups, split = [PackedGroup(0, 1, ()), *groups], [None, *split]
     groups = [_behind(group, start) for group in groups]
     members = [member for part in parts for member in part.members]
+    sources = _sources(groups, start, [member.rollout.completion.num_tokens for member in members])
     return MicroBatch(
         input_ids_BT=torch.cat(tokens)[None],
         position_ids_BT=torch.cat(positions)[None],
-        source_N=torch.cat([*_sources(groups, start, [m.rollout.completion.num_tokens for m in members]), _NONE]),
         groups=tuple(groups),
         prompts=tuple(split),
-        **_completions(members),
+        **_completions(members, [*sources, _NONE]),
     )
 
 
@@ -144,8 +146,7 @@ def in_rows(parts: Sequence[Members]) -> MicroBatch:
     return MicroBatch(
         input_ids_BT=input_ids_BT,
         position_ids_BT=torch.arange(longest).repeat(len(input_ids_BT), 1),
-        source_N=torch.cat([*sources, _NONE]),
-        **_completions(members),
+        **_completions(members, [*sources, _NONE]),
     )
 
 
@@ -170,13 +171,22 @@ def _sources(groups: Sequence[PackedGroup], num_tokens: int, num_targets: Sequen
             start += length
 
 
-def _completions(members: Sequence[Member]) -> dict[str, Any]:
-    """What the objective wants, completion after completion."""
+def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What the objective wants, completion after completion, of the tokens that are learnt from.
+
+    Args:
+        members: Whose completions.
+        sources: Where the predecessors of all their tokens stand, one after another.
+    """
     completions = [member.rollout.completion for member in members]
+    trained = torch.cat([*(completion.trained_T for completion in completions), _NONE.bool()])
+    logprobs = [*(completion.logprobs_T for completion in completions), torch.empty(0, dtype=torch.float32)]
     return {
-        "target_ids_N": torch.cat([*(completion.token_ids_T for completion in completions), _NONE]),
-        "sampled_logprobs_N": torch.cat([*(completion.logprobs_T for completion in completions), torch.empty(0)]),
+        "source_N": torch.cat([*sources])[trained],
+        "target_ids_N": torch.cat([*(completion.token_ids_T for completion in completions), _NONE])[trained],
+        "sampled_logprobs_N": torch.cat(logprobs)[trained],
+        "versions_N": torch.cat([*(completion.versions_T for completion in completions), _NONE])[trained],
         "advantages_C": torch.tensor([member.advantage for member in members], dtype=torch.float32),
-        "lengths_C": torch.tensor([completion.num_tokens for completion in completions], dtype=torch.int64),
+        "lengths_C": torch.tensor([completion.num_trained for completion in completions], dtype=torch.int64),
         "rows_C": torch.tensor([member.row for member in members], dtype=torch.int64),
     }

@@ -15,9 +15,9 @@ from lit_grpo.update.normalization import StepTotals
 
 @dataclass(frozen=True)
 class Before:
-    """Log-probs of a batch's completions before its first update, by completion; None where the objective does without.
+    """Log-probs of a batch's tokens before its first update, by completion; None where the objective does without.
 
-    ``old`` are the trainer's own, ``reference`` those of the KL term's reference.
+    Of tokens that are learnt from alone. ``old`` are the trainer's own, ``reference`` those of the KL term's reference.
     """
 
     old: Mapping[Key, torch.Tensor] | None = None
@@ -43,14 +43,40 @@ class Step:
     def of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""
         rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows_C.tolist()]
-        return torch.cat([*rows, next(iter(values.values()), torch.empty(0))[:0]]).to(micro_batch.lengths_C.device)
+        none = torch.empty(0, dtype=torch.float32)
+        return torch.cat([*rows, next(iter(values.values()), none)[:0]]).to(micro_batch.lengths_C.device)
 
 
-def minibatches(num_groups: int, num_iterations: int, num_minibatches: int) -> Iterator[list[int]]:
-    """Yield the groups of each optimizer step: whole groups, every one once in each iteration."""
+def check_logprobs(rollouts: Sequence[Rollout]) -> None:
+    """Refuse tokens that are to be learnt from and that the generator gave no log-prob for.
+
+    Raises:
+        ValueError: There is one; the message names its prompt and sample.
+    """
+    for rollout in rollouts:
+        logprobs_T, (prompt_id, visit, path) = rollout.completion.logprobs_T, rollout.completion.request.key
+        missing_T = logprobs_T.isnan()
+        if missing_T.any() and (missing_T & rollout.completion.trained_T).any():
+            raise ValueError(
+                f"Sample {path} of prompt {prompt_id!r}, visit {visit}, has no sampled log-prob (NaN) for token "
+                f"{int(missing_T.int().argmax())}; the generator must give one for every token that it samples."
+            )
+
+
+def minibatches(
+    groups: Sequence[RolloutGroup], num_iterations: int, num_minibatches: int
+) -> Iterator[tuple[list[Rollout], torch.Tensor]]:
+    """Yield the rollouts of each optimizer step: whole groups, every one once in each iteration.
+
+    Yields:
+        The rollouts, and their places among those of all groups.
+    """
+    numbered = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
     for _ in range(num_iterations):
-        for part in torch.arange(num_groups).tensor_split(num_minibatches):
-            yield part.tolist()
+        for part in torch.arange(len(groups)).tensor_split(num_minibatches):
+            own = set(part.tolist())
+            places = [place for place, (number, _) in enumerate(numbered) if number in own]
+            yield [numbered[place][1] for place in places], torch.tensor(places, dtype=torch.int64)
 
 
 Scored = list[tuple[Rollout, float]]
@@ -61,10 +87,12 @@ def taking_part_and_learnt(
 ) -> tuple[Scored, Scored]:
     """Return the rollouts, with their advantages, that count as completions of a step, and those learnt from.
 
-    Those without an advantage (NaN) or a token count in nothing. Those that ended at the limit on their length count as
-    completions, but their tokens do not, where ``mask_truncated`` (DAPO's overlong filtering; as in TRL).
+    Those without an advantage (NaN) or a token to learn from, and those that are not kept, count in nothing. Those that
+    ended at the limit on their length count as completions, but their tokens do not, where ``mask_truncated`` (DAPO's
+    overlong filtering; as in TRL).
     """
-    valid = [(r, a) for r, a in zip(rollouts, advantages, strict=True) if a == a and r.completion.num_tokens]
+    pairs = zip(rollouts, advantages, strict=True)
+    valid = [(r, a) for r, a in pairs if a == a and r.kept and r.completion.num_trained]
     if not mask_truncated:
         return valid, valid
     return valid, [(r, a) for r, a in valid if r.completion.finish_reason != "length"]
@@ -74,17 +102,15 @@ def sampled_kl(
     rollouts: Sequence[Rollout],
     reference_logprobs: Mapping[Key, torch.Tensor],
     estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> dict[Key, torch.Tensor]:
-    """Return the KL of every token from the reference, by completion, under the policy that it was sampled with."""
-    completions = [rollout.completion for rollout in rollouts if rollout.completion.num_tokens]
-    return {c.request.key: estimator(c.logprobs_T, reference_logprobs[c.request.key]) for c in completions}
+) -> list[torch.Tensor]:
+    """Return the KL from the reference of each rollout's tokens, under the policy that they were sampled with.
 
-
-def kl_sums(groups: Sequence[RolloutGroup], kl: Mapping[Key, torch.Tensor]) -> torch.Tensor:
-    """Add up the KL of each completion's tokens, shape P x G; 0 for one without tokens."""
-    none = torch.zeros(1)
-    rows = [[float(kl.get(r.completion.request.key, none).sum()) for r in group.rollouts] for group in groups]
-    return torch.tensor(rows)
+    Of tokens that are learnt from; none of a completion without any.
+    """
+    none = torch.empty(0, dtype=torch.float32)
+    completions = [rollout.completion for rollout in rollouts]
+    sampled = [(c.logprobs_T[c.trained_T], reference_logprobs.get(c.request.key, none)) for c in completions]
+    return [estimator(*pair) for pair in sampled]
 
 
 @torch.no_grad()
@@ -95,10 +121,10 @@ def measure(
     device: torch.device | str,
     shared_prefix: bool = True,
 ) -> dict[Key, torch.Tensor]:
-    """Measure every token of rollouts that have tokens, without gradient; by completion, on the CPU.
+    """Measure every token that is learnt from, without gradient; by completion, on the CPU.
 
     Args:
-        rollouts: What to measure.
+        rollouts: What to measure; each has such tokens.
         measurement: Returns one number for each token of a micro-batch, shape N.
         max_tokens: Of one micro-batch.
         device: Where micro-batches are measured.

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._higher_order_ops import inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -24,6 +25,8 @@ KEPT = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+    inductor_compiled_code,  # FlexAttention again, compiled as in ``prefix.flex``
 ]
 """What is dear to compute and small to keep: matrix products and attention."""
 
@@ -43,8 +46,30 @@ def checkpoint_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> N
     model.gradient_checkpointing_enable(options)
 
 
+def check_mode(policy: PreTrainedModel, gradient_checkpointing: bool) -> None:
+    """Check that the policy is as the update needs it.
+
+    Raises:
+        RuntimeError: A callback has put it into evaluation, or switched gradient checkpointing.
+    """
+    checkpointing = policy.is_gradient_checkpointing
+    if not policy.training or checkpointing != gradient_checkpointing:
+        mode = "training" if policy.training else "evaluation"
+        raise RuntimeError(
+            f"The policy is in {mode} mode with gradient checkpointing {checkpointing}; "
+            "a callback has changed it and must put it back."
+        )
+
+
 class KeptBytes(TorchDispatchMode):
     """Counts the bytes that selective checkpointing keeps of what runs inside."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stand aside while torch compiles, and see what it has compiled."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,10 +56,9 @@ def correction_weights(
 
     ``pi_trainer / pi_generator`` of the token, or of the completion (the product), truncated or masked. Sources: TIS,
     F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); IcePop, Ling team
-    (2025); the modes are TRL's ``vllm_importance_sampling_mode``. A token that the generator gave no number for (NaN)
-    counts as one without a gap.
+    (2025); the modes are TRL's ``vllm_importance_sampling_mode``.
     """
-    log_ratio_N = (old_logprobs_N - sampled_logprobs_N).nan_to_num(0.0)
+    log_ratio_N = old_logprobs_N - sampled_logprobs_N
     if correction.mode.startswith("sequence"):
         log_ratio_N = spread(completion_sums(log_ratio_N, lengths_C), lengths_C)
     weights_N = log_ratio_N.exp()
@@ -84,16 +83,17 @@ def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, t
         difference_N: Trainer minus generator log-probs.
         lengths_C: Tokens of each completion.
     """
-    difference_N = difference_N.double().nan_to_num(0.0)
+    exact = torch.float64 if difference_N.device.type in ("cpu", "cuda") else torch.float32  # MPS has no other
+    difference_N = difference_N.to(exact)
     weight_N = difference_N.clamp(max=LARGEST_LOG_WEIGHT).exp()
     weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_WEIGHT).exp()
     return {
-        "gap_tokens": torch.tensor(float(difference_N.numel())),
+        "gap_tokens": torch.tensor(difference_N.numel()),
         "gap_difference": difference_N.abs().sum(),
         "gap_kl": (weight_N - 1 - difference_N).sum(),
         "gap_token_weight": weight_N.sum(),
         "gap_token_square": weight_N.square().sum(),
-        "gap_sequences": torch.tensor(float(weight_C.numel())),
+        "gap_sequences": torch.tensor(weight_C.numel()),
         "gap_sequence_weight": weight_C.sum(),
         "gap_sequence_square": weight_C.square().sum(),
     }

@@ -13,10 +13,13 @@ import torch
 class Tokens:
     """What an objective is computed from; the N axis holds the completions one after another, each of them whole.
 
+    Tokens that are not learnt from (observed ones) are none of it.
+
     ``logprobs_N`` carries the gradient, ``entropy_N`` (nats) where an entropy bonus asks for it, and nothing else does.
     ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:
     the same, or the trainer's own before the first update on the rollouts, where a correction bridges the two.
-    ``reference_logprobs_N`` are there where a KL term needs them. ``advantages_C`` and ``lengths_C``: one a completion.
+    ``reference_logprobs_N`` are there where a KL term needs them. ``versions_N`` says which policies sampled.
+    ``advantages_C`` and ``lengths_C``: one a completion.
     """
 
     logprobs_N: torch.Tensor
@@ -26,6 +29,7 @@ class Tokens:
     advantages_C: torch.Tensor
     lengths_C: torch.Tensor
     reference_logprobs_N: torch.Tensor | None = None
+    versions_N: torch.Tensor | None = None
 
     @property
     def advantages_N(self) -> torch.Tensor:
@@ -73,7 +77,7 @@ def on_policy_completions(tokens: Tokens, threshold: float) -> torch.Tensor:
     A bad completion is left out where ``mean_t(log pi_sampled - log pi)`` exceeds ``threshold`` (off-policy sequence
     mask, DeepSeek-V3.2, arXiv 2512.02556, eq. 9; TRL's ``off_policy_mask_threshold``).
     """
-    gap_N = (tokens.sampled_logprobs_N - tokens.logprobs_N).nan_to_num(0.0)
+    gap_N = tokens.sampled_logprobs_N - tokens.logprobs_N
     return (tokens.advantages_C >= 0) | (completion_means(gap_N, tokens.lengths_C) <= threshold)
 
 

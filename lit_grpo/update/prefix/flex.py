@@ -59,7 +59,8 @@ def flex_prefix_attention(
 
 @cache
 def _compiled() -> Callable[..., object]:
-    return torch.compile(flex_attention, dynamic=True)
+    # Wrapped, a compiled call is an operation that selective checkpointing sees, and can keep.
+    return torch.compile(flex_attention, dynamic=True, options={"wrap_inductor_compiled_regions": True})
 
 
 def _labels(groups: Sequence[PackedGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

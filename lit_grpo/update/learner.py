@@ -1,0 +1,352 @@
+"""Groups of rollouts become one optimizer step after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
+from lit_grpo.ranks import Ranks
+from lit_grpo.types import Key, Rollout, RolloutGroup
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.batches.layout import MicroBatch
+from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
+from lit_grpo.update.batches.step import (
+    Before,
+    Step,
+    check_logprobs,
+    measure,
+    minibatches,
+    sampled_kl,
+    taking_part_and_learnt,
+)
+from lit_grpo.update.budget import TokenBudget, estimate_tokens
+from lit_grpo.update.logprobs.checkpointing import Checkpointing, check_mode
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
+from lit_grpo.update.metrics import TokenMetrics
+from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.objective.controllers import ObjectiveState
+from lit_grpo.update.objective.kl import KL_ESTIMATORS
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.policy_loss import policy_loss
+from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
+from lit_grpo.update.prefix.sharing import shared_prefixes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Settings:
+    """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
+
+    ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name, and
+    ``shares_prefix`` says whether prompts are computed once for all of their completions.
+    """
+
+    objective: Objective
+    advantages: Advantages
+    weights: dict[str, float]
+    temperature: float
+    max_tokens: int
+    num_iterations: int = 1
+    num_minibatches: int = 1
+    max_tokens_per_micro_batch: int | Literal["auto"] = 8192
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: Checkpointing = False
+    shares_prefix: bool = True
+
+
+class Optimization(Protocol):
+    """What a learner leaves to the loop that it runs in: gradients, their exchange between ranks, and steps."""
+
+    @property
+    def policy_version(self) -> int:
+        """How many steps the policy has had."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        ...
+
+    def backward(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
+        """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
+        ...
+
+    def step(self) -> float:
+        """Take the step and forget its gradient; return the learning rate that it had."""
+        ...
+
+
+class Learner:
+    """Turns groups of rollouts into one optimizer step after another.
+
+    Args:
+        policy: Trained in place.
+        optimization: Takes gradients and steps.
+        settings: What to learn, and how.
+        reference: What a KL term holds on to, where there is one.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimization: Optimization,
+        settings: Settings,
+        reference: Reference | AdapterFreeReference | None = None,
+    ) -> None:
+        self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
+        self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
+        self.budget: TokenBudget | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        return self.policy.device
+
+    @property
+    def ranks(self) -> Ranks:
+        """Reductions over the ranks of the run."""
+        return Ranks(self.device)
+
+    def rewards(self, groups: Sequence[RolloutGroup]) -> GroupRewards:
+        """Take the rewards of groups."""
+        return GroupRewards.of(groups, list(self.settings.weights))
+
+    def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Take ``num_iterations x num_minibatches`` steps on groups; return what to log of them.
+
+        What is remembered of prompts and coefficients changes once all of them have been taken.
+
+        Raises:
+            ValueError: A token that is to be learnt from has no sampled log-prob.
+            FloatingPointError: A gradient is not finite; the weights stay as they are.
+        """
+        settings, metrics = self.settings, TokenMetrics()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        check_logprobs(rollouts)
+        before = self._before(rollouts)
+        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
+        for some, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
+            self._update(self._step_on(some, advantages_R[places].tolist(), before), metrics)
+        logs = metrics.compute(self.ranks.sum, self.ranks.max)
+        self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(rollouts))))
+        self.state.history.commit()
+        return logs | self.state.coefficients()
+
+    # ---- before the first step ----------------------------------------------------------------------
+
+    def _before(self, rollouts: Sequence[Rollout]) -> Before:
+        """Measure what all updates on the rollouts compare with, before the first of them.
+
+        The reference is computed here and not beside the policy, so that it need not be on the device in a backward
+        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL).
+        """
+        old, reference, settings = None, None, self.settings
+        if self.reference is not None:
+            reference = self._measure(rollouts, "logprobs", self.reference.lend())
+        if settings.objective.correction.active and settings.num_iterations * settings.num_minibatches > 1:
+            old = self._measure(rollouts, "logprobs")
+        return Before(old, reference)
+
+    def _less_kl(
+        self, rewards: GroupRewards, rollouts: Sequence[Rollout], before: Before, metrics: TokenMetrics
+    ) -> GroupRewards:
+        """Take the KL term out of the rewards, where its place is there; of the log-probs that were sampled with."""
+        term = self.settings.objective.kl
+        if term.place == "loss" or before.reference is None:
+            return rewards
+        kl = sampled_kl(rollouts, before.reference, KL_ESTIMATORS[term.estimator])
+        metrics.add_kl(torch.cat([torch.empty(0, dtype=torch.float32), *kl]))
+        return rewards.less([float(kl_T.sum()) * self.state.kl.beta for kl_T in kl])
+
+    def _advantages(self, rewards: GroupRewards) -> torch.Tensor:
+        """Advantages of this rank's rollouts; from all ranks' rewards where the estimator needs them."""
+        estimator, history = self.settings.advantages, self.state.history
+        weights_K = torch.tensor(list(self.settings.weights.values()), dtype=torch.float64)
+        if not estimator.needs_all_ranks:
+            return estimator.compute(rewards, weights_K, history)
+        ranks = self.ranks.gather(rewards)
+        advantages_R = estimator.compute(GroupRewards.concatenate(ranks), weights_K, history)
+        return advantages_R.split([len(rank.rewards_R) for rank in ranks])[self.ranks.own]
+
+    def _measure(
+        self,
+        rollouts: Sequence[Rollout],
+        what: Literal["logprobs", "entropy"],
+        lent: AbstractContextManager[PreTrainedModel] | None = None,
+    ) -> dict[Key, torch.Tensor]:
+        """Measure every token that is learnt from under the policy, or under a model that is lent for it."""
+        with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
+        max_tokens = self._max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
+        place, temperature = ("logprobs", "entropy").index(what), self.settings.temperature
+        with lent or nullcontext(self.policy) as model:
+            return measure(
+                with_tokens,
+                lambda micro_batch: micro_batch_logprobs(model, micro_batch, temperature)[place],
+                max_tokens,
+                self.device,
+                self.settings.shares_prefix,
+            )
+
+    # ---- a step -------------------------------------------------------------------------------------
+
+    def _step_on(self, rollouts: Sequence[Rollout], advantages: Sequence[float], before: Before) -> Step:
+        """Count what the step is normalised by, on all ranks, and choose what goes through the policy.
+
+        A rollout without an advantage (NaN), or that is not kept, counts in nothing. One with advantage 0 has gradient
+        0 unless the objective has another term, so it is left out; it counts in the denominator all the same.
+        """
+        objective = self.settings.objective
+        taking_part, learnt = taking_part_and_learnt(rollouts, advantages, objective.mask_truncated)
+        num_sequences = int(self.ranks.sum(len(taking_part)))
+        num_tokens = int(self.ranks.sum(sum(rollout.completion.num_trained for rollout, _ in learnt)))
+        kept = self._highest_entropy([rollout for rollout, _ in learnt])
+        num_kept = num_tokens if kept is None else int(self.ranks.sum(sum(int(part.sum()) for part in kept.values())))
+        totals = StepTotals(num_tokens, num_sequences, self.settings.max_tokens, num_kept)
+        if not objective.uses_every_completion:
+            learnt = [(rollout, advantage) for rollout, advantage in learnt if advantage != 0]
+        return Step([r for r, _ in learnt], [advantage for _, advantage in learnt], totals, before, kept)
+
+    def _highest_entropy(self, rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor] | None:
+        """Which tokens are among those with the highest entropy of the whole step, where only those are learnt from."""
+        share = self.settings.objective.top_entropy_quantile
+        if share == 1:
+            return None
+        entropy = self._measure(rollouts, "entropy")
+        everyone = self.ranks.gather(torch.cat([torch.empty(0, dtype=torch.float32), *entropy.values()]))
+        threshold = entropy_threshold(torch.cat(everyone), share)
+        return {key: entropy_T >= threshold for key, entropy_T in entropy.items()}
+
+    def _update(self, step: Step, metrics: TokenMetrics) -> None:
+        """Take one optimizer step. Without a gradient (nothing to learn) it counts, and changes no weight."""
+        metrics_before = metrics.state()
+        while not self._accumulate(self._micro_batches(step), step, metrics):
+            self._halve_budget(step)
+            metrics.restore(metrics_before)
+            step.entropy_sum = 0.0
+        version = self.optimization.policy_version
+        grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm, version)
+        lr = self.optimization.step()
+        if isinstance(self.reference, Reference):
+            self.reference.follow(self.policy, version + 1)
+        metrics.finish_update(grad_norm=grad_norm, lr=lr)
+        if self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
+            entropy = float(self.ranks.sum(step.entropy_sum)) / step.totals.num_entropy_tokens
+            self.state.entropy.update(entropy)
+
+    def _accumulate(self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics) -> bool:
+        """Gather the step's gradient; return whether the memory of all ranks sufficed, where the budget is open.
+
+        A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
+        beforehand, and exchange in the backward pass of an empty micro-batch.
+        """
+        self.optimization.zero_grad()
+        is_open, short = self.budget is not None, False
+        if is_open and micro_batches and self.ranks.size > 1:
+            micro_batches = micro_batches.and_empty(1)
+        with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
+            for index, micro_batch in enumerate(micro_batches):
+                is_last = index == len(micro_batches) - 1
+                if is_open and is_last and self.ranks.max(float(short)):
+                    return False
+                try:
+                    if not short:
+                        on_device = micro_batch.to(self.device)
+                        self.optimization.backward(lambda: self._loss(on_device, step, metrics), is_last)  # noqa: B023
+                except (RuntimeError, MemoryError) as error:
+                    if not is_open or not is_out_of_memory(error):
+                        raise
+                    short = True
+                if self.device.type == "cpu":
+                    return_freed_memory()
+        return not short
+
+    def _micro_batches(self, step: Step) -> MicroBatches:
+        """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
+        max_tokens = self._max_tokens(step.rollouts)
+        micro_batches = make_micro_batches(step.rollouts, step.advantages, max_tokens, self.settings.shares_prefix)
+        return micro_batches.and_empty(int(self.ranks.max(len(micro_batches))) - len(micro_batches))
+
+    def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        """The token budget of micro-batches; where it is open, estimated the first time, the same on every rank."""
+        settings = self.settings
+        if settings.max_tokens_per_micro_batch != "auto":
+            return settings.max_tokens_per_micro_batch
+        if self.budget is None:
+            is_selective = settings.gradient_checkpointing == "selective"
+            tokens = estimate_tokens(self.policy, free_bytes(self.device), settings.shares_prefix, is_selective)
+            self.budget = TokenBudget(int(-self.ranks.max(-tokens)))
+        return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
+
+    def _halve_budget(self, step: Step) -> None:
+        assert self.budget is not None
+        self.ranks.warn(
+            self.budget.halve(int(self.ranks.max(least_tokens(step.rollouts, self.settings.shares_prefix))))
+        )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- a micro-batch ------------------------------------------------------------------------------
+
+    def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
+        """The micro-batch's share of the step's loss."""
+        check_mode(self.policy, bool(self.settings.gradient_checkpointing))
+        tokens = self._tokens(micro_batch, step)
+        kept_N = None if step.kept is None else step.of(step.kept, micro_batch)
+        loss, token_metrics = policy_loss(
+            self.settings.objective, tokens, step.totals, self.state.kl.beta, self.state.entropy.applied, kept_N
+        )
+        entropy_N = tokens.entropy_N.detach()
+        step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
+        metrics.add_means(entropy=entropy_N, **token_metrics)
+        metrics.add_sums(loss=loss.detach())
+        if metrics.num_updates == 0:  # the weights are still those that sampled
+            metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C)
+        return loss
+
+    def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
+        """What the objective sees of a micro-batch: the policy goes through it."""
+        objective = self.settings.objective
+        logprobs_N, entropy_N = micro_batch_logprobs(
+            self.policy, micro_batch, self.settings.temperature, objective.entropy.active
+        )
+        old_logprobs_N = micro_batch.sampled_logprobs_N
+        if step.before.old is not None:
+            old_logprobs_N = step.of(step.before.old, micro_batch)
+        elif objective.correction.active:  # before the only update on these rollouts
+            old_logprobs_N = logprobs_N.detach()
+        reference_logprobs_N = None
+        if step.before.reference is not None and objective.kl_in_loss:
+            reference_logprobs_N = step.of(step.before.reference, micro_batch)
+        return Tokens(
+            logprobs_N,
+            micro_batch.sampled_logprobs_N,
+            old_logprobs_N,
+            entropy_N,
+            micro_batch.advantages_C,
+            micro_batch.lengths_C,
+            reference_logprobs_N,
+            micro_batch.versions_N,
+        )
+
+
+def clip_gradient(model: torch.nn.Module, max_norm: float, policy_version: int) -> float:
+    """Scale the gradient down to ``max_norm``, where that is not 0; return the norm that it had.
+
+    Raises:
+        FloatingPointError: It is not finite; no weight has been touched.
+    """
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf))
+    if not norm < torch.inf:
+        raise FloatingPointError(
+            f"The gradient's norm is {norm} at policy version {policy_version}; the weights were not touched. "
+            "Lower the learning rate, or look for NaN rewards and extreme log-probs."
+        )
+    return norm

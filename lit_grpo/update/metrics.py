@@ -1,0 +1,86 @@
+"""What the optimizer steps on one batch did, gathered over micro-batches and then over ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from lit_grpo.ranks import Reduce
+from lit_grpo.update.objective.corrections import gap_metrics, gap_sums
+
+
+class TokenMetrics:
+    """Gathers what the optimizer steps on one batch did.
+
+    Means are over tokens, however they are split. ``sampling/*`` compares the trainer's log-probs with the
+    generator's before the first step, when they should agree (see :func:`gap_metrics`).
+    """
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+        self._sums: dict[str, torch.Tensor | float] = defaultdict(float)
+        self._num_tokens = 0
+        nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
+        self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
+        self._max_gap = 0.0
+        self._kl: tuple[float, float] | None = None
+        self._update_values: dict[str, float] = defaultdict(float)
+
+    def add_means(self, **values_N: torch.Tensor) -> None:
+        """Add one micro-batch's metrics, each of shape N."""
+        for name, values in values_N.items():
+            self._sums[name] += values.sum()
+        self._num_tokens += next(iter(values_N.values())).numel()
+
+    def add_sums(self, **values: torch.Tensor) -> None:
+        """Add values that sum up over the micro-batches and ranks of a step."""
+        for name, value in values.items():
+            self._sums[name] += value
+
+    def add_kl(self, kl_N: torch.Tensor) -> None:
+        """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
+        self._kl = (float(kl_N.sum()), float(kl_N.numel()))
+
+    def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor) -> None:
+        """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths."""
+        for name, value in gap_sums(difference_N, lengths_C).items():
+            self._gap_sums[name] += value
+        if difference_N.numel():
+            self._max_gap = max(self._max_gap, float(difference_N.abs().max()))
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of all counts, for :meth:`restore`."""
+        return copy.deepcopy(vars(self))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Forget what was added since ``state`` was taken."""
+        vars(self).update(copy.deepcopy(state))
+
+    def finish_update(self, **values: float) -> None:
+        """Count an optimizer step, with values that are the same on every rank."""
+        self.num_updates += 1
+        for name, value in values.items():
+            self._update_values[name] += value
+
+    def compute(self, reduce_sum: Reduce, reduce_max: Reduce) -> dict[str, float]:
+        """Return the metrics by name; the reductions run over ranks."""
+        names = sorted(self._sums)
+        local = [float(value) for value in (*(self._sums[name] for name in names), *self._gap_sums.values())]
+        local += self._kl or (0.0, 0.0)
+        *sums, kl, num_kl, num_tokens = reduce_sum(
+            torch.tensor([*local, self._num_tokens], dtype=torch.float64)
+        ).tolist()
+        by_name = dict(zip([*names, *self._gap_sums], sums, strict=True))
+        gap = {name: by_name.pop(name) for name in self._gap_sums}
+        updates = max(self.num_updates, 1)
+        logs = {name: total / updates for name, total in self._update_values.items()}
+        logs["loss"] = by_name.pop("loss", 0.0) / updates
+        logs |= gap_metrics(gap)
+        logs["sampling/logprob_gap_max"] = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
+        logs["update/tokens"] = num_tokens
+        if self._kl is not None:
+            logs["kl"] = kl / max(num_kl, 1.0)
+        return logs | {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}

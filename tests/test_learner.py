@@ -1,0 +1,301 @@
+"""The learner without Lightning, on groups of any size: its gradient is that of the formulas."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import MAX_TOKENS, full_logprobs, make_rollout
+
+from lit_grpo.metrics import rollout_metrics
+from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
+from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batch
+from lit_grpo.update.learner import Learner, Settings
+from lit_grpo.update.objective.controllers import EntropyBonus
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
+
+NAN = math.nan
+LOW, HIGH = 0.2, 0.3
+
+
+class PlainSteps:
+    """What a loop without any framework does; it keeps each step's gradient, and ``before_step`` may interrupt it."""
+
+    def __init__(self, policy: torch.nn.Module, lr: float = 0.0) -> None:
+        self.policy_version, self.gradients = 0, list[torch.Tensor]()
+        self.optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
+        self.before_step: Callable[[], None] = lambda: None
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def backward(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
+        compute_loss().backward()
+
+    def step(self) -> float:
+        self.before_step()
+        parameters: list[torch.Tensor] = self.optimizer.param_groups[0]["params"]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        self.optimizer.step()
+        self.policy_version += 1
+        return 0.0
+
+
+def make_learner(lr: float = 0.0, double: bool = True, **changes: Any) -> tuple[Learner, PlainSteps]:
+    policy: Any = random_policy().train()
+    policy = policy.double() if double else policy
+    defaults: dict[str, Any] = {
+        "objective": Objective(),
+        "advantages": Advantages(),
+        "weights": {"exact": 1.0},
+        "temperature": 1.0,
+        "max_tokens": MAX_TOKENS,
+        "max_grad_norm": 0.0,
+    }
+    steps = PlainSteps(policy, lr)
+    return Learner(policy, steps, Settings(**(defaults | changes))), steps
+
+
+def member(prompt: Prompt, sample: int, versions: Sequence[int], trained: Sequence[bool], reward: float) -> Rollout:
+    """A rollout of random tokens; sampled ones have log-probs near those of the policy."""
+    generator = torch.Generator().manual_seed(hash((prompt.token_ids, sample)) % 2**31)
+    tokens = torch.randint(2, 30, (len(versions),), generator=generator)
+    rollout = make_rollout(prompt.token_ids, tokens.tolist(), reward, None, prompt.prompt_id, sample)
+    exact_T = full_logprobs(random_policy(), rollout) + 0.3 * torch.randn(len(tokens), generator=generator)
+    logprobs_T = exact_T.where(torch.tensor(versions) != OBSERVED, 0.0)
+    completion = Completion(
+        rollout.completion.request, tokens, logprobs_T, versions, "stop", trained_T=torch.tensor(trained)
+    )
+    return Rollout(rollout.prompt, completion, {"exact": None if math.isnan(reward) else reward}, reward)
+
+
+def ragged_groups() -> list[RolloutGroup]:
+    """Groups of 5, 3 and 0 members: some with observed or masked tokens, one not kept, one without a token to learn."""
+    first, second, third = Prompt("a", (3, 4, 5), ""), Prompt("b", (7,), ""), Prompt("c", (9, 2), "")
+    o = OBSERVED
+    five = [
+        member(first, 0, [0] * 6, [True] * 6, 1.0),
+        member(first, 1, [0, 0, o, o, 1, 1, 1], [True] * 7, 0.0),  # sampled, observed, sampled
+        member(first, 2, [0] * 4, [True] * 4, 0.25),
+        member(first, 4, [1] * 5, [True, True, False, False, True], 0.6),  # sample 3 is missing
+        member(first, 5, [o, o, o], [True] * 3, 0.75),  # nothing but observed
+    ]
+    three = [
+        member(second, 0, [o, 0, 0], [True] * 3, 0.0),  # observed first
+        member(second, 1, [1] * 9, [True] * 9, 1.0),
+        member(second, 2, [0] * 2, [True] * 2, 0.0),
+    ]
+    five[2].kept = False
+    return [RolloutGroup(first, five), RolloutGroup(second, three), RolloutGroup(third, [])]
+
+
+def reference_gradient(groups: Sequence[RolloutGroup], name: str) -> torch.Tensor:
+    """One token after another in float64, by the formulas of DAPO (eq. 12), GRPO (eq. 3) and GSPO (eq. 5)."""
+    policy: Any = random_policy().double()
+    scored = []
+    for group in groups:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        for rollout in group.rollouts:
+            advantage = (rollout.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-4)
+            learnt = [t for t in range(rollout.completion.num_tokens) if rollout.completion.trained_T[t]]
+            if rollout.kept and learnt:
+                scored.append((rollout, advantage, learnt))
+    num_tokens = sum(len(learnt) for _, _, learnt in scored)
+    for rollout, advantage, learnt in scored:
+        prompt, tokens_T = rollout.prompt.token_ids, rollout.completion.token_ids_T
+        input_ids = torch.cat([torch.tensor(prompt), tokens_T])[None]
+        logprobs_TV = policy(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_ratios = [logprobs_TV[t, tokens_T[t]] - float(rollout.completion.logprobs_T[t]) for t in learnt]
+        ratios = [log_ratio.exp() for log_ratio in log_ratios]
+        if name == "gspo":
+            ratios = [(torch.stack(log_ratios).sum() / len(learnt)).exp()]
+        losses = [-torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage) for r in ratios]
+        divisor = num_tokens if name == "dapo" else len(scored) * len(ratios)
+        (torch.stack(losses).sum() / divisor).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+
+@pytest.mark.parametrize("shares_prefix", [True, False])
+@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo"])
+def test_groups_of_five_three_and_no_members_train_to_the_gradient_of_the_formula(
+    name: str, shares_prefix: bool
+) -> None:
+    groups = ragged_groups()
+    expected = reference_gradient(groups, name)
+    least = least_tokens([rollout for group in groups for rollout in group.rollouts], shares_prefix)
+    for max_tokens in (least, least + 3, 20, 10_000):
+        learner, steps = make_learner(
+            objective=Objective(name, epsilon=LOW, epsilon_high=HIGH),
+            max_tokens_per_micro_batch=max_tokens,
+            shares_prefix=shares_prefix,
+        )
+        logs = learner.learn(groups)
+        assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6, max_tokens
+        assert logs["update/tokens"] == 6 + 5 + 3 + 2 + 9 + 2
+
+
+def test_untrained_tokens_are_in_the_row_and_nowhere_else() -> None:
+    (rollout,) = [ragged_groups()[0].rollouts[1]]
+    micro_batch = make_micro_batch([rollout], [1.0])
+    assert micro_batch.input_ids_BT.shape == (1, 3 + 7 - 1)
+    assert micro_batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
+    assert micro_batch.source_N.tolist() == [2, 3, 6, 7, 8]
+    assert micro_batch.target_ids_N.tolist() == rollout.completion.token_ids_T[[0, 1, 4, 5, 6]].tolist()
+    assert micro_batch.versions_N.tolist() == [0, 0, 1, 1, 1]
+    assert micro_batch.lengths_C.tolist() == [5]
+
+
+@pytest.mark.parametrize("name", ["entropy", "kl_reward", "top_entropy", "correction"])
+def test_no_measure_meets_a_token_that_is_not_learnt_from(name: str) -> None:
+    """The log-probs that stand beside observed and masked tokens are made absurd, and change nothing."""
+    objective = {
+        "entropy": Objective(entropy=EntropyBonus(0.1)),
+        "kl_reward": Objective(kl=KLTerm(0.1, "k1", place="reward")),
+        "top_entropy": Objective(top_entropy_quantile=0.5),
+        "correction": Objective(correction=Correction("sequence_truncate")),
+    }[name]
+    results = []
+    for absurd in (0.0, -300.0):
+        groups = ragged_groups()
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            completion = rollout.completion
+            completion.logprobs_T = completion.logprobs_T.where(completion.trained_T, absurd)
+        learner, steps = make_learner(objective=objective, num_minibatches=2)
+        if name == "kl_reward":
+            from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
+
+            reference: Any = random_policy(seed=1).double()
+            learner.reference = Reference(reference, torch.device("cpu"), ReferenceSettings())
+        results.append((learner.learn(groups), steps.gradients))
+    (logs, gradients), (absurd_logs, absurd_gradients) = results
+    assert absurd_logs == logs
+    assert all(torch.equal(*pair) for pair in zip(gradients, absurd_gradients, strict=True))
+    assert gradients[0].norm() > 1e-3
+
+
+@pytest.mark.parametrize("estimator", SCALES)
+def test_ragged_groups_have_the_advantages_that_each_would_have_alone(estimator: Any) -> None:
+    if estimator == "gdpo":
+        pytest.skip("normalises over the batch")
+    sizes, functions = [5, 1, 0, 3, 2], ["exact"]
+    prompts = [Prompt(f"p{number}", (number,), "") for number in range(len(sizes))]
+    groups = [
+        RolloutGroup(
+            prompt, [member(prompt, s, [0], [True], (0.3 * s + len(prompt.prompt_id)) % 1) for s in range(size)]
+        )
+        for prompt, size in zip(prompts, sizes, strict=True)
+    ]
+
+    def advantages(some: Sequence[RolloutGroup]) -> list[float]:
+        rewards = GroupRewards.of(some, functions)
+        history = make_learner()[0].state.history
+        return Advantages(estimator).compute(rewards, torch.ones(1), history).tolist()
+
+    alone = [value for group in groups for value in advantages([group])]
+    assert advantages(groups) == pytest.approx(alone, nan_ok=True)
+    assert len(alone) == 11
+    parts = [GroupRewards.of(groups[:3], functions), GroupRewards.of(groups[3:], functions)]
+    whole = GroupRewards.concatenate(parts)
+    assert whole.groups_R.tolist() == [0] * 5 + [1] + [3] * 3 + [4] * 2
+    assert whole.prompt_ids == [prompt.prompt_id for prompt in prompts]
+
+
+@pytest.mark.parametrize("estimator", SCALES)
+def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> None:
+    prompts = Prompt("a", (3,), ""), Prompt("b", (4,), "")
+    groups = [RolloutGroup(prompts[0], [member(prompts[0], 0, [0] * 3, [True] * 3, 0.5)]), RolloutGroup(prompts[1], [])]
+    learner, steps = make_learner(advantages=Advantages(estimator), num_minibatches=2)
+    logs = learner.learn(groups)
+    assert all(math.isfinite(value) for value in logs.values())
+    assert len(steps.gradients) == 2 and float(steps.gradients[1].norm()) == 0
+    rollout_logs = rollout_metrics(groups, learner.rewards(groups), 4, lambda t: t, lambda t: t)
+    assert rollout_logs["frac_no_rollout"] == 0.5 and rollout_logs["frac_reward_zero_std"] == 1.0
+    assert all(math.isfinite(value) for value in rollout_logs.values())
+
+
+def test_staleness_is_of_sampled_tokens_alone() -> None:
+    groups = ragged_groups()
+    logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 3, lambda t: t, lambda t: t)
+    versions = [v for g in groups for r in g.rollouts for v in r.completion.versions_T.tolist() if v != OBSERVED]
+    assert logs["staleness/mean"] == pytest.approx(3 - statistics.fmean(versions))
+    assert logs["staleness/max"] == 3.0
+
+
+def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:
+    groups = [RolloutGroup(Prompt("a", (3,), ""), [])]
+    learner, _ = make_learner()
+    assert all(math.isfinite(value) for value in learner.learn(groups).values())
+    logs = rollout_metrics(groups, learner.rewards(groups), 0, lambda t: t, lambda t: t)
+    assert logs["frac_no_rollout"] == 1.0 and logs["completions/max_length"] == 0.0
+    assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact"])
+
+
+# ---- what is remembered --------------------------------------------------------------------------------
+
+
+def test_an_interrupt_before_the_first_step_counts_no_visit() -> None:
+    learner, steps = make_learner(advantages=Advantages("dcpo"))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    steps.before_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        learner.learn(ragged_groups())
+    assert learner.state.history.visits == {}
+    steps.before_step = lambda: None
+    learner.learn(ragged_groups())
+    assert {name: visits.num_visits for name, visits in learner.state.history.visits.items()} == {"a": 1, "b": 1}
+
+
+def test_the_entropy_controller_learns_nothing_from_a_step_without_tokens() -> None:
+    """An entropy of 0 over no token would read as one below the target."""
+    learner, _ = make_learner(objective=Objective(entropy=EntropyBonus(0.1, target=0.5)))
+    before = learner.state.entropy.state_dict()
+    learner.learn([RolloutGroup(Prompt("a", (3,), ""), [])])
+    assert learner.state.entropy.state_dict() == before
+    learner.learn(ragged_groups())
+    assert learner.state.entropy.state_dict() != before
+
+
+# ---- numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "token_truncate"])
+def test_a_token_without_a_sampled_logprob_is_refused_with_its_prompt_and_sample(mode: Any) -> None:
+    groups = ragged_groups()
+    groups[0].rollouts[3].completion.logprobs_T[4] = NAN
+    learner, steps = make_learner(objective=Objective(correction=Correction(mode)))
+    with pytest.raises(
+        ValueError, match=r"Sample \(4,\) of prompt 'a', visit 0, has no sampled log-prob \(NaN\) for token 4"
+    ):
+        learner.learn(groups)
+    assert steps.gradients == []
+    groups[0].rollouts[3].completion.logprobs_T[4] = -0.5
+    groups[0].rollouts[3].completion.logprobs_T[2] = NAN  # not learnt from
+    learner.learn(groups)
+
+
+def test_rewards_that_bfloat16_cannot_tell_apart_teach_under_a_default_of_bfloat16() -> None:
+    prompt = Prompt("a", (3, 4), "")
+    groups = [RolloutGroup(prompt, [member(prompt, s, [0] * 3, [True] * 3, 1.0 + 0.001 * s) for s in range(4)])]
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        learner, steps = make_learner(double=False)
+        torch.set_default_dtype(dtype)  # as Lightning does for bf16-true
+        try:
+            learner.learn(groups)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        gradients.append(steps.gradients[0])
+    assert gradients[0].norm() > 1e-3
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 1e-5
