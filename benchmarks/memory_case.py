@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
 from benchmarks.workloads import NOISE_REWARD, HardRows, arithmetic_prompts, load, noise_reward
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule

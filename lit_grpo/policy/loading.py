@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lit_grpo.policy.nf4 import nf4_config
+from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +71,8 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
         )
     except (OSError, ValueError) as error:
         raise ValueError(_load_failure(name, "model", error)) from error
+    if nf4:
+        keep_as_it_is(model)
     for module in model.modules():  # with dropout the trainer's log-probs would not be those of the generator
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
