@@ -184,7 +184,12 @@ class GRPOModule(EvaluationModule):
         if stage == "fit":
             check_training_sampling(self.sampling)
             check_minibatches(self.num_minibatches, getattr(self._data(), "batch_size", self.num_minibatches))
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
+        if self.trainer.state.fn == "fit":
             check_trainer(self.trainer)
+        return []
 
     def _data(self) -> pl.LightningDataModule | None:
         return self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
@@ -241,7 +246,7 @@ class GRPOModule(EvaluationModule):
             optimizer.leave_whole(embeddings(self.policy))
         if self.make_lr_scheduler is None:
             return optimizer
-        return [optimizer], [self.make_lr_scheduler(optimizer)]
+        return [optimizer], [{"scheduler": self.make_lr_scheduler(optimizer), "interval": "step"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version, what the objective remembers, and a reference that has moved."""

@@ -73,12 +73,22 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
         raise ValueError(_load_failure(name, "model", error)) from error
     if nf4:
         keep_as_it_is(model)
-    for module in model.modules():  # with dropout the trainer's log-probs would not be those of the generator
+    _switch_dropout_off(model)
+    return model
+
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """With dropout the trainer's log-probs would not be those of the generator.
+
+    Its probability is that of a module, or a number (``attention_dropout``, ``layerdrop``) of a module or the config.
+    """
+    for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
-    return model
+    for owner in (*model.modules(), model.config.get_text_config()):
+        for name, value in vars(owner).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(owner, name, 0.0)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

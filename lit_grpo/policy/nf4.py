@@ -35,7 +35,7 @@ def keep_as_it_is(model: torch.nn.Module) -> None:
     A packed weight stays packed: it has no gradient, rounds to bfloat16, and is no longer what :func:`dequantized` and
     a checkpoint take it for.
     """
-    from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.nn.modules import Linear4bit  # pyright: ignore[reportMissingImports]
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
