@@ -15,7 +15,11 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
-CONFIGS = ("arithmetic", "arithmetic_vllm", "arithmetic_vllm_server")
+CONFIGS = {
+    "arithmetic": ("arithmetic",),
+    "arithmetic_vllm": ("arithmetic", "generators/vllm"),
+    "arithmetic_vllm_server": ("arithmetic", "generators/vllm_servers"),
+}
 QUICK = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--data.train.init_args.num_rows", "64",
          "--data.validation.init_args.num_rows", "8", "--model.num_generations", "4"]  # fmt: skip
 SEED_NOISE = 0.03
@@ -23,8 +27,9 @@ SEED_NOISE = 0.03
 
 def main(options: Options) -> int:
     """Run the configs one after another, and write after each what is known: a run takes minutes."""
-    rows, code = [_run(CONFIGS[0], QUICK if options.quick else [])], 0
-    for name in CONFIGS[1:]:
+    first, *others = CONFIGS
+    rows, code = [_run(first, QUICK if options.quick else [])], 0
+    for name in others:
         note(str(rows[-1]))
         rows.append(_run(name, QUICK if options.quick else []))
         code = finish("vllm_learning", options, {"seed": 0}, rows, _claims(rows))
@@ -51,7 +56,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
 def _run(name: str, arguments: list[str]) -> Row:
     """Train in an empty folder; return the curve by update."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lit_grpo", "fit", "--config", str(ROOT / "configs" / f"{name}.yaml")]
+        command = [sys.executable, "-m", "lit_grpo", "fit"]
+        command += [word for config in CONFIGS[name] for word in ("--config", str(ROOT / "configs" / f"{config}.yaml"))]
         command += ["--trainer.enable_progress_bar", "false", *arguments]
         start = time.perf_counter()
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)

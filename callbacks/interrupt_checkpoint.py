@@ -11,6 +11,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_grpo.checks import check_order
+
+from .rollout_scheduler import RolloutScheduler
+
 
 class InterruptCheckpoint(pl.Callback):
     """On Ctrl-C save a checkpoint between two batches, from which the run resumes exactly.
@@ -25,6 +29,10 @@ class InterruptCheckpoint(pl.Callback):
         self._updating = False
         self._requested = False
         self._previous: Any = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the place in the list."""
+        check_order(trainer, InterruptCheckpoint, RolloutScheduler)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over Ctrl-C."""

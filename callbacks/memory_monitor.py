@@ -6,16 +6,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_grpo.checks import check_order
 from lit_grpo.memory import PeakMemory
+
+from .rollout_scheduler import RolloutScheduler
+from .weight_sync import WeightSync
 
 
 class MemoryMonitor(pl.Callback):
     """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch.
 
     On a GPU they are the allocator's peaks, on a CPU those of the process's resident set. The callback
-    stands behind :class:`callbacks.RolloutScheduler` in the list, so that its start of a batch is the end
-    of the rollout.
+    stands behind :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list, so that its start of a
+    batch is the end of the rollout, and its end that of the update.
     """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the place in the list."""
+        check_order(trainer, RolloutScheduler, WeightSync, MemoryMonitor)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin the first rollout phase."""

@@ -7,15 +7,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_grpo.checks import check_order
 from lit_grpo.types import PromptBatch
+
+from .rollout_scheduler import RolloutScheduler
+from .weight_sync import WeightSync
 
 
 class ThroughputMonitor(pl.Callback):
     """Log sampled tokens per second of the rollout, of the update and of both, and the seconds of each.
 
     Completion tokens are counted in all three, so the figures compare. The callback stands behind
-    :class:`callbacks.RolloutScheduler` in the list.
+    :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list; the sync counts as part of the update.
     """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the place in the list."""
+        check_order(trainer, RolloutScheduler, WeightSync, ThroughputMonitor)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

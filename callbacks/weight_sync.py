@@ -7,10 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_grpo.checks import check_order
 from lit_grpo.module import GRPOModule
 from lit_grpo.rollout.proof import logprob_gap
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Prompt
+
+from .rollout_scheduler import RolloutScheduler
 
 
 class WeightSync(pl.Callback):
@@ -30,6 +33,10 @@ class WeightSync(pl.Callback):
         if not max_logprob_gap > 0:
             raise ValueError(f"max_logprob_gap must be above 0, not {max_logprob_gap}.")
         self.max_logprob_gap = max_logprob_gap
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the place in the list."""
+        check_order(trainer, RolloutScheduler, WeightSync)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sync, on resumed runs too."""

@@ -1,8 +1,8 @@
 """``python -m lit_grpo``."""
 
+import gc
 import os
 import sys
-from types import ModuleType
 
 
 def main() -> None:
@@ -21,41 +21,12 @@ def main() -> None:
     # than one alone. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU build tells of its memory binding
-    if sys.argv[2:] in (["--help"], ["-h"]):
-        _help()
-    else:
-        _run()
-
-
-def _run() -> None:
+    gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes a third of the time
     from lit_grpo.cli.command_line import run
 
+    gc.freeze()
+    gc.enable()
     run()
-
-
-def _help() -> None:
-    """Print a subcommand's help, without what only a run needs: it would take more than half of the time.
-
-    torchmetrics imports transformers' models for a metric that nobody asked for, and to look for annotations
-    jsonargparse imports them again; no argument has such a type. Leaving at once saves taking modules apart.
-    """
-    sys.modules["transformers"] = _StandIn("transformers")
-    try:
-        _run()
-    except SystemExit as end:
-        if end.code:
-            raise
-        sys.stdout.flush()
-        os._exit(0)
-
-
-class _StandIn(ModuleType):
-    """A module that has every class, each an empty one."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -51,18 +52,45 @@ def check_updates(
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse strategies that shard the policy, and float16.
+    """Refuse strategies that shard the policy, float16, and what the trainer does for others and the module for itself.
 
     Raises:
         ValueError: The trainer has one of these.
     """
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):  # DeepSpeedStrategy is a DDPStrategy too
         strategy = type(trainer.strategy).__name__
         raise ValueError(
-            f"trainer.strategy {strategy} shards the policy, which cannot decode then; use one device, or ddp."
+            f"trainer.strategy {strategy} is not supported, for the policy must be whole on every device to decode; "
+            "use one device, or ddp."
         )
     if trainer.precision in ("16-mixed", "16-true"):
         raise ValueError(f"trainer.precision {trainer.precision!r} is not supported; use bf16-mixed or 32-true.")
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"trainer.gradient_clip_val is {trainer.gradient_clip_val}, but gradients are clipped to "
+            "model.max_grad_norm; set that, and leave gradient_clip_val out."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}, but a step is cut into "
+            "micro-batches by model.max_tokens_per_micro_batch; set that, and raise data.batch_size for larger steps."
+        )
+
+
+def check_order(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> None:
+    """Refuse callbacks in another order than this: Lightning calls them in the order of its list.
+
+    Raises:
+        ValueError: Those of them that there are stand in another order.
+    """
+    found = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # pyright: ignore[reportAttributeAccessIssue]
+    for first, second in pairwise(found):
+        ranks = [next(rank for rank, kind in enumerate(kinds) if isinstance(one, kind)) for one in (first, second)]
+        if ranks[0] > ranks[1]:
+            raise ValueError(
+                f"trainer.callbacks lists {type(first).__name__} before {type(second).__name__}; put it behind, for "
+                "each works on what the one before it has done."
+            )
 
 
 def check_training_sampling(sampling: SamplingParams) -> None:

@@ -30,7 +30,6 @@ from hand_made import (
     sgd,
     weights_of,
 )
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 
 from lit_grpo import module as module_file
 from lit_grpo.module import GRPOModule
@@ -167,13 +166,6 @@ def test_the_default_optimizer_takes_steps_that_a_pretrained_policy_survives() -
 def test_fit_refuses_before_it_looks_for_the_policy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(make_module("nowhere", **options), [])
-
-
-@pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")])
-def test_float16_is_refused(plugin: Any) -> None:
-    trainer = make_trainer(plugins=[plugin])
-    with pytest.raises(ValueError, match=rf"trainer\.precision '{plugin.precision}' is not supported; use bf16-mixed"):
-        trainer.fit(make_module("nowhere"), train_dataloaders=Batches([]))
 
 
 def test_truncated_sampling_is_fine_outside_training(policy_folder: Path, policy: Any) -> None:

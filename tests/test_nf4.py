@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, save_tokenizer
 from hand_made import (
     Batches,
     Checkpoints,
@@ -19,7 +20,7 @@ from hand_made import (
     sgd,
 )
 
-from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy
 from lit_grpo.policy.nf4 import dequantized, without_quant_states
 from lit_grpo.update.objective.kl import KLTerm
@@ -32,11 +33,32 @@ pytestmark = [
 ]
 
 
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.15}
+"""Blocks of 64 weights, which packing wants."""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain CPU", "CPU with avx512_bf16"], autouse=True)
+def _packs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What bitsandbytes is told of this CPU: with avx512_bf16 it would pack weights in ``eval()``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: request.param)
+        yield
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random policy whose weights can be packed."""
+    folder = tmp_path_factory.mktemp("wide")
+    random_policy(**WIDE).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder)
+    return folder
+
+
 def run(policy_folder: Path, checkpoints: Path, ckpt_path: Path | None = None) -> Any:
     """A module after four updates of its adapters, with a KL term."""
     lora, objective = LoraSettings(r=4, base="nf4"), Objective(kl=KLTerm(0.1))
-    module = make_module(policy_folder, lora=lora, optimizer=sgd(2.0), objective=objective)
-    groups = random_groups(random_policy(), REWARDS)
+    module = make_module(policy_folder, lora=lora, optimizer=sgd(0.1), objective=objective)
+    groups = random_groups(random_policy(**WIDE), REWARDS)
     torch.manual_seed(0)  # peft draws the adapters
     make_trainer(Checkpoints(checkpoints)).fit(module, Batches([groups] * 4), ckpt_path=ckpt_path)
     assert module.policy_version == 4
@@ -44,16 +66,16 @@ def run(policy_folder: Path, checkpoints: Path, ckpt_path: Path | None = None) -
 
 
 @pytest.fixture(scope="module")
-def trained(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def trained(_packs: None, wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """That module, and the folder of its checkpoints."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run(policy_folder, folder), folder
+    return run(wide_folder, folder), folder
 
 
 def test_linear_layers_take_four_bits_and_only_adapters_learn(trained: Any) -> None:
     module, _ = trained
     before = load_policy(module.policy_name, nf4=True)
-    first = dict(random_policy().named_parameters())
+    first = dict(random_policy(**WIDE).named_parameters())
     for name, parameter in before.named_parameters():
         packed = parameter.dtype == torch.uint8
         assert packed == ("_proj" in name)
@@ -65,9 +87,9 @@ def test_linear_layers_take_four_bits_and_only_adapters_learn(trained: Any) -> N
             assert torch.equal(parameter, dict(before.named_parameters())[name.replace(".base_layer.", ".")])
 
 
-def test_a_run_goes_on_exactly_from_a_checkpoint(trained: Any, policy_folder: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_exactly_from_a_checkpoint(trained: Any, wide_folder: Path, tmp_path: Path) -> None:
     whole, checkpoints = trained
-    resumed = run(policy_folder, tmp_path, checkpoints / "2.ckpt")
+    resumed = run(wide_folder, tmp_path, checkpoints / "2.ckpt")
     for actual, expected in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
         assert torch.equal(actual, expected)
 
@@ -84,6 +106,33 @@ def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Pat
 def test_the_slots_decode_with_it(trained: Any) -> None:
     module, _ = trained
     check_slots_decode_with(module)
+
+
+def test_evaluation_changes_neither_the_numbers_nor_the_gradient(wide_folder: Path) -> None:
+    torch.manual_seed(0)
+    policy = load_policy(str(wide_folder), nf4=True)
+    add_adapters(policy, LoraSettings(r=4, base="nf4"))
+    before = {name: dequantized(parameter).clone() for name, parameter in policy.named_parameters()}
+    ids = torch.arange(2, 20)[None]
+
+    def loss() -> torch.Tensor:
+        return policy(ids, labels=ids).loss
+
+    with torch.no_grad():
+        in_evaluation = policy.eval()(ids, labels=ids).loss
+        assert torch.equal(policy.train()(ids, labels=ids).loss, in_evaluation)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(dequantized(parameter), before[name])
+    weights = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    gradient = torch.autograd.grad(loss(), weights)
+    norm = torch.cat([part.flatten() for part in gradient]).norm()
+    values = []
+    for step in (1e-2, -2e-2):  # forth along the gradient, and back beyond the start
+        with torch.no_grad():
+            for weight, part in zip(weights, gradient, strict=True):
+                weight.add_(part / norm, alpha=step)
+            values.append(float(loss()))
+    assert (values[0] - values[1]) / 2e-2 == pytest.approx(float(norm), rel=0.01)
 
 
 def test_what_a_checkpoint_keeps() -> None:

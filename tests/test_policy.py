@@ -3,6 +3,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from conftest import random_policy
 
 from lit_grpo.policy.loading import (
@@ -56,9 +57,21 @@ def test_model_that_scales_its_logits_in_its_own_way_is_refused() -> None:
         check_token_logits(CohereForCausalLM(config).eval())
 
 
-def test_dropout_of_a_model_is_off(tmp_path: Path) -> None:
-    random_policy(attention_dropout=0.5).save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Qwen3", {"attention_dropout": 0.5}),
+        ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+        ("OPT", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "word_embed_proj_dim": 32}),
+        ("Falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        ("Bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+    ],
+)
+def test_dropout_of_a_model_is_off(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES, bos_token_id=1, eos_token_id=1, **settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_policy(str(tmp_path)).train()
+    check_token_logits(model)
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(model(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=0)
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -41,6 +42,15 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "check_val_every_n_epoch": None,
     "enable_model_summary": False,
 }
+
+MISTAKES = (
+    ValueError,
+    MisconfigurationException,
+    RewardError,
+    GenerationError,
+    WeightSyncError,
+    FloatingPointError,
+)
 
 
 class GRPOCLI(LightningCLI):
@@ -140,7 +150,7 @@ def run(args: list[str] | None = None) -> None:
                 "python -m lit_grpo serve --help (a vLLM server for a policy)",
             },
         )
-    except (ValueError, RewardError, GenerationError, WeightSyncError, FloatingPointError) as error:
+    except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(f"{one_sentence(str(error))}\n(LIT_GRPO_TRACEBACK=1 shows where)")

@@ -2,6 +2,6 @@
 
 from lit_grpo.data.arithmetic import ArithmeticRows
 from lit_grpo.data.module import PromptDataModule
-from lit_grpo.data.sources import RowSource
+from lit_grpo.data.sources import FileRows, HubRows, RowSource
 
-__all__ = ["ArithmeticRows", "PromptDataModule", "RowSource"]
+__all__ = ["ArithmeticRows", "FileRows", "HubRows", "PromptDataModule", "RowSource"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lit_grpo.policy.nf4 import nf4_config
+from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,13 +71,24 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
         )
     except (OSError, ValueError) as error:
         raise ValueError(_load_failure(name, "model", error)) from error
-    for module in model.modules():  # with dropout the trainer's log-probs would not be those of the generator
+    if nf4:
+        keep_as_it_is(model)
+    _switch_dropout_off(model)
+    return model
+
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """With dropout the trainer's log-probs would not be those of the generator.
+
+    Its probability is that of a module, or a number (``attention_dropout``, ``layerdrop``) of a module or the config.
+    """
+    for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # attention_dropout, or OPT's dropout and layerdrop
-                setattr(module, name, 0.0)
-    return model
+    for owner in (*model.modules(), model.config.get_text_config()):
+        for name, value in vars(owner).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(owner, name, 0.0)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -29,6 +29,19 @@ def nf4_config(dtype: str) -> Any:
     )
 
 
+def keep_as_it_is(model: torch.nn.Module) -> None:
+    """Keep bitsandbytes from packing the weights anew for CPU inference, as it does where a CPU has avx512_bf16.
+
+    A packed weight stays packed: it has no gradient, rounds to bfloat16, and is no longer what :func:`dequantized` and
+    a checkpoint take it for.
+    """
+    from bitsandbytes.nn.modules import Linear4bit  # pyright: ignore[reportMissingImports]
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
     """The weight as numbers, where it is kept in four bits; any other as it is."""
     state = getattr(weight, "quant_state", None)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 
 from lit_grpo.cli.command_line import run
 from lit_grpo.cli.simulate import main as simulate
@@ -191,12 +192,27 @@ def test_bfloat16_compute_runs_and_reports_its_gap(folder: Path) -> None:
     assert all(0 < gap < 0.1 for gap in gaps)
 
 
-@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
-def test_every_config_parses(folder: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+CONFIGS = ROOT / "configs"
+CONFIG_NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+GENERATOR_NAMES = sorted(path.stem for path in CONFIGS.glob("generators/*.yaml"))
+PAIRS = [*((name, "") for name in CONFIG_NAMES), *(("gsm8k_qwen3_1.7b", name) for name in GENERATOR_NAMES)]
+
+
+@pytest.mark.parametrize(("config", "generator"), PAIRS)
+def test_every_config_parses_with_a_generator_behind_it(
+    folder: Path, config: str, generator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    behind = ["--config", str(CONFIGS / "generators" / f"{generator}.yaml")] if generator else []
     with pytest.raises(SystemExit) as exit_:
-        run(["fit", "--config", str(ROOT / "configs" / config), "--print_config"])
-    assert exit_.value.code == 0
-    assert "num_generations:" in capsys.readouterr().out
+        run(["fit", "--config", str(CONFIGS / f"{config}.yaml"), *behind, "--print_config"])
+    said = capsys.readouterr()
+    assert exit_.value.code == 0 and not said.err
+    printed = yaml.safe_load(said.out)
+    assert printed["model"]["num_generations"] >= 2
+    if generator:
+        named, expected = printed["model"]["generator"], yaml.safe_load(Path(behind[1]).read_text())
+        assert named["class_path"] == expected["model"]["generator"]["class_path"]
+        assert named["init_args"].items() >= expected["model"]["generator"]["init_args"].items()
 
 
 def test_help_documents_every_field(folder: Path) -> None:
@@ -276,6 +292,8 @@ BAD_INPUT = {
     ),
     "timeline": (["--rollout_timeline.every_n_batches", "-1"], "every_n_batches must be at least 0"),
     "too many mini-batches": (["--model.num_minibatches", "4"], "a batch has 3 prompts; lower it"),
+    "clipping": (["--trainer.gradient_clip_val", "1"], "clipped to model.max_grad_norm; set that"),
+    "no device": (["--trainer.devices", "0"], "devices='0'"),
     "greedy training": (["--model.sampling.temperature", "0"], "greedy completions of a prompt are all the same"),
     "truncated training": (["--model.sampling.top_p", "0.9"], "set them in eval_sampling"),
     "no policy": (["--model.policy", "./absent"], "There is no policy folder './absent'"),

@@ -27,8 +27,8 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     random_groups,
     weights_of,
 )
-from lit_grpo.callbacks import RolloutScheduler, WeightSync
 
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec

@@ -1,0 +1,89 @@
+"""The wheel, installed beside a user's own ``callbacks`` and ``benchmarks``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MINE = """
+from lightning.pytorch import Callback
+
+class Mine(Callback):
+    def on_fit_end(self, *_):
+        print("mine was there")
+"""
+PLACES = """
+import benchmarks, callbacks, lit_grpo.callbacks
+print(benchmarks.__file__, callbacks.__file__, lit_grpo.callbacks.__file__, sep="\\n")
+assert callbacks.Mine and lit_grpo.callbacks.WeightSync.__module__ == "lit_grpo.callbacks.weight_sync"
+"""
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs."""
+    source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
+    for name in ("lit_grpo", "callbacks"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source], check=True)
+    (wheel,) = wheels.glob("lit_grpo-*.whl")
+    folders = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"lit_grpo"}
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    return site
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with packages of the user's own."""
+    for name in ("callbacks", "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(MINE)
+    return tmp_path
+
+
+def python(folder: Path, installed: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    environment["PYTHONPATH"] = str(installed)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_our_callbacks_and_the_users_own_are_both_there(folder: Path, installed: Path) -> None:
+    theirs = [str(folder / name / "__init__.py") for name in ("benchmarks", "callbacks")]
+    ours = str(installed / "lit_grpo" / "callbacks" / "__init__.py")
+    assert python(folder, installed, "-c", PLACES).splitlines() == [*theirs, ours]
+
+
+def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
+    folder: Path, installed: Path, policy_folder: Path
+) -> None:
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    config = {
+        "trainer": {"accelerator": "cpu", "max_steps": 1, "callbacks": [{"class_path": "callbacks.Mine"}]},
+        "model": {
+            "policy": str(policy_folder),
+            "rewards": [{"function": "lit_grpo.rewards.exact_match"}],
+            "num_generations": 2,
+            "sampling": {"max_tokens": 4},
+        },
+        "data": {"train": "prompts.jsonl", "batch_size": 1},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    assert "mine was there" in python(folder, installed, "-m", "lit_grpo", "fit", "--config", "config.yaml")
+    assert (folder / "runs" / "grpo" / "policy" / "config.json").is_file()
