@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,9 @@ class CaseProcess:
     def go_on(self) -> None:
         """Let it measure once more."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and its answer is why
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
 
     def answer(self) -> Figures:
         """Wait for its next figures.
