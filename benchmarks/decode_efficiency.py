@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.forced_lengths import ForcedGenerator, started
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.rollout.loop import RolloutLoop, Stepped
-from lit_grpo.scheduling.replay.traces import synthetic_lengths
+from benchmarks.rollouts import roll_out, slots
+from benchmarks.workloads import arithmetic_prompts, load, long_tailed
 from lit_grpo.types import SamplingParams
 
 CASES = ((8, 16, 32), (8, 32, 64))  # prompts, group size, slots
@@ -38,17 +36,15 @@ def main(options: Options) -> int:
     rows: list[Row] = []
     claims = []
     for name, policy in policies.items():
-        for num_prompts, group_size, slots in cases:
+        for num_prompts, group_size, num_slots in cases:
             prompts = arithmetic_prompts(tokenizer, num_prompts)
-            rng = np.random.default_rng(0)
-            lengths = synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, rng).reshape(-1).tolist()
-            keys = [(prompt.prompt_id, 0, (sample_id,)) for prompt in prompts for sample_id in range(group_size)]
-            generator = started(ForcedGenerator(dict(zip(keys, lengths, strict=True)), slots), policy, tokenizer)
+            lengths = long_tailed(prompts, group_size, limit)
+            generator = slots(policy, tokenizer, num_slots, lengths)
             rollouts, passes, steps = [], [], []
             for repeat in range(repeats + 1):
                 seconds, steps = _rollout(generator, prompts, group_size, limit)
                 bare = _bare(policy, steps, sample)
-                note(f"{name}, {slots} slots: {repeat or 'warm-up'}: {bare / seconds:.3f}")
+                note(f"{name}, {num_slots} slots: {repeat or 'warm-up'}: {bare / seconds:.3f}")
                 if repeat:
                     rollouts.append(seconds)
                     passes.append(bare)
@@ -56,15 +52,15 @@ def main(options: Options) -> int:
             rows.append(
                 {
                     "policy": name,
-                    "slots": slots,
-                    "completions": len(keys),
+                    "slots": num_slots,
+                    "completions": len(lengths),
                     "steps": len(steps),
-                    "tokens_per_s": sum(lengths) / statistics.median(rollouts),
-                    "bare_tokens_per_s": sum(lengths) / statistics.median(passes),
+                    "tokens_per_s": sum(lengths.values()) / statistics.median(rollouts),
+                    "bare_tokens_per_s": sum(lengths.values()) / statistics.median(passes),
                     "share": share,
                 }
             )
-            claims.append(Claim(f"{name}, {slots} slots: tokens/s over bare forward passes", share, ">=", 0.85))
+            claims.append(Claim(f"{name}, {num_slots} slots: tokens/s over bare forward passes", share, ">=", 0.85))
     return finish("decode_efficiency", options, {"threads": torch.get_num_threads(), "repeats": repeats}, rows, claims)
 
 
@@ -77,9 +73,8 @@ def _rollout(generator: Any, prompts: Any, group_size: int, limit: int) -> tuple
         if len(rows):
             steps.append((num_tokens, int((rows.positions_B + 1).mean())))
 
-    controller = RolloutLoop(generator, listeners=[Stepped(on_step)])
     begin = time.perf_counter()
-    controller.collect(prompts, group_size, SamplingParams(max_tokens=limit), seed=0)
+    roll_out(generator, prompts, group_size, SamplingParams(max_tokens=limit), on_step=on_step)
     return time.perf_counter() - begin, steps
 
 

@@ -19,15 +19,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.decode_systems import NOISE, Run, Steps, Work, by_key, generate, naive, ours
-from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, random_qwen3
+from benchmarks.decode_systems import NOISE, Run, Steps, Work, generate, naive, ours
+from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, kv_bytes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.policy.tiny import make_tokenizer
-from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import Prompt
 
 CASES = {32: 8, 512: 64}  # group size: slots
@@ -40,7 +39,7 @@ def main(options: Options) -> int:
     """Measure every system on every group size."""
     sizes, cases, prompt_tokens, limit = QWEN3_1_7B, CASES, 512, 1024
     if options.quick:
-        sizes, cases, prompt_tokens, limit = QWEN3_7M | {"num_hidden_layers": 2}, {4: 2, 8: 2}, 16, 10
+        sizes, cases, prompt_tokens, limit = replace(QWEN3_7M, layers=2), {4: 2, 8: 2}, 16, 10
     elif options.device != "cuda":
         raise SystemExit("decode_gpu measures a GPU: give --device cuda, or --quick to see that it runs.")
     policy: Any = random_qwen3(sizes, options.device, torch.bfloat16)
@@ -64,8 +63,7 @@ def main(options: Options) -> int:
 
 def _work(policy: Any, group_size: int, slots: int, prompt_tokens: int, limit: int) -> Work:
     prompt = Prompt("train/0", tuple(3 + i % 10 for i in range(prompt_tokens)), "")
-    lengths = synthetic_lengths("lognormal_heavy", 1, group_size, limit, np.random.default_rng(0)).reshape(-1)
-    return Work(policy, make_tokenizer(), [prompt], by_key([prompt], lengths), group_size, slots)
+    return Work(policy, make_tokenizer(), [prompt], long_tailed([prompt], group_size, limit), group_size, slots)
 
 
 def _all_systems(work: Work, bytes_per_s: float) -> dict[str, Figures]:
@@ -110,13 +108,10 @@ def _measure(work: Work, run: Run) -> Figures:
 
 def _least_s(work: Work, steps: Steps, bytes_per_s: float) -> float:
     """The seconds that reading weights, keys and values takes at least."""
-    config = work.policy.config
-    size = work.policy.dtype.itemsize
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
-    weights = sum(weight.numel() for weight in work.policy.parameters()) * size
+    weights = sum(weight.nbytes for weight in work.policy.parameters())
     held = sum(len(prompt.token_ids) for prompt in work.prompts) * len(steps.rows)
     held += sum(length * (length - 1) // 2 for length in work.lengths.values())
-    return (weights * len(steps.rows) + per_token * held) / bytes_per_s
+    return (weights * len(steps.rows) + kv_bytes(work.policy) * held) / bytes_per_s
 
 
 def _bandwidth(device: str, num_bytes: int) -> float:

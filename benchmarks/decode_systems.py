@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.forced_lengths import ForcedGenerator, ForetoldLengths, started
-from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from benchmarks.rollouts import ForetoldLengths, kv_tokens, roll_out, slots
 from lit_grpo.scheduling.replay.traces import noisy
 from lit_grpo.types import Key, Prompt, SamplingParams
 
@@ -55,7 +55,7 @@ class Steps:
 
 def ours(work: Work, plan: str, steps: Steps | None) -> Run:
     """Return our generator with a plan; ``steps`` takes down what its steps cost."""
-    generator = started(ForcedGenerator(work.lengths, work.num_rows), work.policy, work.tokenizer)
+    generator = slots(work.policy, work.tokenizer, work.num_rows, work.lengths)
     expected = noisy(np.array(list(work.lengths.values()), dtype=float), NOISE)
     foretold = ForetoldLengths(dict(zip(work.lengths, expected.tolist(), strict=True)))
     begin = 0.0
@@ -64,16 +64,15 @@ def ours(work: Work, plan: str, steps: Steps | None) -> Run:
         nonlocal begin
         if steps is not None:
             steps.rows.append(num_tokens)
-            steps.kv_tokens.append(generator.capacity().kv_tokens_in_use)
+            steps.kv_tokens.append(kv_tokens(generator)[0])
             steps.seconds.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-
-    controller = RolloutLoop(generator, plan=plan, lengths=foretold, listeners=[Stepped(on_step)])
 
     def run() -> int:
         nonlocal begin
         begin = time.perf_counter()
-        return controller.collect(work.prompts, work.group_size, work.sampling, seed=0)[1].num_steps
+        stats = roll_out(generator, work.prompts, work.group_size, work.sampling, plan, foretold, on_step)[1]
+        return stats.num_steps
 
     return _timed(run)
 
@@ -95,9 +94,9 @@ def _rounds(work: Work) -> list[list[Key]]:
 def naive(work: Work) -> Run:
     """Return rounds on our generator, whose rows all go on to the end of the longest."""
     kept = {key: max(work.lengths[k] for k in keys) for keys in _rounds(work) for key in keys}
-    generator = started(ForcedGenerator(kept, work.num_rows), work.policy, work.tokenizer)
-    controller = RolloutLoop(generator, plan="micro_rounds")
-    return _timed(lambda: controller.collect(work.prompts, work.group_size, work.sampling, seed=0)[1].num_steps)
+    generator = slots(work.policy, work.tokenizer, work.num_rows, kept)
+    rounds = partial(roll_out, generator, work.prompts, work.group_size, work.sampling, "micro_rounds")
+    return _timed(lambda: rounds()[1].num_steps)
 
 
 def generate(work: Work) -> Run:
@@ -167,9 +166,3 @@ def continuous_batching(work: Work) -> Run:
         return 0, elapsed
 
     return run
-
-
-def by_key(prompts: list[Prompt], lengths: np.ndarray) -> dict[Key, int]:
-    """Return lengths, group by group, by the key of their completions."""
-    keys = [(p.prompt_id, p.visit, (sample,)) for p in prompts for sample in range(len(lengths) // len(prompts))]
-    return dict(zip(keys, lengths.tolist(), strict=True))

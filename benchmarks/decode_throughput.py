@@ -19,12 +19,11 @@ import sys
 import numpy as np
 import torch
 
-from benchmarks.decode_systems import NOISE, Run, Steps, Work, by_key, continuous_batching, generate, naive, ours
+from benchmarks.decode_systems import NOISE, Run, Steps, Work, continuous_batching, generate, naive, ours
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load
+from benchmarks.workloads import arithmetic_prompts, load, long_tailed
 from lit_grpo.scheduling.replay.step_cost import StepCost
-from lit_grpo.scheduling.replay.traces import synthetic_lengths
 
 CASES = ((2, 32, 16), (1, 256, 64))  # prompts, group size, rows
 PEERS = {"generate": 2.5, "naive micro groups": 1.8, "transformers' continuous batching": 3.0}
@@ -42,12 +41,11 @@ def main(options: Options) -> int:
         policies["random Qwen3, 31 M"] = random_qwen3(QWEN3_31M, options.device), policies["tiny"][1]
     for name, (policy, tokenizer) in policies.items():
         for num_prompts, group_size, num_rows in cases:
-            rng = np.random.default_rng(0)
-            lengths = synthetic_lengths("lognormal_heavy", num_prompts, group_size, limit, rng).reshape(-1)
             prompts = arithmetic_prompts(tokenizer, num_prompts)
-            work = Work(policy, tokenizer, prompts, by_key(prompts, lengths), group_size, num_rows)
+            lengths = long_tailed(prompts, group_size, limit)
+            work = Work(policy, tokenizer, prompts, lengths, group_size, num_rows)
             case: Row = {"policy": name, "G": group_size, "rows": num_rows, "prompts": num_prompts}
-            case["max/mean"] = float(lengths.max() / lengths.mean())
+            case["max/mean"] = max(lengths.values()) / statistics.fmean(lengths.values())
             measured, case_claims = _measure(work, repeats, f"{name}, G = {group_size}, {num_rows} rows")
             rows += [case | row for row in measured]
             claims += case_claims

@@ -9,30 +9,21 @@ whose 8 slots take no more than 5 MiB.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.memory_case import Case, to_argument
-from benchmarks.random_policies import save_random_policy
-from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.memory_case import Case
+from benchmarks.processes import LEAN, LEAN_TEXT, Figures, measured
+from benchmarks.random_policies import QWEN3_7M, save_random_policy
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 
 System = Literal["lit_grpo", "generate"]
-Figures = dict[str, float]
 PHASES = ("rollout", "update")
-# One thread and one arena, and freed blocks go back to the system soon, so that the resident set is what is in use.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-}
 
 
 def main(options: Options) -> int:
@@ -47,7 +38,7 @@ def main(options: Options) -> int:
         policy = options.policy
         if policy is None:
             policy = folder
-            save_random_policy(Path(folder))
+            save_random_policy(Path(folder), QWEN3_7M)
         cases = [_case(system, size, policy, options.device, settings) for system, size in plan * repeats]
         workers = 1 if options.device == "cuda" else min(os.cpu_count() or 1, 4)  # each has one thread
         with ThreadPoolExecutor(workers) as pool:
@@ -64,7 +55,7 @@ def main(options: Options) -> int:
         )
         for phase in PHASES
     ]
-    settings["environment"] = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    settings["environment"] = LEAN_TEXT
     return finish("group_size_memory", options, settings, rows, claims)
 
 
@@ -82,13 +73,8 @@ def _case(system: System, group_size: int, policy: str, device: str, settings: R
 
 
 def _measure(case: Case) -> Figures:
-    """Run one case in a fresh process."""
     note(f"{case.system}, G = {case.group_size}")
-    command = [sys.executable, "-m", "benchmarks.memory_case", to_argument(case)]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"The case {case} failed:\n{run.stderr[-2000:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+    return measured("benchmarks.memory_case", case, LEAN)
 
 
 def _row(system: System, group_size: int, repeats: list[Figures]) -> Row:

@@ -1,80 +1,100 @@
 """Peak memory of a rollout against the group size, with 8 slots, beside full-group decoding.
 
 Every case runs one rollout of one prompt in a process of its own, on a random Qwen3 whose keys and values are those of
-Qwen3-0.6B in float32 (28 layers, 224 KiB a token). All completions come to the limit, the most that they can take.
-Memory is the peak of the resident set above the idle process (model loaded); on a GPU, of the allocator. Keys and
+Qwen3-0.6B in float32 (28 layers, 224 KiB a token). Memory is the peak of the resident set above the idle process (model
+loaded); on a GPU, of the allocator. Where all completions come to the limit, the most that they can take, keys and
 values are compared with the least that any system holds which keeps the prompt once and every slot's completion whole.
+Where they are long-tailed, memory for keys and values at its peak is compared with the tokens in it at theirs: what is
+allocated for more than there is.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.group_size_memory import ENVIRONMENT
-from benchmarks.kv_memory_case import Case, System, to_argument
-from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.kv_memory_case import Case, System
+from benchmarks.processes import LEAN, LEAN_TEXT, Figures, measured
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 
-Figures = dict[str, float]
 SLOTS = 8
 CASES = {16: 32, 1024: 8}  # prompt tokens: completion tokens
 SIZES, FULL_GROUPS = (8, 32, 128, 512, 1024), (32,)
+TAIL_PROMPT, TAIL_LIMIT, TAIL_SIZES = 128, 1024, (8, 32)
 
 
 def main(options: Options) -> int:
     """Measure all cases."""
     layers, lengths = (2, {16: 8}) if options.quick else (28, CASES)
     sizes, full_groups = ((8, 16), (16,)) if options.quick else (SIZES, FULL_GROUPS)
+    tail_prompt, tail_limit, tail_sizes = (16, 64, (8, 16)) if options.quick else (TAIL_PROMPT, TAIL_LIMIT, TAIL_SIZES)
     systems: list[tuple[System, tuple[int, ...]]] = [("lit_grpo", sizes), ("full group", full_groups)]
-    cases = [
+    equal = [
         Case(system, options.device, layers, prompt_tokens, size, SLOTS, max_tokens)
         for prompt_tokens, max_tokens in lengths.items()
         for system, its_sizes in systems
         for size in its_sizes
     ]
-    order = sorted(
-        cases, key=lambda case: -case.group_size * case.max_tokens
-    )  # the longest first, so that none is last
-    with ThreadPoolExecutor(1 if options.device == "cuda" else min(os.cpu_count() or 1, 4)) as pool:
-        figures = dict(zip(order, pool.map(_measure, order), strict=True))
-    rows = [_row(case, figures[case]) for case in cases]
+    tailed = [
+        Case("lit_grpo", options.device, layers, tail_prompt, size, SLOTS, tail_limit, tailed=True)
+        for size in tail_sizes
+    ]
+    figures = _measure([*equal, *tailed], 1 if options.device == "cuda" else min(os.cpu_count() or 1, 4))
     claims = []
     for prompt_tokens in lengths:
-        ours = [figures[c] for c in cases if c.system == "lit_grpo" and c.prompt_tokens == prompt_tokens]
-        peaks = [each["rollout_mib"] for each in ours]
-        spread = max(abs(peak / statistics.median(peaks) - 1) for peak in peaks)
-        over = max(each["kv_mib"] / each["prompt_and_slots_mib"] for each in ours)
-        where = f"prompt of {prompt_tokens} tokens, G = {', '.join(map(str, sizes))}"
-        claims += [
-            Claim(f"{where}: peak memory of the rollout, furthest from the median", spread, "<=", 0.03),
-            Claim(f"{where}: keys and values over prompt once + slots x completion", over, "<=", 1.1),
-        ]
-    settings: Row = {"slots": SLOTS, "layers": layers}
-    settings |= {f"completion tokens after a prompt of {p}": n for p, n in lengths.items()}
-    settings["environment"] = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
-    return finish("kv_memory", options, settings, rows, claims)
+        of_prompt = [case for case in equal if case.system == "lit_grpo" and case.prompt_tokens == prompt_tokens]
+        claims += _equal_claims(prompt_tokens, {case.group_size: figures[case] for case in of_prompt})
+    claims.append(_tail_claim(tail_limit, {case.group_size: figures[case] for case in tailed}))
+    settings: Row = {"slots": SLOTS, "layers": layers, "threads": 1, "environment": LEAN_TEXT}
+    return finish("kv_memory", options, settings, [_row(case, figures[case]) for case in figures], claims)
 
 
-def _measure(case: Case) -> Figures:
-    """Run one case in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.kv_memory_case", to_argument(case)]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"The case {case} failed:\n{run.stderr[-2000:]}")
-    figures: Figures = json.loads(run.stdout.splitlines()[-1])
-    note(
-        f"{case.system}, prompt of {case.prompt_tokens} tokens, G = {case.group_size}: {figures['rollout_mib']:.1f} MiB"
-    )
+def _measure(cases: Sequence[Case], num_processes: int) -> dict[Case, Figures]:
+    """Run all cases, some at a time, the longest first, so that none is last."""
+    order = sorted(cases, key=lambda case: -case.group_size * case.max_tokens)
+    with ThreadPoolExecutor(num_processes) as pool:
+        figures = dict(zip(order, pool.map(_figures, order), strict=True))
+    return {case: figures[case] for case in cases}
+
+
+def _figures(case: Case) -> Figures:
+    figures = measured("benchmarks.kv_memory_case", case, LEAN)
+    note(f"{case}: {figures['rollout_mib']:.1f} MiB")
     return figures
 
 
+def _equal_claims(prompt_tokens: int, by_size: dict[int, Figures]) -> list[Claim]:
+    """What holds of one prompt with completions of equal length, by the size of the group."""
+    peaks = [figures["rollout_mib"] for figures in by_size.values()]
+    spread = max(abs(peak / statistics.median(peaks) - 1) for peak in peaks)
+    over = max(figures["kv_mib"] / figures["prompt_and_slots_mib"] for figures in by_size.values())
+    where = f"prompt of {prompt_tokens} tokens, G = {', '.join(map(str, by_size))}"
+    return [
+        Claim(f"{where}: peak memory of the rollout, furthest from the median", spread, "<=", 0.03),
+        Claim(f"{where}: keys and values over prompt once + slots x completion", over, "<=", 1.1),
+    ]
+
+
+def _tail_claim(limit: int, by_size: dict[int, Figures]) -> Claim:
+    """How much more is allocated than used, at worst."""
+    over = max(figures["allocated_tokens"] / figures["used_tokens"] for figures in by_size.values())
+    sizes = ", ".join(map(str, by_size))
+    return Claim(f"long-tailed up to {limit} tokens, G = {sizes}: KV tokens allocated over used", over, "<=", 2.8)
+
+
 def _row(case: Case, figures: Figures) -> Row:
-    row: Row = {"system": case.system, "prompt": case.prompt_tokens, "G": case.group_size, "limit": case.max_tokens}
-    return row | {name: round(value, 1) for name, value in figures.items()}
+    row: Row = {
+        "system": case.system,
+        "lengths": "long-tailed" if case.tailed else "equal",
+        "prompt": case.prompt_tokens,
+        "G": case.group_size,
+        "limit": case.max_tokens,
+    }
+    over = round(figures["allocated_tokens"] / figures["used_tokens"], 3)
+    return row | {name: round(value, 1) for name, value in figures.items()} | {"allocated/used": over}
 
 
 if __name__ == "__main__":

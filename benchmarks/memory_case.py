@@ -6,16 +6,13 @@ Run by :mod:`benchmarks.group_size_memory`; prints one line of JSON.
 from __future__ import annotations
 
 import gc
-import json
-import logging
-import sys
-import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.processes import quiet_trainer, read_case, tell
 from benchmarks.workloads import NOISE_REWARD, HardRows, arithmetic_prompts, load, noise_reward
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
@@ -57,8 +54,8 @@ class Phases:
         self._peak.reset()
 
     def report(self, num_tokens: int) -> None:
-        """Print the figures."""
-        print(json.dumps(self._figures | {"tokens": num_tokens}))
+        """Answer with the figures."""
+        tell(self._figures | {"tokens": num_tokens})
 
 
 class PhaseProbe(pl.Callback):
@@ -99,17 +96,7 @@ def run_lit_grpo(case: Case) -> None:
         sampling=SamplingParams(max_tokens=case.max_tokens),
         max_tokens_per_micro_batch=case.max_tokens_per_micro_batch,
     )
-    trainer = pl.Trainer(
-        accelerator="gpu" if case.device == "cuda" else "cpu",
-        devices=1,
-        max_steps=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[RolloutScheduler(), WeightSync(), PhaseProbe()],
-    )
+    trainer = quiet_trainer(case.device, [RolloutScheduler(), WeightSync(), PhaseProbe()], max_steps=1)
     data = PromptDataModule(policy=case.policy, train=HardRows(case.num_prompts), batch_size=case.num_prompts)
     trainer.fit(module, datamodule=data)
 
@@ -157,20 +144,13 @@ def run_generate(case: Case) -> None:
     phases.report(int(sampled_BT.sum()))
 
 
-def main(argument: str) -> None:
+def main() -> None:
     """Run the case that is given as JSON."""
-    case = Case(**json.loads(argument))
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    case = Case(**read_case())
     torch.set_num_threads(1)
     torch.manual_seed(0)
     {"lit_grpo": run_lit_grpo, "generate": run_generate}[case.system](case)
 
 
-def to_argument(case: Case) -> str:
-    """Return ``case`` as the argument that :func:`main` takes."""
-    return json.dumps(asdict(case))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

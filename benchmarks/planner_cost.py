@@ -18,14 +18,11 @@ from typing import Any
 
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import lengths_of, roll_out, slots
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
-from lit_grpo.scheduling.replay.known import lengths_of
 from lit_grpo.scheduling.replay.traces import Trace, load_trace
 from lit_grpo.types import SamplingParams
 
@@ -68,16 +65,13 @@ def _shares(options: Options) -> dict[str, float]:
     num_prompts, group_size, limit, visits = (2, 4, 8, 2) if options.quick else (16, 16, 128, 4)
     shares = {}
     for name, policy in policies.items():
-        generator = SlotGenerator(64)
         lengths = LengthPredictor((0, 8, 32, 64), num_scalars=2)
-        generator.feature_points = lengths.points
-        generator.start(PolicySpec(policy, tokenizer))
-        generator.load_weights(policy.named_parameters(), 0)
-        controller = RolloutLoop(generator, plan="short_last", lengths=lengths)
+        generator = slots(policy, tokenizer, 64, feature_points=lengths.points)
         prompts = arithmetic_prompts(tokenizer, num_prompts)
         for visit in range(visits):
             batch = [replace(prompt, visit=visit) for prompt in prompts]
-            _, stats = controller.collect(batch, group_size, SamplingParams(max_tokens=limit), seed=0)
+            sampling = SamplingParams(max_tokens=limit)
+            _, stats = roll_out(generator, batch, group_size, sampling, "short_last", lengths)
             note(f"{name}: {stats.scheduling_s:.3f} s of {stats.rollout_s:.2f} s")
             shares[name] = stats.scheduling_s / stats.rollout_s
     return shares

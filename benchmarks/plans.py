@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.plan_figures import Figures
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import KnownLengths, lengths_of, replayed
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
-from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
-from lit_grpo.scheduling.replay.simulator import Engine, simulate
+from lit_grpo.scheduling.jobs import Lengths, NoLengths
 from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
 RECORDED = ROOT / "benchmarks" / "traces" / "demo.jsonl"
@@ -59,6 +58,27 @@ WORKLOADS = (
     Workload(128, 32, 512, 1, 6),
 )
 QUICK = (Workload(1, 32, 8, 1, 1), Workload(8, 16, 32, 1, 1))
+
+
+class Figures:
+    """Steps over the lower bound of everything that was simulated."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+
+    def add(self, key: tuple[str, str, str, str], value: float) -> None:
+        """Note one schedule: of a workload, a family, a plan and predictions."""
+        self._values[key].append(value)
+
+    def mean(self, plan: str, predictions: str, workload: str | None = None, family: str | None = None) -> float:
+        """Return the mean over workloads and families, each of equal weight, of the means over seeds."""
+        wanted = (workload, family, plan, predictions)
+        cells = [
+            statistics.fmean(values)
+            for key, values in self._values.items()
+            if all(want in (None, have) for want, have in zip(wanted, key, strict=True))
+        ]
+        return statistics.fmean(cells)
 
 
 def main(options: Options) -> int:
@@ -146,12 +166,11 @@ def _trace(workload: Workload, family: str, seed: int) -> Trace:
     return load_trace(f"{family}:prompts={workload.num_prompts},group={workload.group_size},seed={seed}")
 
 
-def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: LearntLengths) -> float:
-    schedule = simulate(trace, plan, Engine(num_slots), lengths)
-    return schedule.steps / slot_bound(trace.lengths, num_slots)
+def _over_bound(plan: str, trace: Trace, num_slots: int, lengths: Lengths) -> float:
+    return replayed(trace, plan, num_slots, lengths).steps / slot_bound(trace.lengths, num_slots)
 
 
-def _lengths(trace: Trace, predictions: str, seed: int) -> LearntLengths:
+def _lengths(trace: Trace, predictions: str, seed: int) -> Lengths:
     if predictions == "misleading":
         return KnownLengths(trace.jobs, np.random.default_rng((2, seed)).permutation(trace.lengths))
     if predictions == "recorded":

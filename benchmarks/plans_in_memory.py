@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import lengths_of, replayed
 from lit_grpo.scheduling.bounds import memory_bound
-from lit_grpo.scheduling.replay.known import lengths_of
-from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
 from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 
 NOISE = 0.35
@@ -75,20 +74,16 @@ def _row(means: dict[Case, float], workload: tuple[int, int], budget: float | No
 
 def _measure(workload: tuple[int, int], trace: Trace, seed: int) -> list[tuple[Case, float]]:
     """Return the figure of each plan with each budget on one trace."""
-    free = {plan: _simulate(plan, trace, None, seed).peak_kv_tokens for plan in PLANS}
+    lengths = lengths_of(trace, NOISE, seed)
+    free = {plan: replayed(trace, plan, NUM_SLOTS, lengths).peak_kv_tokens for plan in PLANS}
     measured = [(Case(workload, None, plan), peak / free["fcfs"]) for plan, peak in free.items()]
     for budget in BUDGETS:
         kv_tokens = int(budget * free["fcfs"])
         bound = memory_bound(trace.group, trace.prompt_tokens, trace.lengths, NUM_SLOTS, kv_tokens)
         for plan in PLANS:
-            steps = _simulate(plan, trace, kv_tokens, seed).steps
+            steps = replayed(trace, plan, NUM_SLOTS, lengths, kv_tokens).steps
             measured.append((Case(workload, budget, plan), steps / bound))
     return measured
-
-
-def _simulate(plan: str, trace: Trace, kv_tokens: int | None, seed: int) -> Schedule:
-    lengths = lengths_of(trace, NOISE, seed)
-    return simulate(trace, plan, Engine(NUM_SLOTS, kv_tokens), lengths)
 
 
 if __name__ == "__main__":

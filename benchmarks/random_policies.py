@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,46 +10,35 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Sizes = dict[str, int]
 
-DEMO_VOCABULARY: Sizes = {"vocab_size": 16, "max_position_embeddings": 4096}
-QWEN3_7M = DEMO_VOCABULARY | {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
-"""Its keys and values take 32 KiB a token, ten times the demo's and a third of those of Qwen3-0.6B in bfloat16."""
-QWEN3_31M = DEMO_VOCABULARY | {
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
-QWEN3_WIDE = DEMO_VOCABULARY | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Qwen3. The vocabulary is the demo's unless told otherwise; ``tied``: its embedding is also its head."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int = 16
+    tied: bool = False
+
+
+QWEN3_1_7B = Sizes(28, 2048, 6144, 16, 8, 128, vocab_size=151_936, tied=True)
+"""That of Qwen/Qwen3-1.7B."""
+QWEN3_WIDE = Sizes(28, 64, 128, 8, 8, 128)
 """The keys and values of Qwen3-0.6B (28 layers of 8 heads of 128: 224 KiB a token in float32), and little else."""
-QWEN3_1_7B = {
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
+QWEN3_7M = Sizes(8, 256, 512, 4, 4, 128)
+"""Its keys and values take 32 KiB a token, ten times the demo's and a third of those of Qwen3-0.6B in bfloat16."""
+QWEN3_31M = Sizes(8, 512, 2048, 8, 4, 64)
+TO_UPDATE = {
+    "smallest": Sizes(2, 64, 128, 4, 2, 16, tied=True),
+    "7M": Sizes(6, 256, 1024, 8, 4, 32, tied=True),
+    "34M": replace(QWEN3_31M, tied=True),
+    "Qwen3-1.7B": QWEN3_1_7B,
 }
-"""That of Qwen/Qwen3-1.7B, whose embedding is also its head."""
+"""Policies of the update phase, whose vocabulary is that of their work."""
 
 
 def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -62,9 +52,16 @@ def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = 
     from lit_grpo.policy.tiny import EOS_ID, PAD_ID
 
     config = Qwen3Config(
-        **sizes,  # pyright: ignore[reportArgumentType]
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=40_960,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=sizes == QWEN3_1_7B,
+        tie_word_embeddings=sizes.tied,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
@@ -74,12 +71,19 @@ def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = 
         return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).eval()
 
 
-def save_random_policy(folder: Path) -> None:
-    """Save a Qwen3 of 7 million random parameters with the demo's tokenizer.
+def kv_bytes(policy: PreTrainedModel) -> int:
+    """Return the bytes of one token's keys and values."""
+    config = policy.config
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * policy.dtype.itemsize
 
-    Every token is about equally likely, so the lengths of completions are geometric, with a mean of about 15.
+
+def save_random_policy(folder: Path, sizes: Sizes, device: str = "cpu") -> None:
+    """Save a Qwen3 of random parameters with the demo's tokenizer, which knows sixteen of its tokens.
+
+    With the demo's vocabulary every token is about equally likely, so that the lengths of completions are geometric,
+    with a mean of about 15.
     """
     from lit_grpo.policy.tiny import make_tokenizer
 
-    random_qwen3(QWEN3_7M).save_pretrained(folder)
+    random_qwen3(sizes, device).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

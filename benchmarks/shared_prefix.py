@@ -34,9 +34,9 @@ def main(options: Options) -> int:
 
 
 def _compare(work: Work, policy: str, device: str) -> Row:
-    case = Case("lit_grpo", 4096, work, policy, device, repeats=3)
+    case = Case("lit_grpo", 4096, work, policy, device)
     alone = Case("lit_grpo", 4096, replace(work, group_size=1), policy, device)
-    shared, plain = measure(case), measure(replace(case, share=False))
+    shared, plain = measure(case, 3), measure(replace(case, share=False), 3)
     one_tflop = measure(alone)["floor_tflop"]
     seconds, plain_seconds = (statistics.median(figures["seconds"]) for figures in (shared, plain))
     return {

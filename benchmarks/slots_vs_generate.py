@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import roll_out, slots
 from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Prompt, SamplingParams
 
 Run = Callable[[], int]
@@ -63,9 +61,9 @@ def main(options: Options) -> int:
     rows: list[Row] = []
     claims = []
     for batch, bound in bounds.items():
-        tailed = Workload("long-tailed", prompts, group_size, max_tokens, batch, True)
+        own = Workload("the task's own lengths", prompts, group_size, max_tokens, batch, True)
         equal = Workload("equal lengths", prompts[:8], batch // 4, 4 if options.quick else 64, batch, False)
-        for workload in (tailed, equal):
+        for workload in (own, equal):
             policy, its_tokenizer = (model, tokenizer) if workload.ends else (endless, Endless(tokenizer))
             runs = {"slots": _slots(policy, its_tokenizer, workload)}
             runs |= {f"generate, {cache} cache": _generate(policy, workload, cache) for cache in CACHES}
@@ -88,14 +86,11 @@ def main(options: Options) -> int:
 
 def _slots(policy: Any, tokenizer: Any, workload: Workload) -> Run:
     """Decode in slots; returns the number of tokens."""
-    generator = SlotGenerator(workload.batch)
-    generator.start(PolicySpec(policy, tokenizer))
-    generator.load_weights(policy.named_parameters(), 0)
-    controller = RolloutLoop(generator)
+    generator = slots(policy, tokenizer, workload.batch)
     sampling = SamplingParams(max_tokens=workload.max_tokens)
 
     def run() -> int:
-        return controller.collect(workload.prompts, workload.group_size, sampling, seed=0)[1].num_tokens
+        return roll_out(generator, workload.prompts, workload.group_size, sampling)[1].num_tokens
 
     return run
 

@@ -1,21 +1,17 @@
 """Optimizer steps on given groups in a process of its own: how long they take, and how much memory.
 
-Run by the benchmarks of the update phase; prints one line of JSON.
+Run by the benchmarks of the update phase. After a warm-up, and again for each line of its standard input, it takes a
+step and prints a line of JSON.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import logging
-import os
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +19,20 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.report import ROOT, note
-from benchmarks.update_work import SameBatch, Work, floor_flops, save_update_policy
+from benchmarks.processes import CaseProcess, Figures, quiet_trainer, read_case, tell
+from benchmarks.random_policies import TO_UPDATE, random_qwen3, save_random_policy
+from benchmarks.report import note
+from benchmarks.update_work import BatchOnDemand, Work, floor_flops
 from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 
-Figures = dict[str, Any]
+OPTIONS: dict[str, Any] = {"use_reentrant": False}
 TIMED_ROWS = 4  # of TRL's
+System = Literal["lit_grpo", "TRL", "TRL, GPU path of its head"]
+"""On a CPU TRL's head scores prompt tokens too, unless it is made to take its GPU path, which leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,40 @@ class Case:
     """What one process measures.
 
     ``size`` is tokens a micro-batch for lit_grpo, rows a micro-batch for TRL. ``share`` lays completions out behind a
-    common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process.
+    common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how
+    many completions of each group the warm-up has: all, unless told otherwise.
     """
 
-    system: Literal["lit_grpo", "trl"]
+    system: System
     size: int
     work: Work
     policy: str = "34M"
     device: str = "cpu"
-    repeats: int = 1
+    threads: int = 1
     checkpointing: Checkpointing = False
     share: bool = True
     warm: bool = False
+    first: int | None = None
 
 
 class Probe(pl.Callback):
-    """Times the training steps but the first, and notes the peak of memory; ``warm`` leaves the first out of it."""
+    """Times the training steps, and tells after each what was measured; ``warm`` leaves the first out of the peak."""
 
-    def __init__(self, device: str, warm: bool) -> None:
+    def __init__(self, device: str, warm: bool = False) -> None:
         self.peak, self.warm = PeakMemory(torch.device(device)), warm
-        self.device, self.seconds = device, list[float]()
+        self.device, self.layer_runs = device, 0
 
-    def begin(self) -> None:
-        """The process is idle."""
+    def begin(self, model: torch.nn.Module | None = None) -> None:
+        """The process is idle. Runs of the first layer of ``model`` are counted from now on."""
         gc.collect()
         self.idle_gib = self.peak.current_gib()
         self.peak.reset()
+        if model is not None:
+            decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue]
+            decoder.layers[0].register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.layer_runs += 1
 
     def clock(self) -> float:
         """Return the time when the device has finished."""
@@ -73,9 +81,15 @@ class Probe(pl.Callback):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def tell(self, seconds: float) -> None:
+        """Answer with what was measured of a step; the first layer runs twice in it where activations are made anew."""
+        peak_mib = (self.peak.peak_gib() - self.idle_gib) * 1024
+        tell({"seconds": seconds, "peak_mib": peak_mib, "layer_runs": self.layer_runs})
+        self.layer_runs = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Model and optimizer are loaded."""
-        self.begin()
+        self.begin(pl_module.policy)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A step begins."""
@@ -87,40 +101,7 @@ class Probe(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """A step has ended."""
-        self.seconds.append(self.clock() - self.began)
-
-    def figures(self) -> dict[str, Any]:
-        """Return what was measured."""
-        return {"seconds": self.seconds[1:], "peak_mib": (self.peak.peak_gib() - self.idle_gib) * 1024}
-
-
-def run_lit_grpo(case: Case, folder: str) -> dict[str, Any]:
-    """Steps of a real fit."""
-    module = GRPOModule(
-        policy=folder,
-        rewards=[RewardSpec("lit_grpo.rewards.exact_match")],
-        num_generations=max(case.work.group_size, 2),
-        sampling=SamplingParams(max_tokens=case.work.limit),
-        max_tokens_per_micro_batch=case.size,
-        gradient_checkpointing=case.checkpointing,
-        optimizer=partial(torch.optim.AdamW, fused=True),
-    )
-    probe = Probe(case.device, case.warm)
-    callbacks: list[pl.Callback] = [probe] if case.share else [PlainRows(), probe]
-    trainer = pl.Trainer(
-        accelerator="gpu" if case.device == "cuda" else "cpu",
-        devices=1,
-        precision="bf16-mixed" if case.device == "cuda" else "32-true",
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-    )
-    trainer.fit(module, train_dataloaders=SameBatch(case.work, 1 + case.repeats))
-    return probe.figures() | {"floor_tflop": floor_flops(module.policy, case.work) / 1e12}
+        self.tell(self.clock() - self.began)
 
 
 class PlainRows(pl.Callback):
@@ -132,32 +113,62 @@ class PlainRows(pl.Callback):
         pl_module.settings.shares_prefix = False
 
 
-def run_trl(case: Case, folder: str) -> dict[str, Any]:
+def run_lit_grpo(case: Case, folder: str) -> None:
+    """Steps of a real fit."""
+    module = GRPOModule(
+        policy=folder,
+        rewards=[RewardSpec("lit_grpo.rewards.exact_match")],
+        num_generations=max(case.work.group_size, 2),
+        sampling=SamplingParams(max_tokens=case.work.limit),
+        max_tokens_per_micro_batch=case.size,
+        gradient_checkpointing=case.checkpointing,
+        optimizer=partial(torch.optim.AdamW, fused=True),
+    )
+    probe = Probe(case.device, case.warm)
+    precision = "bf16-mixed" if case.device == "cuda" else "32-true"
+    callbacks: list[pl.Callback] = [probe] if case.share else [PlainRows(), probe]
+    trainer = quiet_trainer(case.device, callbacks, precision=precision, max_epochs=1)
+    trainer.fit(module, train_dataloaders=BatchOnDemand(case.work, case.first))
+
+
+def run_trl(case: Case, folder: str) -> None:
     """TRL's own preparation, loss and backward, micro-batch after micro-batch, and AdamW.
 
-    All of TRL's micro-batches are padded to one shape, so the first ``TIMED_ROWS`` rows of a group are timed and the
-    time is scaled to all.
+    All of TRL's micro-batches are padded to one shape, so the first ``TIMED_ROWS`` rows of a group are timed and their
+    loss and backward scaled to all. Its warm-up is one micro-batch. TRL's flag for checkpointing acts in ``train()``
+    alone, so the model is told itself.
     """
+    import trl.trainer.utils as trl_utils
+
+    if case.system != "TRL":
+        trl_utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
     trainer, rows = _trl_trainer(case, folder)
     model: Any = trainer.model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model.train()
-    probe = Probe(case.device, warm=False)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(OPTIONS)
     per_step = trainer.args.steps_per_generation
     timed = min(per_step, max(1, TIMED_ROWS // case.size))
-    probe.begin()
-    for repeat in range(1 + case.repeats):
-        probe.began = probe.clock()
-        for number in range(1 if repeat == 0 else timed):
-            trainer._step = number
-            loss = trainer._compute_loss(model, trainer._prepare_inputs(rows))
+    probe = Probe(case.device)
+
+    def step(number_of: int) -> None:
+        began, computing = probe.clock(), 0.0
+        for trainer._step in range(number_of):
+            inputs = trainer._prepare_inputs(rows)
+            ready = probe.clock()
+            with trainer.compute_loss_context_manager():
+                loss = trainer._compute_loss(model, inputs)
             loss.backward()
-        spent = probe.clock() - probe.began
-        probe.began = probe.clock()
+            computing += probe.clock() - ready
         optimizer.step()
         optimizer.zero_grad()
-        probe.seconds.append(spent * per_step / timed + probe.clock() - probe.began)
-    return probe.figures()
+        probe.tell(probe.clock() - began + computing * (per_step / number_of - 1))
+
+    probe.begin(model)
+    step(1)
+    for _ in iter(sys.stdin.readline, ""):
+        step(timed)
 
 
 def _trl_trainer(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
@@ -176,6 +187,7 @@ def _trl_trainer(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
         bf16=case.device == "cuda",
         report_to=[],
         gradient_checkpointing=bool(case.checkpointing),
+        gradient_checkpointing_kwargs=OPTIONS,
     )
 
     def hand_over(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -202,7 +214,7 @@ def matmul_tflops(device: str) -> float:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     size = 8192 if device == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    probe, best = Probe(device, warm=False), 0.0
+    probe, best = Probe(device), 0.0
     for _ in range(8):
         began = probe.clock()
         left @ right
@@ -210,33 +222,59 @@ def matmul_tflops(device: str) -> float:
     return best
 
 
-def main(argument: str) -> None:
+def main() -> None:
     """Run the case that is given as JSON."""
-    fields = json.loads(argument)
-    case = Case(**(fields | {"work": Work(**fields["work"])}))
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    fields = read_case()
+    fields["work"] = Work(**fields["work"])
+    case = Case(**fields)
+    torch.set_num_threads(case.threads)
     torch.manual_seed(0)
+    sizes = replace(TO_UPDATE[case.policy], vocab_size=case.work.vocab_size)
+    tflop = floor_flops(random_qwen3(sizes, "meta"), case.work) / 1e12
+    tell({"floor_tflop": tflop, "matmul_tflops": matmul_tflops(case.device)})
     with tempfile.TemporaryDirectory() as folder:
-        save_update_policy(Path(folder), case.policy, case.work.vocab_size, case.device)
-        figures = {"lit_grpo": run_lit_grpo, "trl": run_trl}[case.system](case, folder)
-    print(json.dumps(figures | {"matmul_tflops": matmul_tflops(case.device)}))
+        save_random_policy(Path(folder), sizes, case.device)
+        (run_lit_grpo if case.system == "lit_grpo" else run_trl)(case, folder)
 
 
-def measure(case: Case, environment: Mapping[str, str] | None = None) -> Figures:
-    """Run a case in a fresh process and return its figures.
+class Steps:
+    """The steps of a case, taken in a process of its own when they are asked for.
 
     Args:
         case: What to measure.
         environment: Variables of the process beside those of this one.
     """
-    note(f"{case.system}, {case.size} a micro-batch, {case.policy}, {case.work}")
-    command = [sys.executable, "-m", "benchmarks.update_case", json.dumps(asdict(case))]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | (environment or {}), capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"The case {case} failed:\n{run.stderr[-2000:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+
+    def __init__(self, case: Case, environment: Mapping[str, str] | None = None) -> None:
+        note(f"{case.system}, {case.size} a micro-batch, {case.policy}, {case.work}")
+        self.case, self.seconds = case, list[float]()
+        self._process = CaseProcess("benchmarks.update_case", case, environment)
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.__exit__()
+
+    def warm_up(self) -> None:
+        """Wait until the process has done so."""
+        self.figures = self._process.answer() | self._process.answer()
+
+    def take(self) -> None:
+        """Take a step."""
+        self._process.go_on()
+        self.figures |= self._process.answer()
+        self.seconds.append(self.figures["seconds"])
+
+
+def measure(case: Case, repeats: int = 1, environment: Mapping[str, str] | None = None) -> Figures:
+    """Take some steps of a case, one after another; return its figures and all their ``seconds``."""
+    with Steps(case, environment) as steps:
+        steps.warm_up()
+        for _ in range(repeats):
+            steps.take()
+        return steps.figures | {"seconds": steps.seconds}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from benchmarks.report import Claim, Options, Row, finish, parse_options
 from benchmarks.update_case import Case
-from benchmarks.update_vs_trl import QUICK, WORKS, compare, settings
+from benchmarks.update_vs_trl import QUICK, WORKS, Sizes, compare, settings
 
 VOCAB_SIZE = 151_936
-TOKENS = 16_384  # of our micro-batches
+SIZES = Sizes((16_384, 32_768), (8, 16))
 
 
 def main(options: Options) -> int:
@@ -25,20 +25,17 @@ def main(options: Options) -> int:
     """
     if options.device != "cuda" and not options.quick:
         raise ValueError("update_gpu takes --device cuda; on a CPU only --quick.")
-    works = (
-        {"quick": QUICK}
-        if options.quick
-        else {name: replace(work, vocab_size=VOCAB_SIZE) for name, work in WORKS.items()}
-    )
-    policy, trl_rows = ("smallest", (4,)) if options.quick else ("Qwen3-1.7B", (8, 16))
+    policy, sizes, repeats = ("smallest", SIZES.first(), 1) if options.quick else ("Qwen3-1.7B", SIZES, 3)
+    big = {name: replace(work, vocab_size=VOCAB_SIZE) for name, work in WORKS.items()}
+    works = {"quick": QUICK} if options.quick else big
+    case = Case("lit_grpo", 0, next(iter(works.values())), policy, options.device, checkpointing=True)
     rows: list[Row] = []
     claims: list[Claim] = []
     for name, work in works.items():
-        case = Case("lit_grpo", TOKENS, work, policy, options.device, repeats=3, checkpointing=True)
-        more_rows, more_claims = compare(name, case, trl_rows, trl_checkpointing=True)
+        more_rows, more_claims = compare(name, replace(case, work=work), sizes, repeats)
         rows += more_rows
         claims += more_claims
-    return finish("update_gpu", options, settings(works), rows, claims)
+    return finish("update_gpu", options, settings(case, repeats), rows, claims)
 
 
 if __name__ == "__main__":

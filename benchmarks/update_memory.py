@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.group_size_memory import ENVIRONMENT
+from benchmarks.processes import LEAN, LEAN_TEXT
 from benchmarks.report import Claim, Options, Row, finish, parse_options
 from benchmarks.update_case import Case, measure
 from benchmarks.update_work import Work
@@ -32,7 +32,7 @@ def main(options: Options) -> int:
     cases = [Case("lit_grpo", tokens, work, policy, options.device, warm=True) for _, tokens, work in plan]
     workers = 1 if options.device == "cuda" else 2  # each has one thread
     with ThreadPoolExecutor(workers) as pool:
-        figures = list(pool.map(lambda case: measure(case, ENVIRONMENT), cases))
+        figures = list(pool.map(lambda case: measure(case, environment=LEAN), cases))
     rows: list[Row] = [
         {
             "against": name,
@@ -46,7 +46,7 @@ def main(options: Options) -> int:
     ]
     claims = [_flat(name, [float(row["peak_mib"]) for row in rows if row["against"] == name]) for name in series]
     settings: Row = {"policy": f"random Qwen3, {policy}", "prompt + mean completion": _shape(plan[0][2])}
-    settings["environment"] = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    settings["environment"] = LEAN_TEXT
     return finish("update_memory", options, settings, rows, claims)
 
 

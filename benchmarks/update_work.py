@@ -1,13 +1,13 @@
-"""What the benchmarks of the update phase share: groups to learn from, policies, and a count of the work."""
+"""What the benchmarks of the update phase share: groups to learn from, how they are fed, and a count of the work."""
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -74,63 +74,29 @@ class Work:
         return sum(map(sum, self.lengths()))
 
 
-class SameBatch:
-    """A loader that gives the same groups again and again.
+class BatchOnDemand:
+    """A loader that gives a first batch at once, then the same groups again for each line of standard input.
 
     Args:
         work: The groups.
-        number: How many batches.
+        first: How many completions of each group the first batch has, which is smaller where it only warms up.
     """
 
-    def __init__(self, work: Work, number: int) -> None:
-        self.groups, self.number = work.groups(), number
+    def __init__(self, work: Work, first: int | None = None) -> None:
+        self.groups, self.first = work.groups(), first
 
     def __len__(self) -> int:
-        return self.number
+        return 10**6  # more than are asked for; a loader without a length would be asked for the next one early
 
     def __iter__(self) -> Iterator[PromptBatch]:
-        for _ in range(self.number):
-            batch = PromptBatch([group.prompt for group in self.groups])
-            batch.groups = list(self.groups)
-            yield batch
+        yield self._batch([RolloutGroup(group.prompt, group.rollouts[: self.first]) for group in self.groups])
+        for _ in iter(sys.stdin.readline, ""):
+            yield self._batch(list(self.groups))
 
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "34M": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 64},
-    "demo": {"hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "head_dim": 16},
-    "7M": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
-           "num_key_value_heads": 4, "head_dim": 32},
-    "smallest": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                 "num_key_value_heads": 2, "head_dim": 16},
-    "Qwen3-1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "head_dim": 128},
-}  # fmt: skip
-"""Qwen3 of these sizes, with random weights and tied embeddings."""
-
-
-def save_update_policy(folder: Path, size: str, vocab_size: int, device: str = "cpu") -> None:
-    """Save a random Qwen3 with a tokenizer that knows sixteen of its tokens."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from lit_grpo.policy.tiny import EOS, PAD, make_tokenizer
-
-    tokenizer = make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.get_vocab()[EOS],
-        pad_token_id=tokenizer.get_vocab()[PAD],
-        **POLICIES[size],
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    def _batch(self, groups: list[RolloutGroup]) -> PromptBatch:
+        batch = PromptBatch([group.prompt for group in groups])
+        batch.groups = groups
+        return batch
 
 
 def floor_flops(policy: PreTrainedModel, work: Work) -> float:

@@ -4,6 +4,10 @@ vLLM's own order is all requests of a batch handed over at once, first come, fir
 and learns lengths from what vLLM puts out, tokens and log-probs, and from earlier epochs, as in training. Two workloads
 of several epochs: ``per_prompt``, completions ended at made-up lengths (a prompt's are alike, in every epoch), and
 ``demo``, the demo's policy before its training, which answers the same exercise now at once and now in full.
+
+What an order gains depends on the lengths, so ``per_prompt`` is drawn from several seeds, and figures are means over
+them, with their spread. The last epoch is simulated too, from many more seeds: first come beside ``short_last`` with
+the prompt's mean over the earlier epochs as estimate.
 """
 
 from __future__ import annotations
@@ -11,24 +15,25 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load
-from lit_grpo.policy.spec import PolicySpec
+from benchmarks.rollouts import KnownLengths, replayed, roll_out
+from benchmarks.workloads import arithmetic_prompts, by_key, load
 from lit_grpo.policy.weights import PolicyWeights
-from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.bounds import slot_bound
+from lit_grpo.scheduling.jobs import NoLengths
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
-from lit_grpo.scheduling.replay.traces import synthetic_lengths
+from lit_grpo.scheduling.replay.traces import Trace, synthetic_lengths
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
 POINTS = (0, 8, 32, 64)
+LEAST_OVER_FEWEST, LEAST_RATIO = 1.25, 1.15
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,14 @@ class Sizes:
     slots: int = 48
     epochs: int = 5
     max_tokens: int = 192
+    seeds: int = 4
+    simulated_seeds: int = 40
+
+    def lengths(self, seed: int) -> np.ndarray:
+        """Return the lengths of ``per_prompt``, shape (prompts, epochs, group): a prompt's median stays."""
+        shape = self.batches * self.prompts, self.epochs * self.group
+        lengths = synthetic_lengths("per_prompt", *shape, self.max_tokens, np.random.default_rng(seed))
+        return lengths.reshape(-1, self.epochs, self.group)
 
 
 @dataclass
@@ -50,6 +63,22 @@ class Order:
     steps: int
     seconds: float
     tokens: dict[Key, list[int]] = field(repr=False)
+
+
+@dataclass
+class Epoch:
+    """What both orders took for all batches of an epoch, and the fewest steps that are possible."""
+
+    fewest: int = 0
+    own_steps: int = 0
+    our_steps: int = 0
+    own_s: float = 0.0
+    our_s: float = 0.0
+
+    @property
+    def steps_ratio(self) -> float:
+        """How many times as many steps as ours vLLM's own order takes."""
+        return self.own_steps / self.our_steps
 
 
 class ForcedEngine(VLLMGenerator):
@@ -65,58 +94,72 @@ class ForcedEngine(VLLMGenerator):
 
 
 def main(options: Options) -> int:
-    """Sample each batch of each epoch by both orders, and compare."""
-    sizes = Sizes(1, 2, 2, 2, 2, 16) if options.quick else Sizes()
+    """Sample each batch of each epoch by both orders, seed after seed, and compare."""
+    sizes = Sizes(1, 2, 2, 2, 2, 16, seeds=2, simulated_seeds=2) if options.quick else Sizes()
     policy, tokenizer = load(options.policy or "tiny", options.device)
     generator = ForcedEngine(sizes.slots, engine_args={"max_model_len": 256, "block_size": 32})
     generator.feature_points = tuple(point for point in POINTS if point < sizes.max_tokens)
-    generator.start(PolicySpec(policy, tokenizer))
+    generator.start(policy, tokenizer)
     prompts = arithmetic_prompts(tokenizer, sizes.batches * sizes.prompts)
     sampling = SamplingParams(max_tokens=sizes.max_tokens)
     _own_queue(generator, policy, prompts[:2], 2, sampling)  # the kernels' first time
-    rows: list[Row] = []
-    for name, lengths in (("demo", {}), ("per_prompt", _forced(prompts, sizes))):
-        generator.lengths = lengths
-        rows += _measure(name, generator, policy, prompts, sizes, sampling)
-    last: Any = rows[-1]
-    claims = [
-        Claim("per_prompt, last epoch: vLLM's first come over the fewest steps", last["own_over_bound"], ">=", 1.3),
-        Claim("per_prompt, last epoch: vLLM's first come over our plan, in steps", last["steps_ratio"], ">=", 1.15),
+    runs: dict[str, list[list[Epoch]]] = {"demo": [_measure(generator, policy, prompts, sizes)], "per_prompt": []}
+    for seed in range(sizes.seeds):
+        note(f"per_prompt, seed {seed}")
+        generator.lengths = _by_key(prompts, sizes.lengths(seed))
+        runs["per_prompt"].append(_measure(generator, policy, prompts, sizes))
+    rows = [
+        _row(name, epoch, [run[epoch] for run in repeated])
+        for name, repeated in runs.items()
+        for epoch in range(sizes.epochs)
     ]
+    last = [run[-1] for run in runs["per_prompt"]]
+    simulated = [_simulated(prompts, sizes, seed) for seed in range(sizes.simulated_seeds)]
+    rows.append(_row("per_prompt, simulated", sizes.epochs - 1, simulated))
+    claims = [*_claims("measured", last), *_claims("simulated", simulated)]
     settings: Row = {"slots": sizes.slots, "prompts": sizes.prompts, "group_size": sizes.group, "plan": "short_last"}
     return finish("vllm_plan", options, settings, rows, claims)
 
 
-def _forced(prompts: list[Prompt], sizes: Sizes) -> dict[Key, int]:
-    """Lengths of all completions of all epochs: a prompt's median stays, what is around it is drawn anew.
-
-    The seed is of a trace on which first come takes at least 1.3 times the fewest steps.
-    """
-    shape = len(prompts), sizes.epochs * sizes.group
-    lengths = synthetic_lengths("per_prompt", *shape, sizes.max_tokens, np.random.default_rng(1))
-    return {
-        (prompt.prompt_id, epoch, (sample,)): int(lengths[row, epoch * sizes.group + sample])
-        for row, prompt in enumerate(prompts)
-        for epoch in range(sizes.epochs)
-        for sample in range(sizes.group)
-    }
+def _by_key(prompts: Sequence[Prompt], lengths: np.ndarray) -> dict[Key, int]:
+    """Return the lengths of all epochs by the key of their completions."""
+    visits = [by_key([replace(p, visit=e) for p in prompts], lengths[:, e]) for e in range(lengths.shape[1])]
+    return {key: length for visit in visits for key, length in visit.items()}
 
 
-def _measure(
-    name: str, generator: VLLMGenerator, policy: Any, prompts: list[Prompt], sizes: Sizes, sampling: SamplingParams
-) -> list[Row]:
+def _simulated(prompts: Sequence[Prompt], sizes: Sizes, seed: int) -> Epoch:
+    """Both orders in the last epoch, without an engine."""
+    lengths, epoch = sizes.lengths(seed), Epoch()
+    for first in range(0, len(prompts), sizes.prompts):
+        part = slice(first, first + sizes.prompts)
+        tokens = lengths[part, -1]
+        numbers = np.repeat(np.arange(len(tokens)), sizes.group)
+        prompt_tokens = np.array([len(prompt.token_ids) for prompt in prompts[part]])[numbers]
+        limits = np.full(tokens.size, sizes.max_tokens)
+        trace = Trace("per_prompt", list(by_key(prompts[part], tokens)), numbers, prompt_tokens, tokens.ravel(), limits)
+        known = KnownLengths(trace.jobs, lengths[part, :-1].mean((1, 2))[numbers])
+        epoch.fewest += slot_bound(trace.lengths, sizes.slots)
+        epoch.own_steps += replayed(trace, "fcfs", sizes.slots, NoLengths()).steps
+        epoch.our_steps += replayed(trace, "short_last", sizes.slots, known).steps
+    return epoch
+
+
+def _measure(generator: VLLMGenerator, policy: Any, prompts: list[Prompt], sizes: Sizes) -> list[Epoch]:
+    """Sample all epochs by both orders."""
     predictor = LengthPredictor(generator.feature_points, num_scalars=2, max_tokens=sizes.max_tokens)
-    figures: dict[int, list[tuple[Order, Order, int]]] = defaultdict(list)
-    for epoch in range(sizes.epochs):
+    sampling = SamplingParams(max_tokens=sizes.max_tokens)
+    epochs = [Epoch() for _ in range(sizes.epochs)]
+    for number, epoch in enumerate(epochs):
         for first in range(0, len(prompts), sizes.prompts):
-            batch = [replace(prompt, visit=epoch) for prompt in prompts[first : first + sizes.prompts]]
+            batch = [replace(prompt, visit=number) for prompt in prompts[first : first + sizes.prompts]]
             own = _own_queue(generator, policy, batch, sizes.group, sampling)
             ours = _planned(generator, policy, predictor, batch, sizes.group, sampling)
             assert own.tokens == ours.tokens, "both orders must sample the same"
-            bound = slot_bound(np.array([len(ids) for ids in own.tokens.values()]), sizes.slots)
-            note(f"{name}, epoch {epoch}: fewest {bound}, own {own}, ours {ours}")
-            figures[epoch].append((own, ours, bound))
-    return [_row(name, epoch, batches) for epoch, batches in figures.items()]
+            epoch.fewest += slot_bound(np.array([len(ids) for ids in own.tokens.values()]), sizes.slots)
+            epoch.own_steps, epoch.our_steps = epoch.own_steps + own.steps, epoch.our_steps + ours.steps
+            epoch.own_s, epoch.our_s = epoch.own_s + own.seconds, epoch.our_s + ours.seconds
+        note(f"epoch {number}: {epoch}")
+    return epochs
 
 
 def _own_queue(
@@ -145,26 +188,42 @@ def _planned(
 ) -> Order:
     """As in training."""
     generator.load_weights(PolicyWeights(policy), 0)
-    controller = RolloutLoop(generator, plan="short_last", lengths=predictor)
-    groups, stats = controller.collect(prompts, group_size, sampling, seed=0)
+    groups, stats = roll_out(generator, prompts, group_size, sampling, "short_last", predictor)
     tokens = {r.completion.request.key: r.completion.token_ids_T.tolist() for g in groups for r in g.rollouts}
     return Order(stats.num_steps, stats.rollout_s, tokens)
 
 
-def _row(name: str, epoch: int, batches: list[tuple[Order, Order, int]]) -> Row:
-    own, ours = sum(own.steps for own, _, _ in batches), sum(ours.steps for _, ours, _ in batches)
-    bound = sum(bound for _, _, bound in batches)
-    return {
+def _row(name: str, epoch: int, seeds: Sequence[Epoch]) -> Row:
+    """Means over seeds, and the spread of what the order gains."""
+    ratios = [one.steps_ratio for one in seeds]
+    row: Row = {
         "workload": name,
         "epoch": epoch,
-        "fewest": bound,
-        "own_steps": own,
-        "our_steps": ours,
-        "own_over_bound": own / bound,
-        "our_over_bound": ours / bound,
-        "steps_ratio": own / ours,
-        "time_ratio": statistics.median(first.seconds / second.seconds for first, second, _ in batches),
+        "seeds": len(seeds),
+        "own_over_fewest": _mean_over_fewest(seeds),
+        "our_over_fewest": statistics.fmean(one.our_steps / one.fewest for one in seeds),
+        "steps_ratio": statistics.fmean(ratios),
+        "steps_ratio_sd": statistics.pstdev(ratios),
+        "steps_ratio_least": min(ratios),
+        "steps_ratio_most": max(ratios),
     }
+    if all(one.our_s for one in seeds):
+        row["time_ratio"] = statistics.fmean(one.own_s / one.our_s for one in seeds)
+    return row
+
+
+def _mean_over_fewest(seeds: Sequence[Epoch]) -> float:
+    return statistics.fmean(one.own_steps / one.fewest for one in seeds)
+
+
+def _claims(how: str, seeds: Sequence[Epoch]) -> list[Claim]:
+    """What holds of the mean over seeds, in the last epoch of ``per_prompt``."""
+    where = f"per_prompt, last epoch, {how}, mean over {len(seeds)} seeds"
+    ratio = statistics.fmean(one.steps_ratio for one in seeds)
+    return [
+        Claim(f"{where}: vLLM's first come over the fewest steps", _mean_over_fewest(seeds), ">=", LEAST_OVER_FEWEST),
+        Claim(f"{where}: vLLM's first come over our plan, in steps", ratio, ">=", LEAST_RATIO),
+    ]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.random_policies import Sizes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import load
 from lit_grpo.policy.spec import PolicySpec
@@ -29,12 +30,12 @@ KV = {"kv_cache_memory_bytes": 64 * 2**20}
 def main(options: Options) -> int:
     """Measure both."""
     _, tokenizer = load(options.policy or "tiny", options.device)
-    sizes = {"hidden_size": 64, "layers": 2} if options.quick else {"hidden_size": 768, "layers": 12}
-    policy = _policy(**sizes, dtype=torch.float32, device=options.device)
+    sizes = Sizes(2, 64, 256, 1, 1, 64) if options.quick else Sizes(12, 768, 3072, 12, 6, 64)
+    policy = random_qwen3(sizes, options.device)
     num_parameters = sum(parameter.numel() for parameter in policy.parameters())
     syncs, copies = _in_process(policy, tokenizer, repeats=2 if options.quick else 9)
     ratio = statistics.median(sync / copy for sync, copy in zip(syncs, copies, strict=True))
-    low = _policy(**sizes, dtype=torch.bfloat16, device=options.device)
+    low = random_qwen3(sizes, options.device, torch.bfloat16)
     share, bytes_share = _as_changes(low, tokenizer)
     rows: list[Row] = [
         {"case": "in process", "s": statistics.median(syncs), "copy_s": statistics.median(copies), "ratio": ratio},
@@ -45,26 +46,6 @@ def main(options: Options) -> int:
         Claim("bytes of a sync of changes over those of all weights", bytes_share, "<=", 0.5),
     ]
     return finish("weight_sync", options, {"parameters": num_parameters}, rows, claims)
-
-
-def _policy(hidden_size: int, layers: int, dtype: torch.dtype, device: str) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=max(hidden_size // 64, 1),
-        num_key_value_heads=max(hidden_size // 128, 1),
-        head_dim=64,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).to(device, dtype)  # pyright: ignore[reportArgumentType]
 
 
 def _in_process(policy: Any, tokenizer: Any, repeats: int) -> tuple[list[float], list[float]]:

@@ -1,14 +1,17 @@
-"""Prompts and rewards that several benchmarks share, so that they mean the same thing."""
+"""Prompts, lengths and rewards that several benchmarks share, so that they mean the same thing."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lit_grpo.data.arithmetic import ArithmeticRows
 from lit_grpo.data.sources import RowSource
-from lit_grpo.types import Prompt
+from lit_grpo.scheduling.replay.traces import synthetic_lengths
+from lit_grpo.types import Key, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +20,7 @@ NOISE_REWARD = "benchmarks.workloads.noise_reward"
 
 
 def arithmetic_rows(num_prompts: int) -> ArithmeticRows:
-    """The demo's exercises. Workings are long-tailed: most are short, and a few are ten times as long."""
+    """The demo's exercises. Most workings are short, and a few are ten times as long."""
     return ArithmeticRows(num_rows=num_prompts)
 
 
@@ -44,6 +47,24 @@ def arithmetic_prompts(
     """The demo's exercises, or other rows, tokenised as in training."""
     texts = [str(row["prompt"]) for row in (rows or arithmetic_rows(num_prompts)).rows()]
     return [Prompt(f"train/{number}", tuple(tokenizer.encode(text)), text) for number, text in enumerate(texts)]
+
+
+def long_tailed(prompts: Sequence[Prompt], group_size: int, limit: int) -> dict[Key, int]:
+    """Return the long-tailed lengths of all benchmarks: log-normal, with a median of 0.12 of the limit.
+
+    Their logarithm has a spread of 1. About one in sixty would pass the limit, and ends there.
+    """
+    rng = np.random.default_rng(0)
+    return by_key(prompts, synthetic_lengths("lognormal_heavy", len(prompts), group_size, limit, rng))
+
+
+def by_key(prompts: Sequence[Prompt], lengths: np.ndarray) -> dict[Key, int]:
+    """Return lengths, shape (prompts, group), by the key of their completions."""
+    return {
+        (prompt.prompt_id, prompt.visit, (sample,)): length
+        for prompt, group in zip(prompts, lengths.tolist(), strict=True)
+        for sample, length in enumerate(group)
+    }
 
 
 def noise_reward(completion: str) -> float:

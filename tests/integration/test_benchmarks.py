@@ -14,8 +14,11 @@ from quick_runs import check_result, run_quick
 
 from benchmarks import report
 from benchmarks.report import Claim, Options, finish, parse_options
+from benchmarks.vllm_plan import Sizes, _simulated
+from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.types import Prompt
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +39,7 @@ def test_group_size_memory_measures_every_case_in_both_phases(tmp_path: Path) ->
 def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder: Path) -> None:
     result, _ = run_quick("slots_vs_generate", tmp_path / "result.json", "--policy", str(policy_folder))
     check_result(result, "slots_vs_generate")
-    assert [row["workload"] for row in result["rows"]] == ["long-tailed"] * 3 + ["equal lengths"] * 3
+    assert [row["workload"] for row in result["rows"]] == ["the task's own lengths"] * 3 + ["equal lengths"] * 3
     slots = [row for row in result["rows"] if row["system"] == "slots"]
     assert len(slots) == 2
     assert all(0 < row["forward_share"] < 1 for row in slots)
@@ -110,15 +113,48 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     assert set(PLANS) - {"full_group"} <= measured
 
 
+def test_kv_memory_tells_what_is_allocated_for_long_tailed_lengths_from_what_is_used(tmp_path: Path) -> None:
+    result, _ = run_quick("kv_memory", tmp_path / "result.json")
+    check_result(result, "kv_memory")
+    tailed = [row for row in result["rows"] if row["lengths"] == "long-tailed"]
+    assert [(row["G"], row["limit"]) for row in tailed] == [(8, 64), (16, 64)]
+    for row in result["rows"]:
+        assert row["allocated_tokens"] >= row["used_tokens"] > row["prompt"]
+        assert row["kv_mib"] >= row["used_mib"] > 0
+    (claim,) = [claim for claim in result["claims"] if "long-tailed" in claim["text"]]
+    assert claim["value"] == max(row["allocated_tokens"] / row["used_tokens"] for row in tailed)
+
+
+def test_long_tailed_means_the_same_in_all_benchmarks() -> None:
+    lengths = long_tailed([Prompt("train/0", (2,), "")], 256, 1024)
+    assert lengths["train/0", 0, (0,)] == 139
+    assert max(lengths.values()) == 1024 and sum(length < 123 for length in lengths.values()) in range(115, 141)
+
+
+def test_vllm_plan_tells_mean_and_spread_of_several_seeds(tmp_path: Path) -> None:
+    result, _ = run_quick("vllm_plan", tmp_path / "result.json")
+    check_result(result, "vllm_plan")
+    assert [(row["workload"], row["epoch"], row["seeds"]) for row in result["rows"]] == [
+        ("demo", 0, 1), ("demo", 1, 1), ("per_prompt", 0, 2), ("per_prompt", 1, 2), ("per_prompt, simulated", 1, 2)
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["steps_ratio_least"] <= row["steps_ratio"] <= row["steps_ratio_most"]
+    assert ["mean over 2 seeds" in claim["text"] for claim in result["claims"]] == [True] * 4
+
+
+def test_the_simulation_of_vllm_plan_gives_the_steps_of_the_engine() -> None:
+    prompts = [Prompt(f"train/{number}", (2, 3), "") for number in range(24)]
+    epoch = _simulated(prompts, Sizes(), seed=1)
+    assert (epoch.fewest, epoch.own_steps) == (292, 425)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "decode_throughput",
         "decode_efficiency",
-        "kv_memory",
         "length_prediction",
         "decode_gpu",
-        "vllm_plan",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

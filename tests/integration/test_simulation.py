@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import random_policy
 
-from benchmarks.forced_lengths import ForcedGenerator
+from benchmarks.rollouts import ForcedGenerator
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop

@@ -1,0 +1,109 @@
+"""How benchmarks decode and simulate: the one place that knows how a rollout is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
+from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
+from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
+from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.generator import Generator
+    from lit_grpo.rollout.slots.rows import TokenRows
+    from lit_grpo.rollout.stats import RolloutStats
+    from lit_grpo.scheduling.replay.traces import Trace
+
+__all__ = ["ForetoldLengths", "KnownLengths", "kv_tokens", "lengths_of", "replayed", "roll_out", "slots"]
+
+
+class ForcedGenerator(SlotGenerator):
+    """SlotGenerator whose completions end after a given number of tokens, whatever is sampled.
+
+    Args:
+        lengths: The tokens of each completion.
+        num_slots: As in SlotGenerator.
+    """
+
+    def __init__(self, lengths: dict[Key, int], num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.lengths = lengths
+
+    def _stopped(self, rows: TokenRows, tokens_B: np.ndarray) -> np.ndarray:
+        ends_B = np.array([self.lengths[request.key] for request in rows.requests])
+        return rows.counts_B >= ends_B
+
+
+class ForetoldLengths(NoLengths):
+    """Estimates that are given beforehand."""
+
+    informative = True
+
+    def __init__(self, expected: dict[Key, float]) -> None:
+        self.expected = expected
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        """Return the estimates."""
+        return np.array([self.expected[job.key] for job in jobs])
+
+
+def slots(
+    policy: Any,
+    tokenizer: Any,
+    num_slots: int,
+    lengths: dict[Key, int] | None = None,
+    feature_points: tuple[int, ...] = (),
+) -> SlotGenerator:
+    """Return a SlotGenerator that holds the policy's weights.
+
+    Args:
+        policy: Decodes.
+        tokenizer: Its tokenizer.
+        num_slots: As in SlotGenerator.
+        lengths: The tokens after which each completion ends, whatever is sampled; by default its policy decides.
+        feature_points: As in SlotGenerator.
+    """
+    generator = SlotGenerator(num_slots) if lengths is None else ForcedGenerator(lengths, num_slots)
+    generator.feature_points = feature_points
+    generator.start(PolicySpec(policy, tokenizer))
+    generator.load_weights(policy.named_parameters(), 0)
+    return generator
+
+
+def roll_out(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: SamplingParams,
+    plan: str = "fcfs",
+    lengths: LearntLengths | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> tuple[list[RolloutGroup], RolloutStats]:
+    """Sample ``group_size`` completions of each prompt with a generator that is ready; return groups and statistics.
+
+    ``on_step`` is called after each step with its number of tokens.
+    """
+    listeners = [] if on_step is None else [Stepped(on_step)]
+    loop = RolloutLoop(generator, plan=plan, lengths=lengths, listeners=listeners)
+    return loop.collect(prompts, group_size, sampling, seed=0)
+
+
+def kv_tokens(generator: SlotGenerator) -> tuple[int, int]:
+    """Return the KV tokens that there is memory for at this moment, and those in it that are read: the used ones."""
+    rows = generator._rows
+    if not rows:
+        return generator.capacity().kv_tokens_in_use, 0
+    prompts = {request.key[:2]: len(request.prompt.token_ids) for request in rows.requests}
+    return generator.capacity().kv_tokens_in_use, int(rows.counts_B.sum()) + sum(prompts.values())
+
+
+def replayed(trace: Trace, plan: str, num_slots: int, lengths: LearntLengths, kv_tokens: int | None = None) -> Schedule:
+    """Decode a trace by a plan in a simulation: slots, KV tokens that limit what is in them, and no model."""
+    return simulate(trace, plan, Engine(num_slots, kv_tokens), lengths)
