@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from lit_grpo.rollout.sampling import to_device
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.shelves import KVShape, Shelf, ShelfReader
 from lit_grpo.rollout.slots.writers import CompletionWriter, PromptWriter, Stretch
@@ -104,7 +105,7 @@ class SlotCache:
         return CompletionWriter(Stretch(self._prompt_shelves[room], entry, length), pieces)
 
     def remove(self, row: int) -> int:
-        """Free a row: the last one takes its place. Returns the number that the moved row had."""
+        """Free a row, and with the last one all memory: the last one takes its place. Returns the number it had."""
         last = self.num_rows - 1
         for piece, entry in enumerate(self._entries_of[row]):
             moved_entry = self._pieces[piece].remove(entry)
@@ -119,6 +120,8 @@ class SlotCache:
                 self._rows_of[piece][entry] = row
         del self._entries_of[last], self._prompt_of[last]
         self._readers = None
+        if not last:
+            self.tighten()
         return last
 
     def _extend(self, piece: int, rows: Sequence[int]) -> None:
@@ -168,7 +171,7 @@ class SlotCache:
             assert self._readers is not None
             for reader in self._readers:
                 reader.aim(counts_B)
-            self._positions_B = torch.from_numpy(counts_B).to(self.shape.device)
+            self._positions_B = to_device(counts_B, self.shape.device)
             self._masks.clear()
         else:
             for reader in self._readers:
@@ -188,16 +191,14 @@ class SlotCache:
             reader.write(layer, key, value)
         scores = torch.cat([reader.scores(layer, query) for reader in self._readers], -1)
         scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
-        mask = self._mask(inputs.window)
-        out = scores if scores.dtype == mask.dtype else None
-        scores = torch.add(mask, scores, alpha=inputs.scaling, out=out)  # in float32
+        torch.add(self._mask(inputs.window), scores, alpha=inputs.scaling, out=scores)
         weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
         first, *others = self._readers
         of_first, *of_others = weights.split([reader.width for reader in self._readers], -1)
         output = first.mix(layer, of_first)
         for reader, its_weights in zip(others, of_others, strict=True):
             reader.add_mix(layer, its_weights, output)
-        return output.view(rows, heads, 1, size)
+        return output.to(query.dtype).view(rows, heads, 1, size)
 
     def _read_anew(self, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
@@ -224,10 +225,10 @@ class SlotCache:
                 self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
                 prompt_columns.append(np.arange(room))
                 valid.append((prompt_columns[-1] < lengths[:, None]) & member_B[:, None])
-        self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)
-        self._prompt_lengths_B = torch.from_numpy(lengths).to(device)
+        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), device)
+        self._prompt_lengths_B = to_device(lengths, device)
         self._completion_L = torch.arange(width, device=device)
-        self._prompt_L = torch.from_numpy(np.concatenate(prompt_columns)).to(device)
+        self._prompt_L = to_device(np.concatenate(prompt_columns), device)
 
     def _see_next(self) -> None:
         """Let each row attend to one position more; what slides is computed anew."""
@@ -245,6 +246,6 @@ class SlotCache:
                 prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
                 absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
                 valid_BL &= lengths_B1 + positions_B1 - absolute_BL < window
-            mask_BL = torch.zeros(valid_BL.shape, device=valid_BL.device).masked_fill_(~valid_BL, -torch.inf)
-            self._masks[window] = mask_BL[:, None, None]
+            mask_BL = torch.zeros(valid_BL.shape, dtype=torch.float32, device=valid_BL.device)
+            self._masks[window] = mask_BL.masked_fill_(~valid_BL, -torch.inf)[:, None, None]
         return self._masks[window]
