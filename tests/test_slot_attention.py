@@ -65,3 +65,25 @@ def test_its_mask_is_in_float32_whatever_the_default_dtype() -> None:
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(output, expected)
+
+
+def test_a_new_layout_goes_to_the_device_in_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, original = [], torch.from_numpy
+
+    def count(array: np.ndarray) -> torch.Tensor:
+        copies.append(array.shape)
+        return original(array)
+
+    monkeypatch.setattr(torch, "from_numpy", count)
+    cache = SlotCache(KVShape(1, KV_HEADS, SIZE, torch.float32, CPU), TOKENS, ROWS)
+    for prompt, length in ("one", 20), ("other", PROMPT):
+        cache.write_prompts([prompt], [length])
+    cache.admit(["one", "other", "one", "other"])
+    for tokens, num_copies in ([0, 0, 0, 0], 2), ([1, 1, 1, 1], 0), ([64, 64, 64, 64], 2):  # the second pieces begin
+        copies.clear()
+        cache.prepare(np.array(tokens))
+        assert len(copies) == num_copies
+    cache.remove(1)
+    copies.clear()
+    cache.prepare(np.array([65, 65, 65]))
+    assert len(copies) == 2

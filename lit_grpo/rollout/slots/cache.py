@@ -8,6 +8,7 @@ read, and a decode step is a few batched matrix products over contiguous memory:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -167,12 +168,7 @@ class SlotCache:
                 self._extend(piece, entering.tolist())
         longest = int(counts_B.max()) + 1
         if self._readers is None or longest > len(self._completion_L):
-            self._read_anew(longest)
-            assert self._readers is not None
-            for reader in self._readers:
-                reader.aim(counts_B)
-            self._positions_B = to_device(counts_B, self.shape.device)
-            self._masks.clear()
+            self._read_anew(counts_B, longest)
         else:
             for reader in self._readers:
                 reader.advance()
@@ -200,35 +196,42 @@ class SlotCache:
             reader.add_mix(layer, its_weights, output)
         return output.to(query.dtype).view(rows, heads, 1, size)
 
-    def _read_anew(self, longest: int) -> None:
+    def _read_anew(self, counts_B: np.ndarray, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
         Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
 
         Args:
+            counts_B: As in ``prepare``.
             longest: The tokens of the longest completion, the next one included; little more is read of any.
         """
-        device = self.shape.device
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
-        self._readers, valid = [], []
+        self._readers = []
         for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
             if rows_of:
                 entries = np.full(self.num_rows, -1)
                 entries[rows_of] = np.arange(len(rows_of))
                 its_width = min(shelf.num_tokens, width - start)
-                self._readers.append(ShelfReader(shelf, entries, its_width, start))
+                self._readers.append(ShelfReader(shelf, entries, its_width, counts_B - start))
         width = min(width, self.max_tokens)
-        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
-        prompt_columns = []
+        places = chain.from_iterable(self._prompts[prompt] for prompt in self._prompt_of)
+        rooms, entries, lengths = np.fromiter(places, np.int64, 3 * self.num_rows).reshape(-1, 3).T
+        columns, valid = [], []
         for room, shelf in self._prompt_shelves.items():
             if (member_B := rooms == room).any():
                 self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
-                prompt_columns.append(np.arange(room))
-                valid.append((prompt_columns[-1] < lengths[:, None]) & member_B[:, None])
-        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), device)
-        self._prompt_lengths_B = to_device(lengths, device)
-        self._completion_L = torch.arange(width, device=device)
-        self._prompt_L = to_device(np.concatenate(prompt_columns), device)
+                columns.append(np.arange(room))
+                valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
+        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), self.shape.device)
+        layouts = [part for reader in self._readers for part in reader.layout.values()]
+        arrays = [counts_B, lengths, np.concatenate(columns), *layouts]
+        whole = to_device(np.concatenate(arrays, None), self.shape.device)  # each copy takes a launch
+        parts = iter(whole.split([array.size for array in arrays]))
+        self._positions_B, self._prompt_lengths_B, self._prompt_L = next(parts), next(parts), next(parts)
+        for reader in self._readers:
+            reader.settle(parts)
+        self._completion_L = torch.arange(width, device=self.shape.device)
+        self._masks.clear()
 
     def _see_next(self) -> None:
         """Let each row attend to one position more; what slides is computed anew."""
