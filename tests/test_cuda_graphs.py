@@ -31,6 +31,7 @@ class Recorder:
         self.num_replays = 0
 
     def __call__(self, part: Part) -> Part:
+        assert not torch.is_autocast_cache_enabled()
         self.recorded.append(part)
         part()
         part()
@@ -82,6 +83,21 @@ def test_a_rollout_from_recordings_samples_the_same(policy_folder: Path) -> None
     assert num_recorded % NUM_PARTS == 0 and num_replays > 10 * num_recorded > 0
     check_same(sample(generator), expected)  # a second rollout records nothing
     assert len(recorder.recorded) == num_recorded and recorder.num_replays == 2 * num_replays
+
+
+def test_under_autocast_recordings_sample_the_same_and_without_it_they_are_made_anew(policy_folder: Path) -> None:
+    policy, recorder = random_policy(), Recorder()
+    generator = make(policy, policy_folder, 11, recorder)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = sample(make(policy, policy_folder, 11, None))
+        check_same(sample(generator), lowered)
+        assert torch.is_autocast_cache_enabled()
+    num_recorded = len(recorder.recorded)
+    assert recorder.num_replays > 10 * num_recorded > 0
+    exact = sample(make(policy, policy_folder, 11, None))
+    assert exact != lowered
+    check_same(sample(generator), exact)
+    assert len(recorder.recorded) > num_recorded
 
 
 def test_weights_that_are_updated_in_place_are_seen_without_recording_anew(policy_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import transformers as tf
 from conftest import random_policy
 
-from lit_grpo.rollout.slots.binding import check_slot_support
+from lit_grpo.policy.loading import hidden_states
+from lit_grpo.rollout.slots.attention import use_slot_attention
+from lit_grpo.rollout.slots.binding import _NUM_TOKENS, _decode, check_slot_support
 from lit_grpo.rollout.slots.fused import FusedDecoder
 
 SIZES: dict[str, Any] = {
@@ -32,6 +35,22 @@ def make(family: str) -> Any:
 @pytest.mark.parametrize("family", TAKEN)
 def test_it_is_taken_for_decoders_built_like_llama(family: str) -> None:
     assert isinstance(check_slot_support(make(family))[1], FusedDecoder)
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_under_autocast_it_computes_what_the_model_does(family: str) -> None:
+    model = make(family)
+    shape, fused = check_slot_support(model)
+    input_ids_BT = torch.arange(_NUM_TOKENS)[None]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = hidden_states(model, input_ids_BT)[0, -1]
+        before = use_slot_attention(model)
+        lowered = replace(shape, dtype=torch.bfloat16)
+        own, actual = (_decode(model, input_ids_BT, lowered, short) for short in (None, fused))
+        model.set_attn_implementation(before)
+    assert torch.equal(actual, own)
+    assert actual.dtype == torch.float32  # between the layers
+    assert float((actual - expected).norm() / expected.norm()) < 0.02
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -10,23 +10,23 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.rollout.slots import memory as memory_budget
-from lit_grpo.rollout.slots.memory import free_bytes, kv_budget_tokens, update_bytes
+from lit_grpo.rollout.slots.memory import free_bytes, kv_budget_bytes, update_bytes
 from lit_grpo.scheduling.budget import MemoryBudget
 
 
 def test_an_amount_is_taken_as_it_is_and_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2**30)
     policy: Any = random_policy()
-    assert kv_budget_tokens(MemoryBudget("1MiB"), policy, 1000) == 2**20 // 1000
-    assert kv_budget_tokens(MemoryBudget("25%"), policy, 1000) == 2**28 // 1000
+    assert kv_budget_bytes(MemoryBudget("1MiB"), policy) == 2**20
+    assert kv_budget_bytes(MemoryBudget("25%"), policy) == 2**28
 
 
 def test_auto_leaves_what_the_update_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2**30)
     policy: Any = random_policy()
-    trained = kv_budget_tokens(MemoryBudget("auto"), policy, 1)
+    trained = kv_budget_bytes(MemoryBudget("auto"), policy)
     policy.requires_grad_(False)
-    frozen = kv_budget_tokens(MemoryBudget("auto"), policy, 1)
+    frozen = kv_budget_bytes(MemoryBudget("auto"), policy)
     assert trained < frozen <= 2**30
 
 

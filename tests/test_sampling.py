@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lit_grpo.rollout.sampling import request_key, sample_tokens, truncate, uniform
+from lit_grpo.rollout.sampling import request_key, sample_tokens, to_host, truncate, uniform
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 MASK_64 = (1 << 64) - 1
@@ -205,6 +205,14 @@ def test_impossible_tokens_at_either_end_are_never_picked() -> None:
 def test_the_extreme_random_numbers_pick_possible_tokens_too(number: float, token: int) -> None:
     logits_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     assert sample_tokens(logits_BV, SamplingParams(), np.array([number]))[0].item() == token
+
+
+def test_what_goes_to_the_host_at_once_arrives_as_it_was() -> None:
+    parts = torch.tensor([0, 151_935, 2**31 - 1]), torch.tensor([-0.1, torch.nan, -torch.inf]), torch.rand(3)
+    tokens_B, logprobs_B, entropies_B = to_host(*parts)
+    assert tokens_B.dtype == np.int64 and tokens_B.tolist() == [0, 151_935, 2**31 - 1]
+    np.testing.assert_array_equal(logprobs_B, parts[1].numpy())
+    np.testing.assert_array_equal(entropies_B, parts[2].numpy())
 
 
 def test_nan_logits_give_a_token_of_the_vocabulary_with_a_nan_logprob() -> None:

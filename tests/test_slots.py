@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import full_logprobs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
@@ -263,6 +264,79 @@ def test_a_prefix_that_leaves_nothing_to_sample_is_refused(make: Any) -> None:
         ValueError, match=r"sample \(0,\) of prompt .* has 2 tokens, of which sampling.max_tokens 2 allows"
     ):
         make().submit([request.after(Trajectory([4, 5], [-1.0, -1.0], [0, 0]))])
+
+
+def test_under_autocast_decode_steps_take_the_short_way_too(make: Any, policy: Any) -> None:
+    generator, lengths = make(3), []
+    hook = policy.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        done = decode(generator, requests(PROMPTS[2:3], 4, SAMPLING))
+    hook.remove()
+    assert lengths == [28]  # the prompt
+    assert max(completion.num_tokens for completion in done.values()) > 8
+
+
+class Casts(TorchDispatchMode):
+    """Notes how often one of ``weights`` is cast."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.places, self.count = {weight.data_ptr() for weight in weights}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.places
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_autocast_weights_are_cast_once_a_rollout(make: Any) -> None:
+    model: Any = random_policy()
+    generator, matrices = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), Casts(matrices) as casts:
+            decode(generator, requests(PROMPTS, 3, SAMPLING))
+        assert casts.count == len(matrices) - 1  # the embedding is looked up
+
+
+def test_under_autocast_weights_that_arrive_in_flight_are_cast_anew(make: Any) -> None:
+    model: Any = random_policy()
+    generator, matrices, counts = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2], []
+    generator.submit(requests(PROMPTS[:1], 4, SAMPLING))
+    with torch.autocast("cpu", torch.bfloat16), Casts(matrices) as casts:
+        for version in (0, 0, 1):
+            if version != generator.version:
+                generator.load_weights(model.named_parameters(), version)
+            casts.count = 0
+            generator.step()
+            counts.append(casts.count)
+        generator.close()
+    assert counts == [len(matrices) - 1, 0, len(matrices) - 1]
+
+
+def test_kv_memory_counts_the_dtype_that_keys_and_values_come_in(make: Any) -> None:
+    generator = make(kv_memory="1MiB")
+    assert generator.capacity().kv_tokens == 2**20 // 512  # keys and values of 2 layers, 2 heads of 16 float32 each
+    with torch.autocast("cpu", torch.bfloat16):
+        assert generator.capacity().kv_tokens == 2**20 // 256
+        fits, long = SamplingParams(max_tokens=24), Prompt("long", (2,) * 200, "")
+        assert len(decode(generator, requests([long], 1, fits))) == 1
+    assert generator.capacity().kv_tokens == 2**20 // 512
+
+
+def test_a_step_copies_what_it_sampled_to_the_host_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, copies, original = make(3), [], torch.Tensor.cpu
+    generator.submit(requests(PROMPTS[:1], 3, SAMPLING))
+    generator.step()
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.shape)
+        return original(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", count)
+    generator.step()
+    assert copies == [(3, 3)]  # tokens, log-probs and entropies of three rows
+    generator.close()
 
 
 # ---- when a completion ends -----------------------------------------------------------------------
@@ -622,10 +696,21 @@ def test_what_it_holds_does_not_grow_with_the_group(make: Any) -> None:
     assert peak_tokens(64) == peak_tokens(8) == 4 * 24 + 32
 
 
-def test_after_a_rollout_only_the_slots_own_little_is_held(make: Any) -> None:
-    generator = make(4)
-    decode(generator, requests(PROMPTS, 16, SAMPLING))
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 8])
+def test_after_a_rollout_no_keys_and_values_are_held(make: Any, num_slots: int) -> None:
+    generator = make(num_slots)
+    decode(generator, requests(PROMPTS, 8, SAMPLING))
     generator.release(PROMPTS)
-    assert generator.capacity().kv_tokens_in_use <= 4 * 24
+    assert generator.capacity().kv_tokens_in_use == 0
+
+
+def test_after_an_abort_no_keys_and_values_are_held(make: Any) -> None:
+    generator, todo = make(4), requests(PROMPTS, 1, SAMPLING)
+    generator.submit(todo)
+    for _ in range(3):
+        generator.step()
+    generator.release(PROMPTS)
+    generator.abort([request.key for request in todo])
+    assert generator.capacity().kv_tokens_in_use == 0
     generator.close()
     assert generator._cache is None

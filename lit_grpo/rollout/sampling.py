@@ -6,6 +6,7 @@ a completion, beside which others, and in which order therefore cannot change it
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 
 import numpy as np
@@ -32,6 +33,20 @@ def uniform(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(27))) * _MULTIPLIERS[1]
     bits = bits ^ (bits >> np.uint64(31))
     return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to ``device`` without waiting until it has done what it was given before."""
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
+
+
+def to_host(
+    tokens_B: torch.Tensor, logprobs_B: torch.Tensor, entropies_B: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Copy what :func:`sample_tokens` returns, all of it at once, because a copy waits for the device."""
+    parts = (tokens_B.int().view(torch.float32), logprobs_B, entropies_B)
+    tokens, logprobs, entropies = torch.stack(parts).cpu().numpy()
+    return tokens.view(np.int32).astype(np.int64), logprobs, entropies
 
 
 def sample_tokens(
@@ -61,8 +76,7 @@ def sample_tokens(
             logprobs_BV = truncate(logprobs_BV, sampling)
         probs_BV = logprobs_BV.double().exp()
         cumulative_BV = probs_BV.cumsum(-1)
-        uniform_on_device_B = torch.from_numpy(uniform_B).to(logits_BV.device)
-        threshold_B1 = (uniform_on_device_B * cumulative_BV[:, -1]).unsqueeze(-1)
+        threshold_B1 = (to_device(uniform_B, logits_BV.device) * cumulative_BV[:, -1]).unsqueeze(-1)
         tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
         tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # of NaN logits: any token, with log-prob NaN
     entropies_B = torch.special.entr(probs_BV).sum(-1).float()
@@ -85,7 +99,7 @@ def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
         cut_BV = torch.empty_like(before_BV, dtype=torch.bool).scatter_(-1, order_BV, before_BV >= sampling.top_p)
         logprobs_BV = logprobs_BV.masked_fill(cut_BV, dropped).log_softmax(-1)
     if sampling.min_p > 0:
-        floor_B1 = logprobs_BV.max(-1, keepdim=True).values + torch.tensor(sampling.min_p).log().item()
+        floor_B1 = logprobs_BV.max(-1, keepdim=True).values + math.log(sampling.min_p)
         logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < floor_B1, dropped).log_softmax(-1)
     return logprobs_BV
 

@@ -44,7 +44,9 @@ def make(
     generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
-        generator.budget = KVBudget(kv_tokens, prefill_tokens)
+        assert generator.budget is not None
+        size = generator.budget.bytes_per_token
+        generator.budget = KVBudget(kv_tokens * size, size, prefill_tokens)
     return generator
 
 

@@ -47,7 +47,9 @@ def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, pl
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     generator.load_weights(policy.named_parameters(), 0)
     if kv_tokens is not None:
-        generator.budget = KVBudget(kv_tokens, 8192)
+        assert generator.budget is not None
+        size = generator.budget.bytes_per_token
+        generator.budget = KVBudget(kv_tokens * size, size, prefill_tokens=8192)
     prompts = [Prompt(str(group), (5,) * tokens, "") for group, tokens in enumerate(PROMPT_TOKENS)]
     loop = RolloutLoop(generator, plan=plan, lengths=lengths)
     _, stats = loop.collect(prompts, GROUP_SIZE, SamplingParams(max_tokens=LIMIT), seed=0)

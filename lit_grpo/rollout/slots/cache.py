@@ -8,10 +8,12 @@ read, and a decode step is a few batched matrix products over contiguous memory:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
+from lit_grpo.rollout.sampling import to_device
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.shelves import KVShape, Shelf, ShelfReader
 from lit_grpo.rollout.slots.writers import CompletionWriter, PromptWriter, Stretch
@@ -105,7 +107,7 @@ class SlotCache:
         return CompletionWriter(Stretch(self._prompt_shelves[room], entry, length), pieces)
 
     def remove(self, row: int) -> int:
-        """Free a row: the last one takes its place. Returns the number that the moved row had."""
+        """Free a row, and with the last one all memory: the last one takes its place. Returns the number it had."""
         last = self.num_rows - 1
         for piece, entry in enumerate(self._entries_of[row]):
             moved_entry = self._pieces[piece].remove(entry)
@@ -120,6 +122,8 @@ class SlotCache:
                 self._rows_of[piece][entry] = row
         del self._entries_of[last], self._prompt_of[last]
         self._readers = None
+        if not last:
+            self.tighten()
         return last
 
     def _extend(self, piece: int, rows: Sequence[int]) -> None:
@@ -178,12 +182,7 @@ class SlotCache:
                 self._extend(piece, entering.tolist())
         longest = int(counts_B.max()) + 1
         if self._readers is None or longest > len(self._completion_L):
-            self._read_anew(longest)
-            assert self._readers is not None
-            for reader in self._readers:
-                reader.aim(counts_B)
-            self._positions_B = torch.from_numpy(counts_B).to(self.shape.device)
-            self._masks.clear()
+            self._read_anew(counts_B, longest)
         else:
             for reader in self._readers:
                 reader.advance()
@@ -202,46 +201,51 @@ class SlotCache:
             reader.write(layer, key, value)
         scores = torch.cat([reader.scores(layer, query) for reader in self._readers], -1)
         scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
-        mask = self._mask(inputs.window)
-        out = scores if scores.dtype == mask.dtype else None
-        scores = torch.add(mask, scores, alpha=inputs.scaling, out=out)  # in float32
+        torch.add(self._mask(inputs.window), scores, alpha=inputs.scaling, out=scores)
         weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
         first, *others = self._readers
         of_first, *of_others = weights.split([reader.width for reader in self._readers], -1)
         output = first.mix(layer, of_first)
         for reader, its_weights in zip(others, of_others, strict=True):
             reader.add_mix(layer, its_weights, output)
-        return output.view(rows, heads, 1, size)
+        return output.to(query.dtype).view(rows, heads, 1, size)
 
-    def _read_anew(self, longest: int) -> None:
+    def _read_anew(self, counts_B: np.ndarray, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
         Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
 
         Args:
+            counts_B: As in ``prepare``.
             longest: The tokens of the longest completion, the next one included; little more is read of any.
         """
-        device = self.shape.device
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
-        self._readers, valid = [], []
+        self._readers = []
         for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
             if rows_of:
                 entries = np.full(self.num_rows, -1)
                 entries[rows_of] = np.arange(len(rows_of))
                 its_width = min(shelf.num_tokens, width - start)
-                self._readers.append(ShelfReader(shelf, entries, its_width, start))
+                self._readers.append(ShelfReader(shelf, entries, its_width, counts_B - start))
         width = min(width, self.max_tokens)
-        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
-        prompt_columns = []
+        places = chain.from_iterable(self._prompts[prompt] for prompt in self._prompt_of)
+        rooms, entries, lengths = np.fromiter(places, np.int64, 3 * self.num_rows).reshape(-1, 3).T
+        columns, valid = [], []
         for room, shelf in self._prompt_shelves.items():
             if (member_B := rooms == room).any():
                 self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
-                prompt_columns.append(np.arange(room))
-                valid.append((prompt_columns[-1] < lengths[:, None]) & member_B[:, None])
-        self._prompt_valid_BL = torch.from_numpy(np.concatenate(valid, -1)).to(device)
-        self._prompt_lengths_B = torch.from_numpy(lengths).to(device)
-        self._completion_L = torch.arange(width, device=device)
-        self._prompt_L = torch.from_numpy(np.concatenate(prompt_columns)).to(device)
+                columns.append(np.arange(room))
+                valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
+        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), self.shape.device)
+        layouts = [part for reader in self._readers for part in reader.layout.values()]
+        arrays = [counts_B, lengths, np.concatenate(columns), *layouts]
+        whole = to_device(np.concatenate(arrays, None), self.shape.device)  # each copy takes a launch
+        parts = iter(whole.split([array.size for array in arrays]))
+        self._positions_B, self._prompt_lengths_B, self._prompt_L = next(parts), next(parts), next(parts)
+        for reader in self._readers:
+            reader.settle(parts)
+        self._completion_L = torch.arange(width, device=self.shape.device)
+        self._masks.clear()
 
     def _see_next(self) -> None:
         """Let each row attend to one position more; what slides is computed anew."""
@@ -259,6 +263,6 @@ class SlotCache:
                 prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
                 absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
                 valid_BL &= lengths_B1 + positions_B1 - absolute_BL < window
-            mask_BL = torch.zeros(valid_BL.shape, device=valid_BL.device).masked_fill_(~valid_BL, -torch.inf)
-            self._masks[window] = mask_BL[:, None, None]
+            mask_BL = torch.zeros(valid_BL.shape, dtype=torch.float32, device=valid_BL.device)
+            self._masks[window] = mask_BL.masked_fill_(~valid_BL, -torch.inf)[:, None, None]
         return self._masks[window]

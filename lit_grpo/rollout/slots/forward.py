@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class DecodingMode:
     """Switches a policy to decoding and gives it back as it was.
 
+    Under autocast it is decoded with ``no_grad`` and not in inference mode, where autocast would cast the weights anew
+    for every token; the copies that it keeps are given up at the end.
+
     Args:
         policy: A model that the slots can decode.
     """
@@ -40,6 +43,13 @@ class DecodingMode:
             self._policy.set_attn_implementation(self._attention)
             self._policy.train(self._training)
             self._attention = None
+            torch.clear_autocast_cache()
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return what linear layers of ``dtype`` compute in, and keys come in: autocast's dtype where that is on."""
+    lowers = torch.is_autocast_enabled(device.type) and dtype != torch.float64
+    return torch.get_autocast_dtype(device.type) if lowers else dtype
 
 
 def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -143,7 +153,7 @@ def decode_step(
     longest: int,
     cache: Attention,
 ) -> torch.Tensor:
-    """Run the policy over one token a row, the short way where there is one; autocast takes the policy's own.
+    """Run the policy over one token a row, the short way where there is one.
 
     Args:
         policy: Switched to slot attention.
@@ -156,6 +166,6 @@ def decode_step(
     Returns:
         The last hidden states, shape (rows, hidden size).
     """
-    if fused is None or torch.is_autocast_enabled(tokens_B.device.type):
+    if fused is None:
         return hidden_states(policy, tokens_B[:, None], position_ids=positions_B[:, None], slot_cache=cache)[:, 0]
     return fused(tokens_B, positions_B, longest, cache)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs
-from lit_grpo.rollout.slots.forward import AttentionProbe
+from lit_grpo.rollout.slots.forward import AttentionProbe, compute_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +89,7 @@ def _head_norm(attention: Any) -> Operation:
 
     def head_norm(heads: torch.Tensor) -> torch.Tensor:
         weights = torch.cat([query_weight.expand(num_queries, -1), key_weight.expand(num_keys, -1)])
-        return rms_norm(heads, query_weight.shape, None, eps).mul_(weights)
+        return rms_norm(heads, query_weight.shape, None, eps) * weights
 
     return head_norm
 
@@ -117,12 +117,17 @@ def _same(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def _lowered(normed: torch.Tensor) -> torch.Tensor:
+    """Cast once, under autocast, what several linear layers would cast each."""
+    return normed.to(compute_dtype(normed.device, normed.dtype))
+
+
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
 _TABLE_STEP = 1024
 
 
 class FusedDecoder:
-    """Runs a decoder over the last token of each row.
+    """Runs a decoder over the last token of each row; under autocast, as autocast would run the model.
 
     Args:
         model: The policy.
@@ -182,11 +187,12 @@ class FusedDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the query and key heads, one after another, and the value heads: shape (rows, heads, head size)."""
         own, size, rows = self._layers[layer], self._head_size, len(hidden)
-        normed = own.attention_norm(hidden)
+        normed = _lowered(own.attention_norm(hidden))
         # Query and key heads are normed and rotated together.
         heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
         heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
-        return heads, own.value(normed).view(rows, -1, size)
+        value = own.value(normed).view(rows, -1, size)
+        return heads.to(value.dtype), value
 
     def inputs(self, layer: int, heads: torch.Tensor, value: torch.Tensor) -> AttentionInputs:
         """Return what ``before`` has computed as a layer hands it to its attention."""
@@ -195,11 +201,11 @@ class FusedDecoder:
         return AttentionInputs(query, key, value[:, :, None], own.scaling, own.window)
 
     def after(self, layer: int, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what goes into the next layer, after attention has returned ``attended``, of any shape."""
+        """Make ``hidden`` what goes into the next layer, after attention has returned ``attended``, of any shape."""
         own = self._layers[layer]
-        hidden = own.output(attended.reshape(len(hidden), -1)).add_(hidden)
-        normed = own.mlp_norm(hidden)
-        return own.down(own.activation(own.gate(normed)).mul_(own.up(normed))).add_(hidden)
+        hidden.add_(own.output(attended.reshape(len(hidden), -1)))
+        normed = _lowered(own.mlp_norm(hidden))
+        return hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states, after the last layer."""

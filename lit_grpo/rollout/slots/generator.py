@@ -14,12 +14,12 @@ from lit_grpo.policy.loading import token_head
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
-from lit_grpo.rollout.sampling import entropy, sample_tokens
+from lit_grpo.rollout.sampling import entropy, sample_tokens, to_device, to_host
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.cache import SlotCache
-from lit_grpo.rollout.slots.forward import DecodingMode, decode_step, prefill
+from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
-from lit_grpo.rollout.slots.memory import KVBudget, check_request, kv_budget_tokens
+from lit_grpo.rollout.slots.memory import KVBudget, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, PromptKey, PromptStates, batches
 from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, rows_with_stop_string
 from lit_grpo.rollout.slots.shelves import KVShape
@@ -82,8 +82,8 @@ class SlotGenerator:
         self._eos_ids = np.array(policy.eos_ids)
         self._context = slot_context(model)
         self._mode = DecodingMode(model)
-        tokens = kv_budget_tokens(self.kv_memory, model, self._shape.bytes_per_token)
-        self.budget = KVBudget(tokens, self.prefill_tokens)
+        granted = kv_budget_bytes(self.kv_memory, model)
+        self.budget = KVBudget(granted, self._shape.bytes_per_token, self.prefill_tokens)
 
     def weights(self) -> PolicyWeights:
         """Every parameter as it is."""
@@ -106,6 +106,7 @@ class SlotGenerator:
             report.digests[name] = digest(tensor)
         check_complete(own, report.digests)
         self._version = version
+        torch.clear_autocast_cache()  # copies of the weights as they were
         if self._graphs is not None:
             self._graphs.refresh()
         if self._rows is not None and in_flight == "keep":
@@ -160,6 +161,8 @@ class SlotGenerator:
 
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
+        if self.budget is not None and not self._num_in_flight:
+            self.budget.measure(self._shape_now().bytes_per_token)
         in_use = 0 if self._cache is None else self._cache.allocated_tokens
         kv_tokens = None if self.budget is None else self.budget.tokens
         return Capacity(self.num_slots, self.num_slots - self._num_in_flight, kv_tokens, in_use, Pieces())
@@ -177,7 +180,7 @@ class SlotGenerator:
         in_flight = capacity.free_slots < capacity.slots
         sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
         assert self.budget is not None and self._mode is not None
-        limits = self._context, self.budget.granted_tokens, self._shape.bytes_per_token
+        limits = self._context, self.budget.granted_tokens, self.budget.bytes_per_token
         for request in requests:
             check_request(request, sampling, *limits)
         self._mode.begin()
@@ -200,7 +203,7 @@ class SlotGenerator:
     def _forget(self) -> None:
         """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
         needed = {self._prompt_key(request) for request in self._incoming}
-        with torch.inference_mode():
+        with torch.no_grad():
             self._prompts.forget(self._cache, needed, self._version)
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
@@ -219,7 +222,7 @@ class SlotGenerator:
     def _take_out(self, rows: Iterable[int]) -> list[Request]:
         """Free rows, and return their requests with what they have come to."""
         requests = []
-        with torch.inference_mode():
+        with torch.no_grad():
             for row in sorted(rows, reverse=True):
                 assert self._rows is not None and self._cache is not None
                 requests.append(self._rows.request(row))
@@ -240,7 +243,7 @@ class SlotGenerator:
         assert self.budget is not None
         events = StepEvents()
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 self._step(events)
         except BaseException as error:
             allocated_tokens = self.capacity().kv_tokens_in_use
@@ -269,7 +272,7 @@ class SlotGenerator:
         hidden_BD = torch.cat(hidden)
         counts_B = rows.counts_B
         sampled = sample_tokens(self._head(hidden_BD), self._sampling, rows.uniform_B)
-        tokens_B, logprobs_B, entropies_B = (part.cpu().numpy() for part in sampled)
+        tokens_B, logprobs_B, entropies_B = to_host(*sampled)
         events.observations += observe_rows(self.feature_points, rows, counts_B, hidden_BD, entropies_B)
         rows.append(tokens_B, logprobs_B, entropies_B)
         events.num_active = events.num_tokens = len(rows)
@@ -281,7 +284,7 @@ class SlotGenerator:
         """Run the policy over the last token of each row; return its hidden states, shape (rows, hidden size)."""
         cache.prepare(rows.counts_B - 1)
         tokens_B, positions_B = rows.last_tokens_B, rows.positions_B
-        tokens, positions = (torch.from_numpy(part).to(self._device) for part in (tokens_B, positions_B))
+        tokens, positions = (to_device(part, self._device) for part in (tokens_B, positions_B))
         return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
 
     def _open(self) -> tuple[TokenRows, SlotCache]:
@@ -298,12 +301,7 @@ class SlotGenerator:
 
     def _shape_now(self) -> KVShape:
         """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
-        kind = self._device.type
-        return (
-            replace(self._shape, dtype=torch.get_autocast_dtype(kind))
-            if torch.is_autocast_enabled(kind)
-            else self._shape
-        )
+        return replace(self._shape, dtype=compute_dtype(self._device, self._shape.dtype))
 
     def _spare_memory(self, rows: TokenRows, cache: SlotCache) -> None:
         """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""

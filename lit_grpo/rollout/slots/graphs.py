@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lit_grpo.rollout.slots.attention import Attention
+from lit_grpo.rollout.slots.forward import compute_dtype
 from lit_grpo.rollout.slots.fused import FusedDecoder
 
 _FIRST_BUCKETS, _BUCKET_STEP = (1, 2, 4), 8
@@ -64,8 +65,9 @@ def _record_cuda_graph(part: Part, pool: Any) -> Part:
 class GraphedDecoder:
     """Runs a decoder like :class:`FusedDecoder`, its parts replayed from recordings.
 
-    Recordings read the weights where they are, so weights that are updated in place need nothing; where one lies
-    elsewhere than when it was recorded, or there are more positions, all is recorded anew.
+    Recordings read the weights where they are, under autocast too, so weights that are updated in place need nothing;
+    where one lies elsewhere than when it was recorded, there are more positions, or autocast has been switched, all is
+    recorded anew.
 
     Args:
         decoder: Computes the parts.
@@ -86,6 +88,7 @@ class GraphedDecoder:
         self._sizes = bucket_sizes(most_rows)
         self._recordings: dict[int, list[Part]] = {}
         self._buffers: _Buffers | None = None
+        self._dtype: torch.dtype | None = None
         self._places = self._weight_places()
 
     def __call__(
@@ -126,8 +129,10 @@ class GraphedDecoder:
         before = self._decoder.tables[0]
         like = self._decoder.embed(tokens_B[:1]) if self._buffers is None else self._buffers.hidden
         self._decoder.tabulate(longest + 1, like)
-        if self._decoder.tables[0] is not before:
+        dtype = compute_dtype(like.device, like.dtype)
+        if self._decoder.tables[0] is not before or dtype != self._dtype:
             self._forget()
+            self._dtype = dtype
         if self._buffers is None:
             self._buffers = _Buffers(self._decoder, tokens_B, self._sizes[-1])
         return self._buffers
@@ -136,8 +141,12 @@ class GraphedDecoder:
         """The recordings of a bucket; they are made before its first step, for they run on what the buffers hold."""
         if size not in self._recordings:
             assert self._buffers is not None
-            parts = self._buffers.parts(self._decoder, size)
-            self._recordings[size] = [self._record(part) for part in parts]
+            parts, caches = self._buffers.parts(self._decoder, size), torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)  # its copies of weights would be gone when they are replayed
+            try:
+                self._recordings[size] = [self._record(part) for part in parts]
+            finally:
+                torch.set_autocast_cache_enabled(caches)
         return self._recordings[size]
 
 
@@ -154,7 +163,7 @@ class _Buffers:
         self.cos, self.sin = decoder.angles(self.positions)
         self.heads, self.value = decoder.before(0, self.hidden, self.cos, self.sin)
         num_queries = self.heads.shape[1] - self.value.shape[1]
-        self.attended = self.hidden.new_zeros((most_rows, num_queries * self.value.shape[2]))
+        self.attended = self.value.new_zeros((most_rows, num_queries * self.value.shape[2]))
 
     def parts(self, decoder: FusedDecoder, size: int) -> list[Part]:
         """The parts of a step of ``size`` rows: one before each attention, one behind the last."""
@@ -173,7 +182,7 @@ class _Buffers:
             before(0)
 
         def between(layer: int) -> None:
-            hidden.copy_(decoder.after(layer - 1, attended, hidden))
+            decoder.after(layer - 1, attended, hidden)
             before(layer)
 
         def last() -> None:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def kv_budget_tokens(budget: MemoryBudget, policy: PreTrainedModel, bytes_per_token: int) -> int:
-    """Return the KV tokens that ``budget`` comes to on the policy's device."""
-    return budget.bytes(free_bytes(policy.device), update_bytes(policy)) // bytes_per_token
+def kv_budget_bytes(budget: MemoryBudget, policy: PreTrainedModel) -> int:
+    """Return what ``budget`` comes to on the policy's device."""
+    return budget.bytes(free_bytes(policy.device), update_bytes(policy))
 
 
 class KVBudget:
@@ -28,19 +28,31 @@ class KVBudget:
     many steps, so that little is lost where the shortage lasts, and nothing where it passes.
 
     Args:
-        granted_tokens: KV tokens there are.
+        granted_bytes: The memory for keys and values.
+        bytes_per_token: What those of a token take.
         prefill_tokens: Prompt tokens at once.
     """
 
     SHRINKAGE = 0.8
     PATIENCE = 8
 
-    def __init__(self, granted_tokens: int, prefill_tokens: int) -> None:
-        self.granted_tokens = self.tokens = granted_tokens
+    def __init__(self, granted_bytes: int, bytes_per_token: int, prefill_tokens: int) -> None:
+        self._granted_bytes, self.bytes_per_token = granted_bytes, bytes_per_token
+        self.tokens = self.granted_tokens
         self._granted_prefill = self.prefill_tokens = prefill_tokens
         self._most_held = 0
         self._patience, self._num_good = self.PATIENCE, 0
         self._prefills = False
+
+    @property
+    def granted_tokens(self) -> int:
+        """How many there were to begin with."""
+        return self._granted_bytes // self.bytes_per_token
+
+    def measure(self, bytes_per_token: int) -> None:
+        """Count tokens of another size: autocast decides in which dtype keys and values come."""
+        self.tokens = self.tokens * self.bytes_per_token // bytes_per_token
+        self.bytes_per_token = bytes_per_token
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+_CAST_NUMBERS = 2**18
 
 
 @dataclass(frozen=True)
@@ -98,29 +101,44 @@ class ShelfReader:
 
     An entry is read by one row (a piece of a completion) or by several (a prompt): their queries stand side by side, so
     that the keys are read once for all of them. A *line* is a row's part in one KV head: line = row x KV heads + head.
-    Readers have to be made anew when entries or rows have come, gone or moved.
+    Readers have to be made anew when entries or rows have come, gone or moved; before they are used, their ``layout``
+    goes to the device together with that of the others.
 
     Args:
         shelf: The keys and values.
         entries_B: By row, the entry that it reads, or -1.
         width: How many tokens of each entry are read, from its first one on.
-        start: The position in its completion of a piece's first token; -1 for prompts, which are not written.
+        columns_B: Where each row writes its next token, if that is among them; ``None`` for prompts: nobody does.
     """
 
-    def __init__(self, shelf: Shelf, entries_B: np.ndarray, width: int, start: int = -1) -> None:
-        self.width, self.start = width, start
-        self._shelf, self._entries_B = shelf, entries_B
-        self._heads = shelf.shape.num_heads
+    def __init__(self, shelf: Shelf, entries_B: np.ndarray, width: int, columns_B: np.ndarray | None = None) -> None:
+        self.width, self._shelf, self._heads = width, shelf, shelf.shape.num_heads
         num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind them that nobody reads yet
-        self._lines = num_entries * self._heads
-        self._per_entry = 1
-        self._there = self._back = self._members = self._member_back = None
-        if len(entries_B) == num_entries and (entries_B == np.arange(num_entries)).all():
-            return  # row n reads entry n, so nothing has to be put in order
+        self._lines, self._per_entry = num_entries * self._heads, 1
+        self.layout: dict[str, np.ndarray] = {}
+        self._indices: dict[str, torch.Tensor] = {}
+        if columns_B is not None:
+            self._aim(entries_B, columns_B)
+        if len(entries_B) != num_entries or (entries_B != np.arange(num_entries)).any():
+            self._order(entries_B, num_entries)  # else row n reads entry n
+
+    def _aim(self, entries_B: np.ndarray, columns_B: np.ndarray) -> None:
+        """Lay out which rows write their next token to this shelf, and where."""
+        writers = np.flatnonzero((columns_B >= 0) & (columns_B < self.width))
+        if not len(writers):
+            return
+        head = np.arange(self._heads)
+        lines = entries_B[writers, None] * self._heads + head
+        self.layout["targets"] = lines * self._shelf.num_tokens + columns_B[writers, None]
+        if len(writers) < len(columns_B):
+            self.layout["writers"] = writers[:, None] * self._heads + head
+
+    def _order(self, entries_B: np.ndarray, num_entries: int) -> None:
+        """Lay out how the queries of the rows come to stand beside what they read, and their results back."""
         members = np.flatnonzero(entries_B >= 0)
         its_entries = entries_B[members]
         counts = np.bincount(its_entries, minlength=num_entries)
-        self._per_entry = per_entry = int(counts.max())
+        per_entry = self._per_entry = int(counts.max())
         by_entry = np.argsort(its_entries, kind="stable")
         ranks = np.arange(len(members)) - np.repeat(np.cumsum(counts) - counts, counts)
         places = np.zeros(len(entries_B), dtype=np.int64)  # a row that reads nothing stands where row 0 does
@@ -130,68 +148,74 @@ class ShelfReader:
         head = np.arange(self._heads)
         entry, rank = np.divmod(places[:, None], per_entry)
         back = (entry * self._heads + head) * per_entry + rank
-        self._there = self._index(order * self._heads + head[:, None])  # place -> line
-        self._back = self._index(back)  # line -> place
+        self.layout["there"] = order * self._heads + head[:, None]  # place -> line
+        self.layout["back"] = back  # line -> place
         if len(members) < len(entries_B):
-            self._members = self._index(members[:, None] * self._heads + head)  # lines that read here
-            self._member_back = self._index(back[members])
+            self.layout["members"] = members[:, None] * self._heads + head  # lines that read here
+            self.layout["member_back"] = back[members]
 
-    def aim(self, counts_B: np.ndarray) -> None:
-        """Set which rows write their next token to this shelf, and where."""
-        if self.start < 0:
-            return
-        columns_B = counts_B - self.start
-        writers = np.flatnonzero((columns_B >= 0) & (columns_B < self.width))
-        everybody = len(writers) == len(counts_B)
-        head = np.arange(self._heads)
-        lines = self._entries_B[:, None] * self._heads + head
-        rows = slice(None) if everybody else writers
-        self._targets = self._index(lines[rows] * self._shelf.num_tokens + columns_B[rows, None])
-        self._writers = None if everybody else self._index(writers[:, None] * self._heads + head)
+    def settle(self, parts: Iterator[torch.Tensor]) -> None:
+        """Take the ``layout``, one part after another, as it has come to the device."""
+        self._indices = {name: next(parts) for name in self.layout}
 
     def advance(self) -> None:
         """Go on to the next token of those that write here."""
-        if self.start >= 0:
-            self._targets += 1
+        if "targets" in self._indices:
+            self._indices["targets"] += 1
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the new keys and values, shape (lines, head size), of the rows that stand here."""
-        if self.start < 0 or not len(self._targets):
+        targets, writers = self._indices.get("targets"), self._indices.get("writers")
+        if targets is None:
             return
-        if self._writers is not None:
-            keys, values = keys.index_select(0, self._writers), values.index_select(0, self._writers)
+        if writers is not None:
+            keys, values = keys.index_select(0, writers), values.index_select(0, writers)
         size = keys.shape[-1]
-        self._shelf.keys[layer].view(-1, size).index_copy_(0, self._targets, keys)
-        self._shelf.values[layer].view(-1, size).index_copy_(0, self._targets, values)
+        self._shelf.keys[layer].view(-1, size).index_copy_(0, targets, keys)
+        self._shelf.values[layer].view(-1, size).index_copy_(0, targets, values)
 
     def scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Return the products of ``query``, shape (lines, queries, head size), with the keys: (lines, queries, width).
 
-        Lines that read nothing here get those of another.
+        They are in float32, whatever the keys are in. Lines that read nothing here get those of another.
         """
         queries = query.shape[1]
-        if self._there is not None:
-            query = query.index_select(0, self._there)
+        if "there" in self._indices:
+            query = query.index_select(0, self._indices["there"])
         keys = self._shelf.keys[layer].flatten(0, 1)[: self._lines, : self.width]
-        scores = torch.bmm(query.view(-1, self._per_entry * queries, query.shape[2]), keys.transpose(1, 2))
+        scores = _product(query.view(-1, self._per_entry * queries, query.shape[2]), keys.transpose(1, 2))
         scores = scores.view(-1, queries, self.width)
-        return scores if self._back is None else scores.index_select(0, self._back)
+        return scores.index_select(0, self._indices["back"]) if "back" in self._indices else scores
 
     def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
         """Return the values, weighted by ``weights`` of shape (places, queries, width), in their order."""
-        places = weights if self._there is None else weights.index_select(0, self._there)
+        places = weights.index_select(0, self._indices["there"]) if "there" in self._indices else weights
         values = self._shelf.values[layer].flatten(0, 1)[: self._lines, : self.width]
-        mixed = torch.bmm(places.view(self._lines, -1, self.width), values)
+        mixed = _product(places.view(self._lines, -1, self.width), values)
         return mixed.view(len(places), weights.shape[1], -1)
 
     def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
         """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
         mixed = self.mix(layer, weights)
-        if self._members is not None:
-            assert self._member_back is not None
-            output.index_add_(0, self._members, mixed.index_select(0, self._member_back))
+        if "members" in self._indices:
+            output.index_add_(0, self._indices["members"], mixed.index_select(0, self._indices["member_back"]))
         else:
-            output.add_(mixed if self._back is None else mixed.index_select(0, self._back))
+            output.add_(mixed.index_select(0, self._indices["back"]) if "back" in self._indices else mixed)
 
-    def _index(self, index: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(index).reshape(-1)).to(self._shelf.shape.device)
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the batched matrix product, in float32 where both are in bfloat16.
+
+    Rounded to bfloat16 before the softmax, scores would cost three to six times the error of bfloat16 attention.
+    """
+    if left.dtype.itemsize > 2:
+        return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    # There is no such product elsewhere: both are cast, so much at a time as stays in a processor's cache.
+    left, step = left.float(), max(1, _CAST_NUMBERS // right[0].numel())
+    product = left.new_empty((*left.shape[:2], right.shape[2]))
+    for first in range(0, len(left), step):
+        some = slice(first, first + step)
+        torch.bmm(left[some], right[some].float(), out=product[some])
+    return product
