@@ -306,7 +306,7 @@ def test_under_autocast_weights_that_arrive_in_flight_are_cast_anew(make: Any) -
     with torch.autocast("cpu", torch.bfloat16), Casts(matrices) as casts:
         for version in (0, 0, 1):
             if version != generator.version:
-                generator.load_weights(model.named_parameters(), version)
+                generator.load_weights(model.named_parameters(), version, in_flight="keep")
             casts.count = 0
             generator.step()
             counts.append(casts.count)
