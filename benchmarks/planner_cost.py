@@ -22,7 +22,7 @@ from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.rollout.loop import RolloutController
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, Lengths
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
 from lit_grpo.scheduling.replay.known import lengths_of
 from lit_grpo.scheduling.replay.traces import Trace, load_trace
@@ -77,8 +77,11 @@ def _shares(options: Options) -> dict[str, float]:
         for visit in range(visits):
             batch = [replace(prompt, visit=visit) for prompt in prompts]
             _, stats = controller.collect(batch, group_size, SamplingParams(max_tokens=limit), seed=0)
-            note(f"{name}: {stats.scheduling_s:.3f} s of {stats.rollout_s:.2f} s")
-            shares[name] = stats.scheduling_s / stats.rollout_s
+            start = time.perf_counter()
+            lengths.end(commit=True)
+            scheduling_s = stats.scheduling_s + time.perf_counter() - start
+            note(f"{name}: {scheduling_s:.3f} s of {stats.rollout_s:.2f} s")
+            shares[name] = scheduling_s / stats.rollout_s
     return shares
 
 

@@ -23,7 +23,7 @@ from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.loop import RolloutController
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
@@ -146,6 +146,7 @@ def _planned(
     generator.load_weights(PolicyWeights(policy), 0)
     controller = RolloutController(generator, plan="short_last", lengths=predictor)
     groups, stats = controller.collect(prompts, group_size, sampling, seed=0)
+    predictor.end(commit=True)
     tokens = {r.completion.request.key: r.completion.token_ids_T.tolist() for g in groups for r in g.rollouts}
     return Order(stats.num_steps, stats.rollout_s, tokens)
 

@@ -64,7 +64,7 @@ class RolloutController:
         try:
             rollout.run()
         except BaseException:
-            self.lengths.end()
+            self.lengths.end(commit=False)
             self.generator.abort(assembly.in_flight)
             self.generator.release(prompts)
             raise
@@ -122,10 +122,9 @@ class _Rollout:
         self.stats.scheduling_s = time.perf_counter() - self.start
 
     def _end(self) -> None:
-        """Learn from the lengths, and add up."""
+        """Tell the last lengths, and add up."""
         began = time.perf_counter()
         self._reports.pass_on()
-        self._lengths.end()
         self.stats.spans = self._in_flight.spans
         if self.stats.lengths:
             self.stats.step_bound = slot_bound(np.array(self.stats.lengths), self._capacity.slots)
