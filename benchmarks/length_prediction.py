@@ -23,8 +23,7 @@ from benchmarks.length_records import NUM_SCALARS, Record, drift, made_up, sampl
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.data.arithmetic import ArithmeticRows
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor
-from lit_grpo.scheduling.lengths.quality import spearman
+from lit_grpo.scheduling.lengths import LengthPredictor, spearman
 from lit_grpo.types import Prompt
 
 POINTS = (0, 8, 32, 64)
@@ -116,7 +115,7 @@ def _replay(
         if number < len(records):
             for row in alive.tolist():
                 predictor.finish(record.jobs[row], int(record.lengths[row]))
-            predictor.end()
+            predictor.end(commit=True)
     return said
 
 

@@ -21,7 +21,7 @@ from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import lengths_of, roll_out, slots
 from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.scheduling.jobs import Job, Lengths
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
 from lit_grpo.scheduling.replay.traces import Trace, load_trace
 from lit_grpo.types import SamplingParams
@@ -70,10 +70,12 @@ def _shares(options: Options) -> dict[str, float]:
         prompts = arithmetic_prompts(tokenizer, num_prompts)
         for visit in range(visits):
             batch = [replace(prompt, visit=visit) for prompt in prompts]
-            sampling = SamplingParams(max_tokens=limit)
-            _, stats = roll_out(generator, batch, group_size, sampling, "short_last", lengths)
-            note(f"{name}: {stats.scheduling_s:.3f} s of {stats.rollout_s:.2f} s")
-            shares[name] = stats.scheduling_s / stats.rollout_s
+            _, stats = roll_out(generator, batch, group_size, SamplingParams(max_tokens=limit), "short_last", lengths)
+            start = time.perf_counter()
+            lengths.end(commit=True)
+            scheduling_s = stats.scheduling_s + time.perf_counter() - start
+            note(f"{name}: {scheduling_s:.3f} s of {stats.rollout_s:.2f} s")
+            shares[name] = scheduling_s / stats.rollout_s
     return shares
 
 

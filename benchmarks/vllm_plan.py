@@ -28,7 +28,7 @@ from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import NoLengths
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.replay.traces import Trace, synthetic_lengths
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
@@ -189,6 +189,7 @@ def _planned(
     """As in training."""
     generator.load_weights(PolicyWeights(policy), 0)
     groups, stats = roll_out(generator, prompts, group_size, sampling, "short_last", predictor)
+    predictor.end(commit=True)
     tokens = {r.completion.request.key: r.completion.token_ids_T.tolist() for g in groups for r in g.rollouts}
     return Order(stats.num_steps, stats.rollout_s, tokens)
 

@@ -12,7 +12,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor
+from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
@@ -93,12 +93,20 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
+        if self._lengths is not None:
+            self._lengths.end(commit=False)  # of a rollout whose update was interrupted
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners)
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling)
-        if self._lengths is not None:
-            batch.metrics |= self._lengths.metrics()
         batch.metrics |= pl_module.generator.sleep()
         pl_module.log_dict(batch.metrics)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        """Learn from the lengths, now that the update has been made."""
+        if self._lengths is not None:
+            self._lengths.end(commit=True)
+            pl_module.log_dict(self._lengths.metrics())
 
     def on_validation_batch_start(
         self,

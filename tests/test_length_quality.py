@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.quality import Quality, average_ranks, spearman
+from lit_grpo.scheduling.lengths.model import Quality, average_ranks, spearman
 
 
 def test_equal_values_share_the_mean_of_their_ranks() -> None:

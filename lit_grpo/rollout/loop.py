@@ -87,7 +87,8 @@ class RolloutLoop:
         generator: Decodes; started, and with weights loaded.
         buffer: Owns the groups; a buffer of its own by default.
         plan: The name of a plan (:data:`lit_grpo.scheduling.plans.PLANS`).
-        lengths: What the plan and the memory are told of lengths; it learns from what happens.
+        lengths: What the plan and the memory are told of lengths; it is told what happens, and learns from it once its
+            ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
     """
 
@@ -295,13 +296,12 @@ class _Rollout:
             self._generator.release(prompts.values())
 
     def _end(self) -> None:
-        """Wait for the rewards, learn from the lengths, and add up."""
+        """Wait for the rewards, tell the last lengths, and add up."""
         decoded = time.perf_counter()
         for listener in self._listeners:
             listener.end(failed=False)
         gathered = time.perf_counter()
         self._reports.pass_on()
-        self._lengths.end(commit=True)
         self.stats.finish(self._capacity.slots)
         self.stats.reward_wait_s = gathered - decoded
         self.stats.rollout_s = gathered - self._start

@@ -62,8 +62,12 @@ class LearntLengths(Lengths, Protocol):
         """A job has come to its end."""
         ...
 
-    def end(self, commit: bool = True) -> None:
-        """The rollout is over; without ``commit`` nothing has been learnt from it."""
+    def end(self, commit: bool) -> None:
+        """The rollout is over: learn from it if ``commit``, and forget it.
+
+        Until then nothing of it is learnt, nor part of a checkpoint. Commit when the update that used it has been made,
+        so that a rollout that is repeated counts once; do not when it was aborted.
+        """
         ...
 
 
@@ -89,5 +93,5 @@ class NoLengths:
     def finish(self, job: Job, num_tokens: int) -> None:
         """Nothing is learnt."""
 
-    def end(self, commit: bool = True) -> None:
+    def end(self, commit: bool) -> None:
         """Nothing is learnt."""
