@@ -245,7 +245,7 @@ CASES |= {
     ),
     "luspo": (Objective("luspo", **CLIP), {"loss_type": "luspo", **SEQUENCE}),
     "sapo_of_sequences": (Objective("sapo", ratio="sequence", **SAPO), {**of_trl("sapo"), **SEQUENCE}),
-    "dual_clip": (Objective("dual_clip", delta=1.5, **CLIP), {"loss_type": "dapo", "delta": 1.5}),
+    "dual_clip": (Objective("dapo", delta=1.5, **CLIP), {"loss_type": "dapo", "delta": 1.5}),
     "dual_clip_of_completions": (Objective("grpo", delta=1.5, **CLIP), {"loss_type": "grpo", "delta": 1.5}),
     "off_policy_mask": (Objective(off_policy_threshold=0.02, **CLIP), {"off_policy_mask_threshold": 0.02}),
     "entropy": (Objective(entropy=EntropyBonus(0.03), **CLIP), {"entropy_coef": 0.03}),
