@@ -17,6 +17,7 @@ from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
 from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.learner import Learner, Settings
+from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
@@ -168,8 +169,6 @@ def test_no_measure_meets_a_token_that_is_not_learnt_from(name: str) -> None:
             completion.logprobs_T = completion.logprobs_T.where(completion.trained_T, absurd)
         learner, steps = make_learner(objective=objective, num_minibatches=2)
         if name == "kl_reward":
-            from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-
             reference: Any = random_policy(seed=1).double()
             learner.reference = Reference(reference, torch.device("cpu"), ReferenceSettings())
         results.append((learner.learn(groups), steps.gradients))
@@ -262,6 +261,19 @@ def test_the_entropy_controller_learns_nothing_from_a_step_without_tokens() -> N
     assert learner.state.state_dict()["entropy"] == before
     learner.learn(ragged_groups())
     assert learner.state.state_dict()["entropy"] != before
+
+
+def test_the_kl_controller_learns_nothing_from_a_batch_without_tokens() -> None:
+    """A KL of 0 over no token would read as one below the target."""
+    term = KLTerm(0.1, "k1", place="reward", target=0.01, horizon=4)
+    learner, _ = make_learner(objective=Objective(kl=term))
+    reference: Any = random_policy(seed=1).double()
+    learner.reference = Reference(reference, torch.device("cpu"), ReferenceSettings())
+    observed = ragged_groups()[0].rollouts[4]
+    learner.learn([RolloutGroup(observed.prompt, [observed])])
+    assert learner.state.kl.beta == 0.1
+    learner.learn(ragged_groups())
+    assert learner.state.kl.beta != 0.1
 
 
 # ---- numbers -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import torch
@@ -66,6 +67,7 @@ class TokenMetrics:
         logs |= gap_metrics(gap)
         logs["sampling/logprob_gap_max"] = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
         logs["update/tokens"] = num_tokens
+        logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}
         if self._kl is not None:
-            logs["kl"] = kl / max(num_kl, 1.0)
-        return logs | {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}
+            logs["kl"] = kl / num_kl if num_kl else math.nan
+        return logs

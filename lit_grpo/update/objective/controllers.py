@@ -66,10 +66,10 @@ class EntropyController:
 
     def update(self, entropy: float) -> None:
         """Follow the mean entropy that all ranks measured in one optimizer step."""
-        if self.bonus.target is None:
-            return
         bonus = self.bonus
-        if entropy <= self.bonus.target:
+        if bonus.target is None:
+            return
+        if entropy <= bonus.target:
             self.coefficient = min(self.coefficient + bonus.delta, bonus.max_coefficient)
         else:
             self.coefficient = max(self.coefficient - bonus.delta, bonus.min_coefficient)
