@@ -192,7 +192,7 @@ class GRPOModule(EvaluationModule):
         elif self.settings.objective.kl.beta > 0:
             model = load_policy(self.policy_name, self.policy_dtype)
             reference = Reference(model, self.trainer.strategy.root_device, self.reference)
-        return Learner(self.policy, _LightningSteps(self), self.settings, reference)
+        return Learner(self.policy, self, self.settings, reference)
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         """Check that every prompt leaves room for its completion, before anything is sampled.
@@ -265,34 +265,17 @@ class GRPOModule(EvaluationModule):
         self.log("step", float(self.policy_version))
         batch.trained = True
 
+    def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
+        """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""
+        with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
+            self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
 
-class _LightningSteps:
-    """What a learner leaves to Lightning."""
-
-    def __init__(self, module: GRPOModule) -> None:
-        self._module = module
-
-    @property
-    def policy_version(self) -> int:
-        return self._module.policy_version
-
-    @property
-    def _optimizer(self) -> LightningOptimizer:
-        return cast("LightningOptimizer", self._module.optimizers())
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
-
-    def backward(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
-        with self._optimizer.toggle_model(sync_grad=exchange):
-            # the strategy averages over ranks
-            self._module.manual_backward(compute_loss() * self._module.trainer.world_size)
-
-    def step(self) -> float:
-        lr = self._optimizer.param_groups[0]["lr"]
-        self._optimizer.step()
-        self._optimizer.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
-        if self._module.make_lr_scheduler is not None:
-            cast(Any, self._module.lr_schedulers()).step()
-        self._module.policy_version += 1
+    def take_step(self) -> float:
+        """Take the optimizer's step and the scheduler's; return the learning rate that it had."""
+        optimizer = cast("LightningOptimizer", self.optimizers())
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        if self.make_lr_scheduler is not None:
+            cast(Any, self.lr_schedulers()).step()
+        self.policy_version += 1
         return lr

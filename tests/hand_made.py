@@ -17,6 +17,7 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -60,6 +61,14 @@ def as_groups(rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
     for rollout in rollouts:
         by_prompt.setdefault(rollout.prompt.prompt_id, []).append(rollout)
     return [RolloutGroup(members[0].prompt, members) for members in by_prompt.values()]
+
+
+def make_micro_batch(
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float], shared_prefix: bool = True
+) -> MicroBatch:
+    """Lay all these rollouts out as one micro-batch."""
+    members = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
+    return packed(by_prompt(members)) if shared_prefix else in_rows([Members((), members)])
 
 
 @torch.no_grad()

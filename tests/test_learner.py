@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import MAX_TOKENS, full_logprobs, make_rollout
+from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout
 
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
-from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batch
+from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.learner import Learner, Settings
+from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
@@ -34,13 +35,10 @@ class PlainSteps:
         self.optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
         self.before_step: Callable[[], None] = lambda: None
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def backward(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
+    def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         compute_loss().backward()
 
-    def step(self) -> float:
+    def take_step(self) -> float:
         self.before_step()
         parameters: list[torch.Tensor] = self.optimizer.param_groups[0]["params"]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -171,8 +169,6 @@ def test_no_measure_meets_a_token_that_is_not_learnt_from(name: str) -> None:
             completion.logprobs_T = completion.logprobs_T.where(completion.trained_T, absurd)
         learner, steps = make_learner(objective=objective, num_minibatches=2)
         if name == "kl_reward":
-            from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
-
             reference: Any = random_policy(seed=1).double()
             learner.reference = Reference(reference, torch.device("cpu"), ReferenceSettings())
         results.append((learner.learn(groups), steps.gradients))
@@ -260,11 +256,24 @@ def test_an_interrupt_before_the_first_step_counts_no_visit() -> None:
 def test_the_entropy_controller_learns_nothing_from_a_step_without_tokens() -> None:
     """An entropy of 0 over no token would read as one below the target."""
     learner, _ = make_learner(objective=Objective(entropy=EntropyBonus(0.1, target=0.5)))
-    before = learner.state.entropy.state_dict()
+    before = learner.state.state_dict()["entropy"]
     learner.learn([RolloutGroup(Prompt("a", (3,), ""), [])])
-    assert learner.state.entropy.state_dict() == before
+    assert learner.state.state_dict()["entropy"] == before
     learner.learn(ragged_groups())
-    assert learner.state.entropy.state_dict() != before
+    assert learner.state.state_dict()["entropy"] != before
+
+
+def test_the_kl_controller_learns_nothing_from_a_batch_without_tokens() -> None:
+    """A KL of 0 over no token would read as one below the target."""
+    term = KLTerm(0.1, "k1", place="reward", target=0.01, horizon=4)
+    learner, _ = make_learner(objective=Objective(kl=term))
+    reference: Any = random_policy(seed=1).double()
+    learner.reference = Reference(reference, torch.device("cpu"), ReferenceSettings())
+    observed = ragged_groups()[0].rollouts[4]
+    learner.learn([RolloutGroup(observed.prompt, [observed])])
+    assert learner.state.kl.beta == 0.1
+    learner.learn(ragged_groups())
+    assert learner.state.kl.beta != 0.1
 
 
 # ---- numbers -------------------------------------------------------------------------------------------

@@ -7,15 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import full_logprobs, make_rollout
+from hand_made import full_logprobs, make_micro_batch, make_rollout
 from torch.nn.functional import embedding
 
-from lit_grpo.update.batches.microbatch import make_micro_batch
+from lit_grpo.update.logprobs import forward
 from lit_grpo.update.logprobs import linear_head as logit_blocks
-from lit_grpo.update.logprobs import logprobs
-from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.forward import micro_batch_logprobs, token_logprobs
 from lit_grpo.update.logprobs.linear_head import LinearHead, linear_head, linear_logprobs
-from lit_grpo.update.logprobs.logprobs import token_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31
 
@@ -169,7 +167,7 @@ def test_a_head_with_adapters_goes_the_generic_way() -> None:
 def test_values_and_gradients_are_those_of_the_full_logits(
     monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, temperature: float
 ) -> None:
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", tokens_per_chunk * VOCAB)
+    monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", tokens_per_chunk * VOCAB)
     hidden_ND, targets_N, weight_VD = make_inputs()
     hidden64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (hidden_ND, weight_VD))
     upstream_N = torch.linspace(-1, 2, NUM_TOKENS)
@@ -197,7 +195,7 @@ def test_golden_numbers_of_three_tokens() -> None:
 def test_the_head_never_sees_more_than_a_chunk_and_runs_again_in_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 10 * VOCAB + 5)
+    monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", 10 * VOCAB + 5)
     hidden_ND, targets_N, weight_VD = make_inputs()
     head = CountingHead(weight_VD)
     logprobs_N, _ = token_logprobs(hidden_ND, targets_N, head, VOCAB)
@@ -207,7 +205,7 @@ def test_the_head_never_sees_more_than_a_chunk_and_runs_again_in_the_backward_pa
 
 
 def test_a_vocabulary_larger_than_a_chunk_goes_one_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", VOCAB - 1)
+    monkeypatch.setattr(forward, "LOGITS_PER_CHUNK", VOCAB - 1)
     hidden_ND, targets_N, weight_VD = make_inputs(3)
     head = CountingHead(weight_VD)
     with torch.no_grad():

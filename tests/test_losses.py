@@ -9,7 +9,7 @@ import torch
 
 from lit_grpo.update.normalization import Normalization, StepTotals, token_weights
 from lit_grpo.update.objective.kl import k3
-from lit_grpo.update.objective.surrogates import clipped
+from lit_grpo.update.objective.recipes import clipped
 from lit_grpo.update.objective.tokens import Tokens, log_ratios
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)  # below, within (three times) and above 0.8 to 1.2

@@ -93,8 +93,7 @@ def test_token_means_do_not_depend_on_the_split() -> None:
     def gather(*cuts: int) -> dict[str, float]:
         metrics = TokenMetrics()
         for entropy, gap in zip(entropy_N.tensor_split(cuts), gap_N.tensor_split(cuts), strict=True):
-            metrics.add_means(entropy=entropy)
-            metrics.add_sums(loss=entropy.sum() / 4)
+            metrics.add(entropy.sum() / 4, entropy=entropy)
             metrics.add_gap(gap, torch.ones_like(gap, dtype=torch.int64))
         metrics.finish_update(grad_norm=2.0, lr=0.5)
         return metrics.compute(alone, alone)
@@ -118,8 +117,7 @@ def test_token_means_do_not_depend_on_the_split() -> None:
 def test_loss_and_gradient_norm_are_means_over_the_updates_of_a_batch() -> None:
     metrics = TokenMetrics()
     for loss, norm in ((1.0, 4.0), (3.0, 8.0)):
-        metrics.add_means(entropy=torch.tensor([2.0]))
-        metrics.add_sums(loss=torch.tensor(loss))
+        metrics.add(torch.tensor(loss), entropy=torch.tensor([2.0]))
         metrics.finish_update(grad_norm=norm)
     logs = metrics.compute(alone, alone)
     assert (logs["loss"], logs["grad_norm"], logs["entropy"], logs["update/tokens"]) == (2.0, 6.0, 2.0, 2.0)
@@ -151,8 +149,7 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
 
     for num_tokens in (3, 0):
         metrics = TokenMetrics()
-        metrics.add_means(entropy=torch.ones(num_tokens))
-        metrics.add_sums(loss=torch.tensor(0.0))
+        metrics.add(torch.tensor(0.0), entropy=torch.ones(num_tokens))
         metrics.add_gap(torch.ones(num_tokens), torch.tensor([num_tokens]))
         metrics.finish_update(grad_norm=0.0)
         metrics.compute(count, alone)

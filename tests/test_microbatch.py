@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import make_rollout
+from hand_made import make_micro_batch, make_rollout
 
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.layout import MicroBatch
-from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batch, make_micro_batches
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.prefix.layout import PackedGroup
 
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], float]

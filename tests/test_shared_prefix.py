@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 from conftest import random_policy
-from hand_made import make_rollout, relative_error
+from hand_made import make_micro_batch, make_rollout, relative_error
 from torch._higher_order_ops import inductor_compiled_code
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_grpo.types import Rollout
-from lit_grpo.update.batches.microbatch import make_micro_batch, make_micro_batches
+from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.prefix import flex

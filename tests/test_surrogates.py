@@ -53,7 +53,7 @@ def dcpo_reference(logprob: float, old: float, advantage: float) -> Token:
 
 
 REFERENCES: dict[str, tuple[Objective, Callable[[float, float, float], Token]]] = {
-    "dual_clip": (Objective("dual_clip", epsilon=LOW, epsilon_high=HIGH, delta=C), dual_clip_reference),
+    "dual_clip": (Objective(epsilon=LOW, epsilon_high=HIGH, delta=C), dual_clip_reference),
     "gppo": (Objective("gppo", epsilon=LOW, epsilon_high=HIGH), gppo_reference),
     "dcpo": (Objective("dcpo"), dcpo_reference),
 }

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import fit, flat, make_module, make_rollout, random_groups, relative_error
+from hand_made import fit, flat, make_micro_batch, make_module, make_rollout, random_groups, relative_error
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.update import budget as token_budget
-from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batch
+from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.budget import MOST_TOKENS, TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs

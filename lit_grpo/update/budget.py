@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,17 +80,9 @@ def _kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), _switched(model, shares_prefix):
+    switched = shared_prefixes(model) if shares_prefix else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), switched:
         layout = {"shared_prefix": SharedPrefix([PackedGroup(0, _PROBE, ())])} if shares_prefix else {}
         output = model.get_decoder()(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)
     del output
     return sum(kept.values())
-
-
-@contextmanager
-def _switched(model: PreTrainedModel, shares_prefix: bool) -> Iterator[None]:
-    if not shares_prefix:
-        yield
-        return
-    with shared_prefixes(model):
-        yield

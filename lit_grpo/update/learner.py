@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,15 +17,7 @@ from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
-from lit_grpo.update.batches.step import (
-    Before,
-    Step,
-    check_logprobs,
-    measure,
-    minibatches,
-    sampled_kl,
-    taking_part_and_learnt,
-)
+from lit_grpo.update.batches.step import Before, Step, measure, minibatches, missing_logprob, taking_part_and_learnt
 from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import Checkpointing, check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
@@ -64,23 +57,16 @@ class Settings:
 
 
 class Optimization(Protocol):
-    """What a learner leaves to the loop that it runs in: gradients, their exchange between ranks, and steps."""
+    """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
 
-    @property
-    def policy_version(self) -> int:
-        """How many steps the policy has had."""
-        ...
+    policy_version: int
 
-    def zero_grad(self) -> None:
-        """Forget the gradient."""
-        ...
-
-    def backward(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
+    def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
         ...
 
-    def step(self) -> float:
-        """Take the step and forget its gradient; return the learning rate that it had."""
+    def take_step(self) -> float:
+        """Take the step and count it; return the learning rate that it had."""
         ...
 
 
@@ -130,7 +116,8 @@ class Learner:
         """
         settings, metrics = self.settings, TokenMetrics()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        check_logprobs(rollouts)
+        for problem in filter(None, self.ranks.gather(missing_logprob(rollouts))):
+            raise ValueError(problem)  # on every rank, so that none waits for another
         before = self._before(rollouts)
         advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
         for some, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
@@ -162,8 +149,10 @@ class Learner:
         term = self.settings.objective.kl
         if term.place == "loss" or before.reference is None:
             return rewards
-        kl = sampled_kl(rollouts, before.reference, KL_ESTIMATORS[term.estimator])
-        metrics.add_kl(torch.cat([torch.empty(0, dtype=torch.float32), *kl]))
+        estimator, none = KL_ESTIMATORS[term.estimator], torch.empty(0, dtype=torch.float32)
+        sampled = [(c.logprobs_T[c.trained_T], c.request.key) for c in (rollout.completion for rollout in rollouts)]
+        kl = [estimator(logprobs_T, before.reference.get(key, none)) for logprobs_T, key in sampled]
+        metrics.add_kl(torch.cat([none, *kl]))
         return rewards.less([float(kl_T.sum()) * self.state.kl.beta for kl_T in kl])
 
     def _advantages(self, rewards: GroupRewards) -> torch.Tensor:
@@ -226,14 +215,19 @@ class Learner:
 
     def _update(self, step: Step, metrics: TokenMetrics) -> None:
         """Take one optimizer step. Without a gradient (nothing to learn) it counts, and changes no weight."""
-        metrics_before = metrics.state()
+        before = copy.deepcopy(vars(metrics))
         while not self._accumulate(self._micro_batches(step), step, metrics):
-            self._halve_budget(step)
-            metrics.restore(metrics_before)
+            assert self.budget is not None
+            least = int(self.ranks.max(least_tokens(step.rollouts, self.settings.shares_prefix)))
+            self.ranks.warn(self.budget.halve(least))
+            vars(metrics).update(copy.deepcopy(before))
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             step.entropy_sum = 0.0
         version = self.optimization.policy_version
         grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm, version)
-        lr = self.optimization.step()
+        lr = self.optimization.take_step()
+        self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, version + 1)
         metrics.finish_update(grad_norm=grad_norm, lr=lr)
@@ -247,7 +241,7 @@ class Learner:
         A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
         beforehand, and exchange in the backward pass of an empty micro-batch.
         """
-        self.optimization.zero_grad()
+        self.policy.zero_grad()
         is_open, short = self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
@@ -259,7 +253,7 @@ class Learner:
                 try:
                     if not short:
                         on_device = micro_batch.to(self.device)
-                        self.optimization.backward(lambda: self._loss(on_device, step, metrics), is_last)  # noqa: B023
+                        self.optimization.add_gradient(lambda: self._loss(on_device, step, metrics), is_last)  # noqa: B023
                 except (RuntimeError, MemoryError) as error:
                     if not is_open or not is_out_of_memory(error):
                         raise
@@ -285,14 +279,6 @@ class Learner:
             self.budget = TokenBudget(int(-self.ranks.max(-tokens)))
         return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
 
-    def _halve_budget(self, step: Step) -> None:
-        assert self.budget is not None
-        self.ranks.warn(
-            self.budget.halve(int(self.ranks.max(least_tokens(step.rollouts, self.settings.shares_prefix))))
-        )
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     # ---- a micro-batch ------------------------------------------------------------------------------
 
     def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
@@ -305,8 +291,7 @@ class Learner:
         )
         entropy_N = tokens.entropy_N.detach()
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
-        metrics.add_means(entropy=entropy_N, **token_metrics)
-        metrics.add_sums(loss=loss.detach())
+        metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
         if metrics.num_updates == 0:  # the weights are still those that sampled
             metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C)
         return loss

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 
@@ -29,16 +28,11 @@ class TokenMetrics:
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
-    def add_means(self, **values_N: torch.Tensor) -> None:
-        """Add one micro-batch's metrics, each of shape N."""
-        for name, values in values_N.items():
+    def add(self, loss: torch.Tensor, **values_N: torch.Tensor) -> None:
+        """Add one micro-batch's share of the loss, and its metrics, each of shape N."""
+        for name, values in {"loss": loss, **values_N}.items():
             self._sums[name] += values.sum()
         self._num_tokens += next(iter(values_N.values())).numel()
-
-    def add_sums(self, **values: torch.Tensor) -> None:
-        """Add values that sum up over the micro-batches and ranks of a step."""
-        for name, value in values.items():
-            self._sums[name] += value
 
     def add_kl(self, kl_N: torch.Tensor) -> None:
         """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
@@ -50,14 +44,6 @@ class TokenMetrics:
             self._gap_sums[name] += value
         if difference_N.numel():
             self._max_gap = max(self._max_gap, float(difference_N.abs().max()))
-
-    def state(self) -> dict[str, Any]:
-        """Return a copy of all counts, for :meth:`restore`."""
-        return copy.deepcopy(vars(self))
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Forget what was added since ``state`` was taken."""
-        vars(self).update(copy.deepcopy(state))
 
     def finish_update(self, **values: float) -> None:
         """Count an optimizer step, with values that are the same on every rank."""
@@ -81,6 +67,7 @@ class TokenMetrics:
         logs |= gap_metrics(gap)
         logs["sampling/logprob_gap_max"] = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
         logs["update/tokens"] = num_tokens
+        logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}
         if self._kl is not None:
-            logs["kl"] = kl / max(num_kl, 1.0)
-        return logs | {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}
+            logs["kl"] = kl / num_kl if num_kl else math.nan
+        return logs

@@ -32,7 +32,7 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import SCALES, Advantages
 from lit_grpo.update.budget import TokenBudget
 from lit_grpo.update.objective.controllers import EntropyBonus
@@ -63,6 +63,7 @@ MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0,
 RANK_1_UNIFORM = [[1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.3, 0.1, 0.0, 0.0], [0.7] * 4]
 RANK_0_MISSING = [[NAN] * 4, [1.0, NAN, 0.0, 1.0], [NAN] * 4, [0.0, 1.0, 0.0, NAN]]
 ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
+RAGGED = [[1.0, 0.0, 0.5, 0.2, 0.9], [0.0, 1.0, 0.3], [], [1.0]]
 ADAPTIVE_KL = Objective(kl=KLTerm(0.1, "k1", place="reward", target=0.001, horizon=50))
 ADAPTIVE_ENTROPY = Objective(entropy=EntropyBonus(0.05, target=3.0, delta=0.01))
 CASES = {
@@ -79,6 +80,11 @@ CASES = {
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
     "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
+    "ragged": Case([RAGGED, RAGGED[::-1]], {"num_minibatches": 2}),
+    "ragged_over_the_batch": Case(
+        [RAGGED, RAGGED[::-1]],
+        {"advantages": Advantages(scale="batch"), "objective": Objective("grpo", top_entropy_quantile=0.5)},
+    ),
 }
 
 for name in RECIPES:
@@ -113,6 +119,8 @@ def rank_and_world_size() -> tuple[int, int]:
 def uneven_groups(rewards_PG: list[list[float]]) -> list[RolloutGroup]:
     """Ragged groups; those of rank 1 have at most two tokens a completion."""
     groups = random_groups(random_policy(), rewards_PG, noise=0.2)
+    if RAGGED[0] in rewards_PG:
+        groups = with_gaps(groups, rewards_PG)
     for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         rollout.rewards = {"exact_match": None if math.isnan(rollout.reward) else rollout.reward}
         rollout.completion.finish_reason = "length" if index % 3 == 2 else "stop"
@@ -121,6 +129,17 @@ def uneven_groups(rewards_PG: list[list[float]]) -> list[RolloutGroup]:
         completion.token_ids_T, completion.logprobs_T = completion.token_ids_T[:2], completion.logprobs_T[:2]
         completion.versions_T = completion.versions_T[:2]
     return groups
+
+
+def with_gaps(groups: list[RolloutGroup], rewards_PG: list[list[float]]) -> list[RolloutGroup]:
+    """A group for each row, members or not; some tokens are observed, and some rollouts are not kept."""
+    for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        versions_T = rollout.completion.versions_T
+        versions_T[: index % 3] = OBSERVED
+        rollout.completion.versions_T, rollout.kept = versions_T, index % 5 != 3
+    found = {group.prompt.prompt_id: group for group in groups}
+    names = [f"train/{row}" for row in range(len(rewards_PG))]
+    return [found.get(name, RolloutGroup(Prompt(name, (3, 4), ""), [])) for name in names]
 
 
 class RankBatches(Batches):

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -146,15 +146,12 @@ class Advantages:
             weights_K: Of the reward functions.
             history: Earlier visits, for ``dcpo``; it is to commit this one once the rollouts have been learnt from.
         """
-        of, scale = (rewards.rewards_R, rewards.groups_R), self.scaled_by
-        if self.estimator == "rloo":
-            return leave_one_out_advantages(*of, cast(Literal["group", "batch", "none"], scale))
-        if self.estimator == "mc_grpo":
-            return median_advantages(*of, cast(Literal["mad", "none"], scale))
+        of, scale = (rewards.rewards_R, rewards.groups_R), cast(Any, self.scaled_by)
         if self.estimator == "ngrpo":
-            return virtual_maximum_advantages(*of, self.max_reward, cast(Literal["group", "none"], scale))
+            return virtual_maximum_advantages(*of, self.max_reward, scale)
         if self.estimator == "gdpo":
             return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, weights_K)
         if self.estimator == "dcpo":
             return history.advantages(*of, rewards.prompt_ids)
-        return group_advantages(*of, cast(Literal["group", "batch", "none"], scale))
+        functions = {"grpo": group_advantages, "rloo": leave_one_out_advantages, "mc_grpo": median_advantages}
+        return functions[self.estimator](*of, scale)

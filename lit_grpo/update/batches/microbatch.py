@@ -101,11 +101,3 @@ def make_micro_batches(
     lengths = [[member.rollout.completion.num_tokens for member in group.members] for group in groups]
     bins = pack_groups([len(group.prompt_ids) for group in groups], lengths, max_tokens)
     return MicroBatches(True, [[groups[p.group].part(p.responses, p.has_prompt) for p in parts] for parts in bins])
-
-
-def make_micro_batch(
-    rollouts: Sequence[Rollout], advantages_C: Sequence[float], shared_prefix: bool = True
-) -> MicroBatch:
-    """Lay all these rollouts out as one micro-batch."""
-    scored = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
-    return packed(by_prompt(scored)) if shared_prefix else in_rows([Members((), scored)])

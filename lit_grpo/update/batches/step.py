@@ -47,20 +47,17 @@ class Step:
         return torch.cat([*rows, next(iter(values.values()), none)[:0]]).to(micro_batch.lengths_C.device)
 
 
-def check_logprobs(rollouts: Sequence[Rollout]) -> None:
-    """Refuse tokens that are to be learnt from and that the generator gave no log-prob for.
-
-    Raises:
-        ValueError: There is one; the message names its prompt and sample.
-    """
+def missing_logprob(rollouts: Sequence[Rollout]) -> str | None:
+    """Say which token is to be learnt from, but has no log-prob of the generator's; None where each has one."""
     for rollout in rollouts:
         logprobs_T, (prompt_id, visit, path) = rollout.completion.logprobs_T, rollout.completion.request.key
         missing_T = logprobs_T.isnan()
         if missing_T.any() and (missing_T & rollout.completion.trained_T).any():
-            raise ValueError(
+            return (
                 f"Sample {path} of prompt {prompt_id!r}, visit {visit}, has no sampled log-prob (NaN) for token "
                 f"{int(missing_T.int().argmax())}; the generator must give one for every token that it samples."
             )
+    return None
 
 
 def minibatches(
@@ -79,12 +76,9 @@ def minibatches(
             yield [numbered[place][1] for place in places], torch.tensor(places, dtype=torch.int64)
 
 
-Scored = list[tuple[Rollout, float]]
-
-
 def taking_part_and_learnt(
     rollouts: Sequence[Rollout], advantages: Sequence[float], mask_truncated: bool
-) -> tuple[Scored, Scored]:
+) -> tuple[list[tuple[Rollout, float]], list[tuple[Rollout, float]]]:
     """Return the rollouts, with their advantages, that count as completions of a step, and those learnt from.
 
     Those without an advantage (NaN) or a token to learn from, and those that are not kept, count in nothing. Those that
@@ -96,21 +90,6 @@ def taking_part_and_learnt(
     if not mask_truncated:
         return valid, valid
     return valid, [(r, a) for r, a in valid if r.completion.finish_reason != "length"]
-
-
-def sampled_kl(
-    rollouts: Sequence[Rollout],
-    reference_logprobs: Mapping[Key, torch.Tensor],
-    estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> list[torch.Tensor]:
-    """Return the KL from the reference of each rollout's tokens, under the policy that they were sampled with.
-
-    Of tokens that are learnt from; none of a completion without any.
-    """
-    none = torch.empty(0, dtype=torch.float32)
-    completions = [rollout.completion for rollout in rollouts]
-    sampled = [(c.logprobs_T[c.trained_T], reference_logprobs.get(c.request.key, none)) for c in completions]
-    return [estimator(*pair) for pair in sampled]
 
 
 @torch.no_grad()

@@ -66,22 +66,14 @@ class EntropyController:
 
     def update(self, entropy: float) -> None:
         """Follow the mean entropy that all ranks measured in one optimizer step."""
-        if self.bonus.target is None:
-            return
         bonus = self.bonus
-        if entropy <= self.bonus.target:
+        if bonus.target is None:
+            return
+        if entropy <= bonus.target:
             self.coefficient = min(self.coefficient + bonus.delta, bonus.max_coefficient)
         else:
             self.coefficient = max(self.coefficient - bonus.delta, bonus.min_coefficient)
         self.last_entropy = entropy
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self.coefficient, self.last_entropy = state["coefficient"], state["last_entropy"]
 
 
 class KLController:
@@ -102,14 +94,6 @@ class KLController:
             return
         error = min(max(kl / self.term.target - 1, -0.2), 0.2)
         self.beta *= 1 + error * min(num_sequences / self.term.horizon, 1.0)
-
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"beta": self.beta}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self.beta = state["beta"]
 
 
 class ObjectiveState:
@@ -134,15 +118,15 @@ class ObjectiveState:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, in plain types."""
         return {
-            "kl": self.kl.state_dict(),
-            "entropy": self.entropy.state_dict(),
+            "beta": self.kl.beta,
+            "entropy": (self.entropy.coefficient, self.entropy.last_entropy),
             "history": self.history.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; a coefficient that does not adapt stays as it is configured."""
         if self.kl.term.target is not None:
-            self.kl.load_state_dict(state["kl"])
+            self.kl.beta = state["beta"]
         if self.entropy.bonus.target is not None:
-            self.entropy.load_state_dict(state["entropy"])
+            self.entropy.coefficient, self.entropy.last_entropy = state["entropy"]
         self.history.load_state_dict(state["history"])

@@ -1,4 +1,4 @@
-"""Refuses objectives that mean something else than they say, with the nearest valid choice."""
+"""The objective that a run is configured with; one that means something else than it says is refused."""
 
 from __future__ import annotations
 
@@ -26,21 +26,9 @@ PARAMETERS = (
 )
 
 
-def check_objective(objective: Objective) -> None:
-    """Check names, numbers and combinations.
-
-    Raises:
-        ValueError: One does not fit; the message names it, its value and what to set.
-    """
+def _check_choices(objective: Objective) -> None:
     if objective.loss not in RECIPES:
         raise ValueError(f"objective.loss must be one of {', '.join(RECIPES)}, not {objective.loss!r}.")
-    _check_choices(objective)
-    _check_parameters(objective)
-    _check_bounds(objective)
-    _check_combinations(objective)
-
-
-def _check_choices(objective: Objective) -> None:
     for name, kind in (("ratio", RatioLevel), ("normalization", Normalization)):
         value = getattr(objective, name)
         if value is not None and value not in get_args(kind):
@@ -112,9 +100,9 @@ class Objective:
     """What an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names.
 
     Args:
-        loss: ``dapo`` (each token of the step alike), ``grpo`` (each completion alike), ``dr_grpo``, ``bnpo``,
-            ``dual_clip``, ``gspo``, ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md
-            has each one's formula, source and defaults.
+        loss: ``dapo`` (each token of the step alike), ``grpo`` (each completion alike), ``dr_grpo``, ``gspo``,
+            ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's formula,
+            source and defaults.
         ratio: What a probability ratio is taken over, ``token`` or ``sequence``.
         normalization: What a token counts: ``token`` (each token alike), ``sequence`` (each completion alike),
             ``constant`` (by the limit on completion length) or ``sequence_sum`` (a completion by its length).
@@ -158,7 +146,8 @@ class Objective:
     off_policy_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        check_objective(self)
+        for check in (_check_choices, _check_parameters, _check_bounds, _check_combinations):
+            check(self)
 
     @property
     def recipe(self) -> Recipe:
