@@ -24,8 +24,7 @@ def main() -> None:
     gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes a third of the time
     from lit_grpo.cli.command_line import run
 
-    gc.freeze()
-    gc.enable()
+    gc.enable()  # not frozen as well: triton's bindings tell of every object that is left at the end
     run()
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -120,12 +119,6 @@ class MetricsCSV(Logger):
     def log_dir(self) -> str:
         """Folder of the file."""
         return self.save_dir
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Path:
-        """The file."""
-        return self.path
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,8 +7,9 @@ import inspect
 import math
 import numbers
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from lit_grpo.rewards.loading import first_line, load_object, near_names, split_path
@@ -109,83 +110,25 @@ def _value_or_error(value: Any) -> float | Exception | None:
 
 
 @dataclass(frozen=True)
-class RewardSignature:
-    """The parameters of a reward function that a rollout or a group is to fill.
-
-    ``names`` are all of them, ``required`` those without a default. ``takes_columns`` says that it has
-    ``**columns``, and ``declared`` are the columns it says it needs of those. ``on_group`` tells the two
-    forms apart: ``completions`` of a group, or the ``completion`` of one rollout.
-    """
-
-    names: frozenset[str]
-    required: tuple[str, ...]
-    takes_columns: bool
-    declared: tuple[str, ...]
-    on_group: bool
-
-    @classmethod
-    def of(cls, call: Callable[..., Any], path: str, bound: Collection[str] = ()) -> RewardSignature:
-        """Read the signature of ``call``, without the parameters in ``bound``, which have their values.
-
-        Raises:
-            ValueError: If it cannot be called with a rollout or a group.
-        """
-        parameters = _parameters(call, path)
-        takes_columns = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        free = [one for one in named if one.name not in bound]
-        names = frozenset(one.name for one in free)
-        if ("completion" in names) == ("completions" in names):
-            listed = ", ".join(one.name for one in free) or "none"
-            which = "both" if "completion" in names else "neither"
-            raise ValueError(
-                f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' "
-                f"(to score a group), but has {which} among its parameters ({listed}); name one of them so."
-            )
-        required = tuple(one.name for one in free if one.default is one.empty)
-        return cls(names, required, takes_columns, _declared(call, path), "completions" in names)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names that every rollout, or every group, has a value for."""
-        return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
-
-
-def _parameters(call: Callable[..., Any], path: str) -> list[inspect.Parameter]:
-    try:
-        parameters = list(inspect.signature(call).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"reward function {path!r}: its parameters cannot be read; wrap it in a function with named ones."
-        ) from error
-    for one in parameters:
-        if one.kind is one.POSITIONAL_ONLY:
-            raise ValueError(
-                f"reward function {path!r}: parameter {one.name!r} is positional-only, but is given by name; "
-                "wrap it in a function without '/'."
-            )
-    return parameters
-
-
-def _declared(call: Callable[..., Any], path: str) -> tuple[str, ...]:
-    columns = getattr(call, "columns", ())
-    if not isinstance(columns, (tuple, list)) or not all(isinstance(column, str) for column in columns):
-        raise ValueError(
-            f"reward function {path!r}: its attribute 'columns' must be a tuple of names, not {columns!r}."
-        )
-    return tuple(columns)
-
-
-@dataclass(frozen=True)
 class RewardFunction:
-    """A loaded reward function: what to call, with what, and how much its value weighs."""
+    """A loaded reward function: what to call, with what, and how much its value weighs.
+
+    ``names`` are the parameters that a rollout or a group is to fill, ``required`` those without a default.
+    ``takes_columns`` says that it has ``**columns``, and ``declared`` are the columns it says it needs of those;
+    ``bound`` are parameters that have their values. ``on_group`` tells the two forms apart: ``completions`` of a group,
+    or the ``completion`` of one rollout.
+    """
 
     name: str
     weight: float
     path: str
     call: Callable[..., Any]
-    signature: RewardSignature
-    bound: frozenset[str] = frozenset()
+    names: frozenset[str]
+    required: tuple[str, ...]
+    takes_columns: bool
+    declared: tuple[str, ...]
+    on_group: bool
+    bound: frozenset[str]
 
     @classmethod
     def load(cls, spec: RewardSpec) -> RewardFunction:
@@ -202,23 +145,49 @@ class RewardFunction:
             )
         name = spec.name or split_path(spec.function)[1].split(".")[-1]
         if inspect.isclass(loaded):
-            loaded, bound = _build(loaded, spec), frozenset[str]()
-        else:
-            bound = frozenset(spec.args)
-        signature = RewardSignature.of(loaded, spec.function, bound)
-        if bound:
-            _check_bound(loaded, spec)
-            loaded = functools.partial(loaded, **spec.args)
-        return cls(name, spec.weight, spec.function, loaded, signature, bound)
+            return cls.of(_build(loaded, spec), name, spec.weight, spec.function)
+        return cls.of(loaded, name, spec.weight, spec.function, spec.args)
 
     @classmethod
-    def of(cls, call: Callable[..., Any], name: str, weight: float = 1.0) -> RewardFunction:
-        """Make a reward function of a callable at hand.
+    def of(
+        cls,
+        call: Callable[..., Any],
+        name: str,
+        weight: float = 1.0,
+        path: str | None = None,
+        args: Mapping[str, Any] = MappingProxyType({}),
+    ) -> RewardFunction:
+        """Make a reward function of a callable at hand, with some of its parameters bound to ``args``.
 
         Raises:
             ValueError: If it cannot be called as a reward function.
         """
-        return cls(name, weight, name, call, RewardSignature.of(call, name))
+        path = path or name
+        parameters = _parameters(call, path)
+        takes_columns = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        free = [one for one in named if one.name not in args]
+        names = frozenset(one.name for one in free)
+        if ("completion" in names) == ("completions" in names):
+            listed = ", ".join(one.name for one in free) or "none"
+            which = "both" if "completion" in names else "neither"
+            raise ValueError(
+                f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' "
+                f"(to score a group), but has {which} among its parameters ({listed}); name one of them so."
+            )
+        required = tuple(one.name for one in free if one.default is one.empty)
+        declared = _declared(call, path)
+        if args:
+            _check_bound(call, path, args, [one.name for one in parameters], takes_columns)
+            call = functools.partial(call, **args)
+        return cls(
+            name, weight, path, call, names, required, takes_columns, declared, "completions" in names, frozenset(args)
+        )
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names that every rollout, or every group, has a value for."""
+        return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
 
     @property
     def is_async(self) -> bool:
@@ -233,27 +202,27 @@ class RewardFunction:
         """
         columns = list(columns)
         listed = ", ".join(columns) or "none"
-        for column in self.signature.declared:
+        for column in self.declared:
             if column not in columns:
                 raise ValueError(
                     f"reward {self.name!r} ({self.path}) needs the column {column!r}, which the data does "
                     f"not have (its columns: {listed}); name another one in its args, or add it to the data."
                 )
-        for parameter in self.signature.required:
-            if parameter not in columns and parameter not in self.signature.inputs:
+        for parameter in self.required:
+            if parameter not in columns and parameter not in self.inputs:
                 raise ValueError(
                     f"reward {self.name!r} ({self.path}) requires the parameter {parameter!r}, which is "
-                    f"neither one of {', '.join(self.signature.inputs)} nor a column of the data "
+                    f"neither one of {', '.join(self.inputs)} nor a column of the data "
                     f"(its columns: {listed}); set it in args, rename it or give it a default."
                 )
 
     def arguments(self, group: RolloutGroup) -> list[dict[str, Any]]:
         """The keyword arguments of each call that scores ``group``: one call for all, or one a rollout."""
         columns = group.prompt.columns
-        names = self.signature.names
-        if self.signature.takes_columns:
+        names = self.names
+        if self.takes_columns:
             names = (names | columns.keys()) - self.bound
-        if self.signature.on_group:
+        if self.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
             rows = iter([{**lists, **group_inputs(group)}])
         else:
@@ -274,7 +243,7 @@ class RewardFunction:
         return self._read(await self.call(**arguments), num_rollouts)
 
     def _read(self, returned: Any, num_rollouts: int) -> list[float | Exception | None]:
-        return read_values(returned, num_rollouts) if self.signature.on_group else [read_value(returned)]
+        return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
 def load_rewards(specs: Sequence[RewardSpec]) -> list[RewardFunction]:
@@ -317,17 +286,40 @@ def _build(loaded: type, spec: RewardSpec) -> Callable[..., Any]:
     return built
 
 
-def _check_bound(loaded: Callable[..., Any], spec: RewardSpec) -> None:
-    if not inspect.isroutine(loaded):
+def _parameters(call: Callable[..., Any], path: str) -> list[inspect.Parameter]:
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"reward function {spec.function!r} is already built and takes no args; name its class "
-            f"{type(loaded).__name__} to give it some."
+            f"reward function {path!r}: its parameters cannot be read; wrap it in a function with named ones."
+        ) from error
+    for one in parameters:
+        if one.kind is one.POSITIONAL_ONLY:
+            raise ValueError(
+                f"reward function {path!r}: parameter {one.name!r} is positional-only, but is given by name; "
+                "wrap it in a function without '/'."
+            )
+    return parameters
+
+
+def _declared(call: Callable[..., Any], path: str) -> tuple[str, ...]:
+    columns = getattr(call, "columns", ())
+    if not isinstance(columns, (tuple, list)) or not all(isinstance(column, str) for column in columns):
+        raise ValueError(
+            f"reward function {path!r}: its attribute 'columns' must be a tuple of names, not {columns!r}."
         )
-    parameters = inspect.signature(loaded).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return
-    known = [one.name for one in parameters]
-    for name in spec.args:
+    return tuple(columns)
+
+
+def _check_bound(
+    call: Callable[..., Any], path: str, args: Mapping[str, Any], known: list[str], takes_columns: bool
+) -> None:
+    if not inspect.isroutine(call):
+        raise ValueError(
+            f"reward function {path!r} is already built and takes no args; name its class "
+            f"{type(call).__name__} to give it some."
+        )
+    for name in () if takes_columns else args:
         if name not in known:
             remedy = near_names(name, known) or f"its parameters are {', '.join(known)}."
-            raise ValueError(f"reward function {spec.function!r} has no parameter {name!r} to bind; {remedy}")
+            raise ValueError(f"reward function {path!r} has no parameter {name!r} to bind; {remedy}")
