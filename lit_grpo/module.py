@@ -219,23 +219,19 @@ class GRPOModule(EvaluationModule):
         return [optimizer], [{"scheduler": self.make_lr_scheduler(optimizer), "interval": "step"}]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the policy version, what the objective remembers, and a reference that has moved."""
+        """Keep the policy version and what the learner remembers."""
         checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
         checkpoint["policy_version"] = self.policy_version
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
-            checkpoint["objective_state"] = learner.state.state_dict()
-            if isinstance(learner.reference, Reference):
-                checkpoint["reference"] = learner.reference.state_dict()
+            checkpoint |= learner.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them."""
         self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
-            learner.state.load_state_dict(checkpoint["objective_state"])
-            if isinstance(learner.reference, Reference):
-                learner.reference.load_state_dict(checkpoint.get("reference", {}))
+            learner.load_state_dict(checkpoint)
 
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.

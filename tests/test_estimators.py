@@ -215,6 +215,12 @@ def test_gdpo_normalises_each_reward_function_by_itself(seed: int) -> None:
     assert_close(result, gdpo_reference(rewards, weights), rtol=1e-8)
 
 
+def test_a_function_of_weight_zero_makes_no_reward_in_gdpo() -> None:
+    rewards = tensor([[[1.0, 7.0], [0.0, 7.0], [NAN, 7.0]]])
+    result = rows(per_reward_advantages, rewards, tensor([1.0, 0.0]))[0]
+    assert result[2].isnan() and result[0] == -result[1] > 0.5
+
+
 def test_a_narrow_reward_counts_as_much_as_a_wide_one_in_gdpo_alone() -> None:
     rewards = [[[0.0, 100.0], [0.01, 0.0]] * 2]
     weights = tensor([1.0, 0.9])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -126,6 +126,17 @@ class Learner:
         self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(rollouts))))
         self.state.history.commit()
         return logs | self.state.coefficients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: what the objective remembers, and a reference that has moved."""
+        reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
+        return {"objective_state": self.state.state_dict(), "reference": reference}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.state.load_state_dict(state["objective_state"])
+        if isinstance(self.reference, Reference):
+            self.reference.load_state_dict(state["reference"])
 
     # ---- before the first step ----------------------------------------------------------------------
 

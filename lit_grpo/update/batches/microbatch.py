@@ -1,32 +1,14 @@
-"""What flows through one training iteration, from prompt to micro-batch.
-
-Dimension legend, used as a suffix on tensors everywhere (``rewards_PG``, ``logprobs_BT``):
-
-====  ==========================================================
-P     prompts in a batch
-G     completions per prompt (the group size)
-B     rows of a batch that goes through the model
-C     completions of a micro-batch
-T     tokens
-N     completion tokens of a micro-batch, flattened over its rows
-V     vocabulary
-K     reward functions
-====  ==========================================================
-"""
+"""Rollouts of a step cut into micro-batches under a budget of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
 from lit_grpo.update.batches.packing import pack_groups, pack_rows
 from lit_grpo.update.prefix.split_prompt import SplitPrompt
-
-if TYPE_CHECKING:
-    from lit_grpo.update.prefix.split_prompt import SplitPrompt
 
 
 def num_row_tokens(rollout: Rollout) -> int:

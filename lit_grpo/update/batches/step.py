@@ -52,7 +52,7 @@ def missing_logprob(rollouts: Sequence[Rollout]) -> str | None:
     for rollout in rollouts:
         logprobs_T, (prompt_id, visit, path) = rollout.completion.logprobs_T, rollout.completion.request.key
         missing_T = logprobs_T.isnan()
-        if missing_T.any() and (missing_T & rollout.completion.trained_T).any():
+        if missing_T.any() and (missing_T := missing_T & rollout.completion.trained_T).any():
             return (
                 f"Sample {path} of prompt {prompt_id!r}, visit {visit}, has no sampled log-prob (NaN) for token "
                 f"{int(missing_T.int().argmax())}; the generator must give one for every token that it samples."
