@@ -18,7 +18,7 @@ from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
-from lit_grpo.rollout.slots.memory import KVRoom, check_request, kv_budget_bytes, take_out
+from lit_grpo.rollout.slots.memory import KVRoom, check_request, kv_budget_tokens, take_out
 from lit_grpo.rollout.slots.prompts import PromptKey, PromptStates, batches
 from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, rows_with_stop_string
 from lit_grpo.rollout.slots.shelves import KVShape
@@ -79,7 +79,8 @@ class SlotGenerator:
         self._eos_ids = np.array(eos_token_ids(policy, tokenizer))
         self._context = slot_context(policy)
         self._mode = DecodingMode(policy)
-        self.room = KVRoom(kv_budget_bytes(self.kv_memory, policy), self._shape.bytes_per_token)
+        tokens = kv_budget_tokens(self.kv_memory, policy, self._shape.bytes_per_token)
+        self.room = KVRoom(tokens, self._shape.bytes_per_token)
 
     def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
         """Every parameter as it is."""

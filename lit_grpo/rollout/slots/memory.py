@@ -16,34 +16,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def kv_budget_bytes(budget: MemoryBudget, policy: PreTrainedModel) -> int:
-    """Return what ``budget`` comes to on the policy's device."""
-    return budget.bytes(free_bytes(policy.device), update_bytes(policy))
+def kv_budget_tokens(budget: MemoryBudget, policy: PreTrainedModel, bytes_per_token: int) -> int:
+    """Return the KV tokens that ``budget`` comes to on the policy's device."""
+    return budget.bytes(free_bytes(policy.device), update_bytes(policy)) // bytes_per_token
 
 
 class KVRoom:
     """The KV tokens that the slots may take.
 
     Args:
-        granted_bytes: The memory for them; ``tokens`` starts from there and shrinks where that proves too much.
+        granted_tokens: How many there are; ``tokens`` starts from there and shrinks where they prove too many.
         bytes_per_token: What one takes.
     """
 
     SHRINKAGE = 0.8
 
-    def __init__(self, granted_bytes: int, bytes_per_token: int) -> None:
-        self._granted_bytes, self._bytes_per_token = granted_bytes, bytes_per_token
-        self.tokens = self.granted_tokens
-
-    @property
-    def granted_tokens(self) -> int:
-        """How many there were to begin with."""
-        return self._granted_bytes // self._bytes_per_token
+    def __init__(self, granted_tokens: int, bytes_per_token: int) -> None:
+        self.granted_tokens = self.tokens = granted_tokens
+        self._bytes_per_token = bytes_per_token
 
     def measure(self, bytes_per_token: int) -> None:
         """Count tokens of another size: autocast decides in which dtype keys and values come."""
-        self.tokens = self.tokens * self._bytes_per_token // bytes_per_token
-        self._bytes_per_token = bytes_per_token
+        before, self._bytes_per_token = self._bytes_per_token, bytes_per_token
+        self.granted_tokens = self.granted_tokens * before // bytes_per_token
+        self.tokens = self.tokens * before // bytes_per_token
 
     def is_scarce(self, rows: TokenRows, cache: SlotCache, num_fresh: int) -> bool:
         """Whether the memory could come to an end, if all in flight grew to their limit."""
