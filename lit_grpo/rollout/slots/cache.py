@@ -8,7 +8,6 @@ read, and a decode step is a few batched matrix products over contiguous memory:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from lit_grpo.rollout.sampling import to_device
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.shelves import KVShape, Shelf, ShelfReader
-from lit_grpo.rollout.slots.writers import CompletionWriter, PromptWriter, Stretch
+from lit_grpo.rollout.slots.writers import ShelfWriter, Stretch
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
 
 _WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
@@ -50,7 +49,7 @@ class SlotCache:
     def __contains__(self, prompt: Hashable) -> bool:
         return prompt in self._prompts
 
-    def write_prompts(self, prompts: Sequence[Hashable], lengths: Sequence[int]) -> PromptWriter:
+    def write_prompts(self, prompts: Sequence[Hashable], lengths: Sequence[int]) -> ShelfWriter:
         """Make room for new prompts of these lengths, which all take the same room; return what is to fill it."""
         (room,) = {prompt_room(num_tokens) for num_tokens in lengths}
         shelf = self._prompt_shelves.setdefault(room, Shelf(room, self.shape))
@@ -58,7 +57,7 @@ class SlotCache:
         for entry, prompt, num_tokens in zip(entries, prompts, lengths, strict=True):
             self._prompts[prompt] = (room, entry, num_tokens)
         self._readers = None
-        return PromptWriter(shelf, entries)
+        return ShelfWriter([Stretch(shelf, entries, room)])
 
     def drop_prompt(self, prompt: Hashable) -> None:
         """Free a prompt that no row uses."""
@@ -94,7 +93,7 @@ class SlotCache:
         self._prompt_of += prompts
         self._readers = None
 
-    def write_completion(self, row: int, num_tokens: int) -> CompletionWriter:
+    def write_completion(self, row: int, num_tokens: int) -> ShelfWriter:
         """Give a row that is empty the pieces of its first ``num_tokens``; return what is to fill them."""
         pieces = []
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
@@ -102,9 +101,10 @@ class SlotCache:
                 break
             if piece:
                 self._extend(piece, [row])
-            pieces.append(Stretch(shelf, self._entries_of[row][piece], min(num_tokens - start, shelf.num_tokens)))
+            entry = self._entries_of[row][piece]
+            pieces.append(Stretch(shelf, range(entry, entry + 1), min(num_tokens - start, shelf.num_tokens)))
         room, entry, length = self._prompts[self._prompt_of[row]]
-        return CompletionWriter(Stretch(self._prompt_shelves[room], entry, length), pieces)
+        return ShelfWriter(pieces, [Stretch(self._prompt_shelves[room], range(entry, entry + 1), length)])
 
     def remove(self, row: int) -> int:
         """Free a row, and with the last one all memory: the last one takes its place. Returns the number it had."""
@@ -228,8 +228,7 @@ class SlotCache:
                 its_width = min(shelf.num_tokens, width - start)
                 self._readers.append(ShelfReader(shelf, entries, its_width, counts_B - start))
         width = min(width, self.max_tokens)
-        places = chain.from_iterable(self._prompts[prompt] for prompt in self._prompt_of)
-        rooms, entries, lengths = np.fromiter(places, np.int64, 3 * self.num_rows).reshape(-1, 3).T
+        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
         columns, valid = [], []
         for room, shelf in self._prompt_shelves.items():
             if (member_B := rooms == room).any():

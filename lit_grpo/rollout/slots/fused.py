@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,27 +18,8 @@ if TYPE_CHECKING:
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
 class LayerOperations:
-    """The operations of one layer. ``scaling`` and ``window`` are what it hands to its attention."""
-
-    attention_norm: Operation
-    query: Operation
-    key: Operation
-    value: Operation
-    head_norm: Operation
-    output: Operation
-    mlp_norm: Operation
-    gate: Operation
-    up: Operation
-    activation: Operation
-    down: Operation
-    scaling: float
-    window: int | None
-
-
-def layer_operations(layer: Any, scaling: float, window: int | None) -> LayerOperations:
-    """Take a layer apart.
+    """The operations of one layer.
 
     Args:
         layer: Of the decoder.
@@ -50,25 +30,21 @@ def layer_operations(layer: Any, scaling: float, window: int | None) -> LayerOpe
         AttributeError: It is not built like Llama's.
         ValueError: It is, but with something in it that this does not know.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-    if unknown := {name for name, _ in layer.named_children()} - known:
-        raise ValueError(f"layers with {sorted(unknown)}")
-    return LayerOperations(
-        attention_norm=norm_operation(layer.input_layernorm),
-        query=_linear(attention.q_proj),
-        key=_linear(attention.k_proj),
-        value=_linear(attention.v_proj),
-        head_norm=_head_norm(attention) if hasattr(attention, "q_norm") else _same,
-        output=_linear(attention.o_proj),
-        mlp_norm=norm_operation(layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        activation=mlp.act_fn,
-        down=_linear(mlp.down_proj),
-        scaling=scaling,
-        window=window,
-    )
+
+    def __init__(self, layer: Any, scaling: float, window: int | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        if unknown := {name for name, _ in layer.named_children()} - known:
+            raise ValueError(f"layers with {sorted(unknown)}")
+        self.scaling, self.window = scaling, window
+        self.attention_norm = norm_operation(layer.input_layernorm)
+        self.mlp_norm = norm_operation(layer.post_attention_layernorm)
+        self.query, self.key, self.value, self.output = (
+            _linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        self.head_norm = _head_norm(attention) if hasattr(attention, "q_norm") else lambda heads: heads
+        self.gate, self.up, self.down = _linear(mlp.gate_proj), _linear(mlp.up_proj), _linear(mlp.down_proj)
+        self.activation: Operation = mlp.act_fn
 
 
 def _linear(module: Any) -> Operation:
@@ -113,10 +89,6 @@ def _epsilon(module: Any) -> float:
     return eps
 
 
-def _same(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
-
-
 def _lowered(normed: torch.Tensor) -> torch.Tensor:
     """Cast once, under autocast, what several linear layers would cast each."""
     return normed.to(compute_dtype(normed.device, normed.dtype))
@@ -128,6 +100,9 @@ _TABLE_STEP = 1024
 
 class FusedDecoder:
     """Runs a decoder over the last token of each row; under autocast, as autocast would run the model.
+
+    ``embed`` takes tokens to what goes into the first layer; ``tables`` are cosine and sine of all positions tabulated
+    so far, shape (positions, head size).
 
     Args:
         model: The policy.
@@ -144,15 +119,16 @@ class FusedDecoder:
         rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope_type not in _ROPE_TYPES:
             raise ValueError(f"rope type {rope_type}")
-        self._embedding = decoder.embed_tokens
+        self.embed: Operation = decoder.embed_tokens
         self._rotary = decoder.rotary_emb
         self._norm = norm_operation(decoder.norm)
         self._head_size = seen.shape.head_size
         self._layers = [
-            layer_operations(layer, scaling, window)
+            LayerOperations(layer, scaling, window)
             for layer, scaling, window in zip(decoder.layers, seen.scalings, seen.windows, strict=True)
         ]
-        self._cos = self._sin = torch.empty((0, self._head_size), device=model.device)
+        self.num_layers = len(self._layers)
+        self.tables = (torch.empty((0, self._head_size), device=model.device),) * 2
 
     def __call__(
         self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
@@ -169,18 +145,10 @@ class FusedDecoder:
             hidden = self.after(layer, cache.attend(layer, self.inputs(layer, heads, value)), hidden)
         return self.norm(hidden)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the decoder."""
-        return len(self._layers)
-
-    def embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        """Return what goes into the first layer, shape (rows, hidden size)."""
-        return self._embedding(tokens_B)
-
     def angles(self, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine of each row's position, shape (rows, 1, head size); they have been tabulated."""
-        return self._cos[positions_B][:, None], self._sin[positions_B][:, None]
+        cos, sin = self.tables
+        return cos[positions_B][:, None], sin[positions_B][:, None]
 
     def before(
         self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -211,22 +179,17 @@ class FusedDecoder:
         """Return the last hidden states, after the last layer."""
         return self._norm(hidden)
 
-    @property
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of all positions tabulated so far, shape (positions, head size)."""
-        return self._cos, self._sin
-
     def tabulate(self, num_positions: int, like: torch.Tensor) -> None:
         """Have cosine and sine of all positions at hand, in the dtype of ``like``; the sine's first half is negative.
 
         Raises:
             ValueError: The model rotates only a part of each head.
         """
-        if num_positions <= len(self._cos) and self._cos.dtype == like.dtype:
+        if num_positions <= len(self.tables[0]) and self.tables[0].dtype == like.dtype:
             return
         positions_1T = torch.arange(-(-num_positions // _TABLE_STEP) * _TABLE_STEP, device=like.device)[None]
         cos, sin = (table[0] for table in self._rotary(like, positions_1T))
         if cos.shape[-1] != self._head_size:
             raise ValueError("only a part of each head is rotated")
         half = self._head_size // 2
-        self._cos, self._sin = cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)
+        self.tables = cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)

@@ -141,12 +141,10 @@ class GraphedDecoder:
         """The recordings of a bucket; they are made before its first step, for they run on what the buffers hold."""
         if size not in self._recordings:
             assert self._buffers is not None
-            parts, caches = self._buffers.parts(self._decoder, size), torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)  # its copies of weights would be gone when they are replayed
-            try:
+            parts, kind = self._buffers.parts(self._decoder, size), self._buffers.hidden.device.type
+            dtype, lowers = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, dtype, lowers, cache_enabled=False):  # a replay would find cached weights gone
                 self._recordings[size] = [self._record(part) for part in parts]
-            finally:
-                torch.set_autocast_cache_enabled(caches)
         return self._recordings[size]
 
 
