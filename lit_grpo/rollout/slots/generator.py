@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,9 @@ class SlotGenerator:
         if self._mode is not None and not self._num_in_flight:
             self._mode.end()
 
+    def _without_gradients(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._mode is None else self._mode.without_gradients()
+
     def _clear(self) -> None:
         self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
@@ -202,7 +206,7 @@ class SlotGenerator:
     def _forget(self) -> None:
         """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
         needed = {self._prompt_key(request) for request in self._incoming}
-        with torch.no_grad():
+        with self._without_gradients():
             self._prompts.forget(self._cache, needed, self._version)
 
     def abort(self, keys: Iterable[Key]) -> list[Completion]:
@@ -210,7 +214,7 @@ class SlotGenerator:
         wanted = set(keys)
         partial = [self._aside.pop(key) for key in wanted & self._aside.keys()]
         begun = {completion.request.key for completion in partial}
-        with torch.no_grad():
+        with self._without_gradients():
             rows = [] if self._rows is None else self._rows.requests
             for row in reversed([row for row, request in enumerate(rows) if request.key in wanted]):
                 assert self._rows is not None and self._cache is not None
@@ -236,7 +240,7 @@ class SlotGenerator:
         self._check_weights()
         events = StepEvents()
         try:
-            with torch.no_grad():
+            with self._without_gradients():
                 self._step(events)
         except BaseException as error:
             allocated_tokens = self.capacity().kv_tokens_in_use
