@@ -302,8 +302,8 @@ def test_under_autocast_weights_are_cast_once_a_rollout(make: Any) -> None:
 def test_under_autocast_weights_that_arrive_in_flight_are_cast_anew(make: Any) -> None:
     model: Any = random_policy()
     generator, matrices, counts = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2], []
-    generator.submit(requests(PROMPTS[:1], 4, SAMPLING))
     with torch.autocast("cpu", torch.bfloat16), Casts(matrices) as casts:
+        generator.submit(requests(PROMPTS[:1], 4, SAMPLING))
         for version in (0, 0, 1):
             if version != generator.version:
                 generator.load_weights(model.named_parameters(), version, in_flight="keep")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 class DecodingMode:
     """Switches a policy to decoding and gives it back as it was.
 
-    Under autocast it is decoded with ``no_grad`` and not in inference mode, where autocast would cast the weights anew
-    for every token; the copies that it keeps are given up at the end.
-
     Args:
         policy: A model that the slots can decode.
     """
@@ -29,6 +27,7 @@ class DecodingMode:
     def __init__(self, policy: PreTrainedModel) -> None:
         self._policy = policy
         self._attention: str | None = None
+        self._casts = False
 
     def begin(self) -> None:
         """Switch to slot attention and evaluation mode, if that has not been done."""
@@ -36,6 +35,14 @@ class DecodingMode:
             self._training = self._policy.training
             self._policy.eval()
             self._attention = use_slot_attention(self._policy)
+            self._casts = torch.is_autocast_enabled(self._policy.device.type)
+
+    def without_gradients(self) -> AbstractContextManager[object]:
+        """Return inference mode, but under autocast ``no_grad``, which is slower: there it casts each weight once.
+
+        In inference mode it would do so for every token. The copies are given up at the end.
+        """
+        return torch.no_grad() if self._casts else torch.inference_mode()
 
     def end(self) -> None:
         """Give the policy back, if it has been switched."""

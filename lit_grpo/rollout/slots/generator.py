@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -146,6 +147,9 @@ class SlotGenerator:
         if self._mode is not None and not self._num_in_flight:
             self._mode.end()
 
+    def _without_gradients(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._mode is None else self._mode.without_gradients()
+
     def _clear(self) -> None:
         self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
@@ -203,7 +207,7 @@ class SlotGenerator:
     def _forget(self) -> None:
         """Drop the prompts that nobody needs any more: released ones, and those of older weights."""
         needed = {self._prompt_key(request) for request in self._incoming}
-        with torch.no_grad():
+        with self._without_gradients():
             self._prompts.forget(self._cache, needed, self._version)
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
@@ -222,7 +226,7 @@ class SlotGenerator:
     def _take_out(self, rows: Iterable[int]) -> list[Request]:
         """Free rows, and return their requests with what they have come to."""
         requests = []
-        with torch.no_grad():
+        with self._without_gradients():
             for row in sorted(rows, reverse=True):
                 assert self._rows is not None and self._cache is not None
                 requests.append(self._rows.request(row))
@@ -243,7 +247,7 @@ class SlotGenerator:
         assert self.budget is not None
         events = StepEvents()
         try:
-            with torch.no_grad():
+            with self._without_gradients():
                 self._step(events)
         except BaseException as error:
             allocated_tokens = self.capacity().kv_tokens_in_use
