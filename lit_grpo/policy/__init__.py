@@ -1,5 +1,8 @@
 """The policy: loading it, its adapters, and the embedded one."""
 
+from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights
 
-__all__ = ["load_policy", "load_tokenizer"]
+__all__ = ["LoraSettings", "PolicySpec", "PolicyWeights", "load_policy", "load_tokenizer"]

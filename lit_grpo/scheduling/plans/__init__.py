@@ -1,1 +1,6 @@
 """In which order completions are decoded."""
+
+from lit_grpo.scheduling.plans.plan import PLANS, make_plan
+from lit_grpo.scheduling.plans.queue import Queue
+
+__all__ = ["PLANS", "Queue", "make_plan"]

@@ -1,1 +1,5 @@
 """How rewards become advantages."""
+
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+
+__all__ = ["Advantages", "GroupRewards"]

@@ -1,1 +1,6 @@
 """How a prompt is computed once for all of its completions."""
+
+from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.prefix.support import prefix_refusal
+
+__all__ = ["prefix_refusal", "shared_prefixes"]
