@@ -23,6 +23,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.lengths.predictor import LengthPredictor
 from lit_grpo.scheduling.replay.traces import synthetic_lengths
@@ -57,8 +58,8 @@ class ForcedEngine(VLLMGenerator):
 
     lengths: dict[Key, int] = {}  # noqa: RUF012
 
-    def _fields(self, request: Request) -> dict[str, Any]:
-        fields, length = super()._fields(request), self.lengths.get(request.key)
+    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
+        fields, length = super()._fields(stream, keyed), self.lengths.get(stream.request.key)
         if length is None:
             return fields
         return fields | {"max_tokens": length, "min_tokens": length, "ignore_eos": True, "stop_token_ids": []}

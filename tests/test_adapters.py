@@ -14,7 +14,7 @@ from hand_made import check_slots_decode_with, fit, full_logprobs, make_module, 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.vllm.adapters import adapter_arguments
+from lit_grpo.rollout.vllm.arguments import adapter_arguments
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements

@@ -19,7 +19,6 @@ from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     kv_bytes_per_token,
     require_vllm,
-    save_skeleton,
     server_environment,
     warn_of_dtype,
 )
@@ -102,7 +101,7 @@ def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeyp
 
 def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Path) -> None:
     policy: Any = random_policy()
-    save_skeleton(policy, load_tokenizer(str(policy_folder)), tmp_path)
+    PolicySpec(policy, load_tokenizer(str(policy_folder))).save_skeleton(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert not list(tmp_path.glob("*.safetensors"))
     assert load_tokenizer(str(tmp_path)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lit_grpo.rollout.vllm.adapters import joined
-from lit_grpo.rollout.vllm.arguments import require_vllm, save_skeleton, server_arguments, server_environment
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.vllm.arguments import all_draw_by_position, require_vllm, server_arguments, server_environment
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.weights.adapters import adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.files import weights_folder, write_full, write_patch
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 @dataclass(eq=False)
@@ -32,7 +32,8 @@ class Server:
     """A server, with its process where it is ours, and the policy version that it holds.
 
     With adapters alone, ``holds_base`` tells whether it has the weights that they stand beside, and ``adapter`` what it
-    calls the one that it decodes with.
+    calls the one that it decodes with. ``kv_tokens`` in blocks of ``block`` are its memory for keys and values, as far
+    as it tells, and ``keyed`` says that it draws random numbers by position.
     """
 
     client: ServerClient
@@ -41,6 +42,9 @@ class Server:
     up: bool = True
     holds_base: bool = False
     adapter: str = ""
+    kv_tokens: int | None = None
+    block: int = 1
+    keyed: bool = False
 
     def is_well(self) -> bool:
         """Whether it runs and answers."""
@@ -53,6 +57,18 @@ class Server:
         self.up = self.is_well()
         if self.holds_base:
             self.holds_base = self.up and self._reported_version() == str(self.version)
+
+    def introduce(self) -> int:
+        """Ask for its model's name and its memory; return the most tokens of a request."""
+        model = self.client.get("/v1/models")["data"][0]
+        self.client.model = model["id"]
+        try:
+            cache = self.client.get("/server_info", config_format="json")["vllm_config"]["cache_config"]
+            self.block = int(cache["block_size"])
+            self.kv_tokens = (int(cache["num_gpu_blocks"]) - 1) * self.block  # one block stands for none
+        except (ServerError, KeyError, TypeError):
+            self.kv_tokens = None
+        return int(model["max_model_len"])
 
     def _reported_version(self) -> str:
         try:
@@ -85,13 +101,16 @@ class Server:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
         self.client.post("/update_weight_version", {"new_version": str(version)})
         self._settle(version)
-        held = self.client.post("/collective_rpc", {"method": "adapter_digests", "args": [str(folder)]})["results"]
+        held = self._ask_workers("adapter_digests", str(folder))
         self.version = version
         return joined(held)
 
     def _settle(self, version: int) -> None:
-        """Drop the prompts of old weights, and compare versions."""
-        self.client.post("/reset_prefix_cache")
+        """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""
+        try:
+            self.keyed = all_draw_by_position(self._ask_workers("draw_by_position"))
+        except ServerError:  # it has another worker_extension_cls, or none
+            self.keyed = all_draw_by_position([False])
         reported = self.client.get("/weight_info")["weight_version"]
         if reported != str(version):
             raise WeightSyncError(
@@ -102,10 +121,12 @@ class Server:
     def max_adapter_rank(self) -> int:
         """The largest rank of LoRA adapters that it takes; 0 where it takes none."""
         try:
-            answer = self.client.post("/collective_rpc", {"method": "max_adapter_rank"})
-            return min(int(rank) for rank in answer["results"])
+            return min(self._ask_workers("max_adapter_rank"))
         except ServerError:
             return 0
+
+    def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
+        return self.client.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
 
 
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -144,30 +165,33 @@ class Fleet:
         """All of them."""
         return [server.client for server in self._servers]
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block of keys and values; of the largest ones where servers differ."""
+        return max((server.block for server in self.alive), default=1)
+
+    def kv_tokens(self, over: Callable[[Iterable[int]], int]) -> int | None:
+        """Return a figure over the KV tokens of each one alive; ``None`` where one of them does not tell."""
+        known = [server.kv_tokens for server in self.alive if server.kv_tokens is not None]
+        return over(known) if known and len(known) == len(self.alive) else None
+
     # ---- start ------------------------------------------------------------------------------------
 
-    def start(
-        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, server_args: Mapping[str, Any]
-    ) -> None:
+    def start(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         """Start the servers, or look at those named."""
         self._stop()
         self._folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         if self.urls:
             self._servers = [Server(ServerClient(url, self.timeout_s)) for url in _own_share(self.urls)]
-            self._check_named(policy, tokenizer, server_args.get("max_lora_rank", 0))
+            self._check_named(policy, server_args.get("max_lora_rank", 0))
         else:
-            self._start_own(policy, tokenizer, server_args)
-        models = [server.client.get("/v1/models")["data"][0] for server in self._servers]
-        for server, model in zip(self._servers, models, strict=True):
-            server.client.model = model["id"]
-        self.context = min(model["max_model_len"] for model in models)
+            self._start_own(policy, server_args)
+        self.context = min([server.introduce() for server in self._servers])
 
-    def _start_own(
-        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, server_args: Mapping[str, Any]
-    ) -> None:
+    def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         require_vllm()
-        save_skeleton(policy, tokenizer, self._folder)
+        policy.save_skeleton(self._folder)
         arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
         environment = server_environment(self.num_servers)
         for number in range(self.num_servers):
@@ -185,13 +209,13 @@ class Fleet:
             self._stop()
             raise
 
-    def _check_named(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rank: int) -> None:
+    def _check_named(self, policy: PolicySpec, rank: int) -> None:
         """Compare the model and the tokenizer of each named server with the policy's, and the rank that it takes.
 
         Raises:
             ValueError: They are not the same, or too low, or a server does not answer.
         """
-        config = policy.config.get_text_config()
+        config, tokenizer = policy.config.get_text_config(), policy.tokenizer
         fields = {name: getattr(config, name) for name in _COMPARED}
         text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
         for server in self._servers:
