@@ -85,11 +85,12 @@ class PolicySpec:
         return PolicyWeights(self.module, merged, dtype)
 
     def save_skeleton(self, folder: Path) -> None:
-        """Save everything but its weights, for an engine to start from."""
+        """Save everything but its weights, which are whole when they travel, for an engine to start from."""
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         config = copy.deepcopy(bare.config)
         config.architectures = [type(bare).__name__]
+        config.__dict__.pop("quantization_config", None)
         config.save_pretrained(folder)
         if bare.generation_config is not None:
             bare.generation_config.save_pretrained(folder)

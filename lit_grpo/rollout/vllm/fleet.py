@@ -108,7 +108,7 @@ class Server:
     def _settle(self, version: int) -> None:
         """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""
         try:
-            self.keyed = all_draw_by_position(self._ask_workers("draw_by_position"))
+            self.keyed = all_draw_by_position(answer == "True" for answer in self._ask_workers("draw_by_position"))
         except ServerError:  # it has another worker_extension_cls, or none
             self.keyed = all_draw_by_position([False])
         reported = self.client.get("/weight_info")["weight_version"]
@@ -121,11 +121,12 @@ class Server:
     def max_adapter_rank(self) -> int:
         """The largest rank of LoRA adapters that it takes; 0 where it takes none."""
         try:
-            return min(self._ask_workers("max_adapter_rank"))
+            return min(int(rank) for rank in self._ask_workers("max_adapter_rank"))
         except ServerError:
             return 0
 
     def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
+        """Return what each worker answers; numbers and truth values come as text."""
         return self.client.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
 
 
