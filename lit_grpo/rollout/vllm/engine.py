@@ -7,15 +7,16 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.generator import Capacity, StepEvents
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_engine_args,
@@ -24,15 +25,10 @@ from lit_grpo.rollout.vllm.arguments import (
     kv_bytes_per_token,
     quiet_start,
 )
-from lit_grpo.rollout.vllm.generator import EngineGenerator
+from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.streams import Stream
-from lit_grpo.rollout.weights.adapters import adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.budget import MemoryBudget
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
 
@@ -79,22 +75,13 @@ class VLLMGenerator(EngineGenerator):
 
     # ---- life -------------------------------------------------------------------------------------
 
-    def start(self, policy: PolicySpec) -> None:
-        """Start an engine for the policy's architecture, without its weights; one that runs for the same is kept.
-
-        An engine of another generator in this process ends: it decodes again after a ``start`` of its own.
-
-        Raises:
-            ValueError: vLLM is not installed, or does not take an engine argument, the model or its adapters.
-        """
+    def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
+        """Start an engine; one of another generator in this process ends, and decodes again after another start."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(
                 "VLLMGenerator decodes for a run of one process; on several devices take "
                 "lit_grpo.rollout.vllm.server.VLLMServerGenerator, which starts servers for each rank."
             )
-        super().start(policy)
-
-    def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
         _end_engines()
         folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -109,9 +96,9 @@ class VLLMGenerator(EngineGenerator):
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         _with_engine.add(self)
         config = self._engine.vllm_config
-        self._context = int(config.model_config.max_model_len)
-        self._block = int(config.cache_config.block_size)
-        self._kv_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * self._block  # one block stands for none
+        block = int(config.cache_config.block_size)
+        kv_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * block  # one block stands for none
+        self._engine_room = Room(int(config.model_config.max_model_len), [kv_tokens], block)
         self._asleep.clear()
         try:
             answers = self._engine.collective_rpc("draw_by_position")
@@ -143,56 +130,41 @@ class VLLMGenerator(EngineGenerator):
 
     # ---- weights ----------------------------------------------------------------------------------
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], policy: PolicySpec, version: int) -> SyncReport:
-        """Reload all weights in place, one after another, or take new adapters."""
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Reload all weights in place, one after another."""
+        self._holds_base = False  # until all of them are here
+        parcel = Parcel(weights)
+        with self._awake():
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
+            self._engine.collective_rpc("finish_weight_update")
+        self._holds_base = True
+        return SyncReport(parcel.digests, parcel.num_bytes)
+
+    def _exchange(self, folder: Path, version: int) -> dict[str, str]:
+        """Take new adapters by a name of their own."""
+        if not self._holds_base:
+            raise WeightSyncError("Adapters arrived, but the weights that they stand beside have not.")
+        self._num_adapters += 1
+        with self._awake():
+            from vllm.lora.request import LoRARequest
+
+            self._adapter = LoRARequest(f"version-{version}-{self._num_adapters}", self._num_adapters, str(folder))
+            self._engine.add_lora(self._adapter)
+            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Take weights, with their memory back before, and that of keys and values after."""
         self._wake("weights")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                alone = self.adapters == "alone"
-                report = self._load_apart(weights, policy.module, version) if alone else self._load_all(weights)
+                yield
         except WeightSyncError:
             raise
         except Exception as error:
             raise WeightSyncError(f"vLLM could not load the policy's weights: {error}") from error
         self._wake("kv_cache")
-        return report
-
-    def _load_all(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
-        parcel = Parcel(weights)
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
-        self._engine.collective_rpc("finish_weight_update")
-        return SyncReport(parcel.digests, parcel.num_bytes)
-
-    def _load_apart(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
-    ) -> SyncReport:
-        """Load the base weights where they come too, and then the adapters."""
-        adapters, base = apart(weights, policy)
-        if base is None and not self._holds_base:
-            raise WeightSyncError("Adapters arrived, but the weights that they stand beside have not.")
-        if base is None:
-            report = SyncReport(changed_share=share_of_elements(adapters, policy))
-        else:
-            self._holds_base = False  # until all of them are here
-            report = self._load_all(base)
-            self._holds_base = True
-        report.digests |= self._load_adapters(adapters, policy, version)
-        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
-        return report
-
-    def _load_adapters(
-        self, adapters: dict[str, torch.Tensor], policy: PreTrainedModel, version: int
-    ) -> dict[str, str]:
-        """Exchange the adapter for a new one of another name; return the digests of what the engine holds of it."""
-        from vllm.lora.request import LoRARequest
-
-        self._num_adapters += 1
-        with adapter_folder(adapters, policy) as folder:
-            name = f"version-{version}-{self._num_adapters}"
-            self._adapter = LoRARequest(name, self._num_adapters, str(folder))
-            self._engine.add_lora(self._adapter)
-            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
 
     def _lacks_base(self) -> bool:
         return not self._holds_base
@@ -230,12 +202,8 @@ class VLLMGenerator(EngineGenerator):
 
     # ---- requests ---------------------------------------------------------------------------------
 
-    def capacity(self) -> Capacity:
-        """Slots and KV memory, and how much of them is free."""
-        return self._capacity(1, self._kv_tokens, self._block)
-
-    def _limits(self) -> tuple[int, int | None]:
-        return self._context, self._kv_tokens
+    def _room(self) -> Room:
+        return self._engine_room
 
     def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
         return super()._fields(stream, keyed) | {"detokenize": bool(stream.request.sampling.stop)}

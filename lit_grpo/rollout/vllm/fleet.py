@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,12 +19,8 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, require_vllm, server_arguments, server_environment
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.weights.adapters import adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.files import weights_folder, write_full, write_patch
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(eq=False)
@@ -86,10 +82,10 @@ class Server:
         self.client.post("/finish_weight_update", {"weight_version": str(version)})
         self._settle(version)
         receipts = [json.loads(file.read_text()) for file in path.parent.glob(f"{receipt.name}-*.json")]
-        if not receipts or any(digests != receipts[0] for digests in receipts):
-            raise WeightSyncError(f"The workers of the vLLM server at {self.client.url} have bound different weights.")
+        if not receipts:
+            raise WeightSyncError(f"The vLLM server at {self.client.url} does not say what it has bound.")
         self.version, self.holds_base = version, True
-        return receipts[0]
+        return joined(receipts)
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Take another adapter, by another name; return the digests of what the workers hold of it."""
@@ -133,28 +129,22 @@ class Server:
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+@dataclass(eq=False)
 class Fleet:
     """See :class:`lit_grpo.rollout.vllm.server.VLLMServerGenerator` for the arguments."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        num_servers: int,
-        devices: list[str] | None,
-        urls: list[str] | None,
-        transfer: Literal["full", "changes"],
-        weights_folder: str | None,
-        timeout_s: float,
-        start_timeout_s: float,
-    ) -> None:
-        self.num_slots, self.num_servers, self.devices, self.urls = num_slots, num_servers, devices, urls
-        self.sends_changes = transfer == "changes"
-        self.weights_folder = weights_folder
-        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self.context = 0
-        self._servers: list[Server] = []
-        self._held: dict[str, torch.Tensor] = {}
-        self._version = -1
+    num_slots: int
+    num_servers: int
+    devices: list[str] | None
+    urls: list[str] | None
+    sends_changes: bool
+    weights_folder: str | None
+    timeout_s: float
+    start_timeout_s: float
+    context: int = 0
+    _servers: list[Server] = field(default_factory=list)
+    _held: dict[str, torch.Tensor] = field(default_factory=dict)
+    _version: int = -1
 
     @property
     def alive(self) -> list[Server]:
@@ -165,16 +155,6 @@ class Fleet:
     def clients(self) -> list[ServerClient]:
         """All of them."""
         return [server.client for server in self._servers]
-
-    @property
-    def block(self) -> int:
-        """Tokens of a block of keys and values; of the largest ones where servers differ."""
-        return max((server.block for server in self.alive), default=1)
-
-    def kv_tokens(self, over: Callable[[Iterable[int]], int]) -> int | None:
-        """Return a figure over the KV tokens of each one alive; ``None`` where one of them does not tell."""
-        known = [server.kv_tokens for server in self.alive if server.kv_tokens is not None]
-        return over(known) if known and len(known) == len(self.alive) else None
 
     # ---- start ------------------------------------------------------------------------------------
 
@@ -254,26 +234,16 @@ class Fleet:
         self._version = version
         return SyncReport(digests, num_bytes, changed)
 
-    def load_apart(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
-    ) -> SyncReport:
-        """Bring adapters, and before them the weights that they stand beside, where these are among what is sent.
+    def exchange(self, folder: Path, version: int) -> dict[str, str]:
+        """Bring adapters to all servers that have the weights that they stand beside; return their digests.
 
         Raises:
             WeightSyncError: No server took them, or not all of them hold the same.
         """
-        adapters, base = apart(weights, policy)
-        if base is None:
-            self._look()
-            report = SyncReport(changed_share=share_of_elements(adapters, policy))
-        else:
-            report = self.load_weights(base, version)
+        self._look()
         for server in self.alive:
             server.up = server.holds_base
-        with adapter_folder(adapters, policy, self.weights_folder) as folder:
-            report.digests |= self._tell(lambda _, server: server.exchange(folder, version))
-        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
-        return report
+        return self._tell(lambda _, server: server.exchange(folder, version))
 
     def lacks_base(self) -> bool:
         """Whether there is a server without the weights that adapters stand beside, such as one that began anew."""

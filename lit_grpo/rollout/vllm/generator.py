@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -19,13 +20,27 @@ from lit_grpo.rollout.vllm.arguments import (
     warn_of_dtype,
 )
 from lit_grpo.rollout.vllm.streams import Stream, Streams
-from lit_grpo.rollout.weights.adapters import AdapterWeights
+from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_nothing_in_flight, complete
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
+
+
+class Room(NamedTuple):
+    """The most tokens of a request, and the KV tokens of each engine, in blocks; ``None`` where one does not tell."""
+
+    context: int
+    kv_tokens: Sequence[int | None]
+    block: int
+
+    def figure(self, over: Callable[[Iterable[int]], int]) -> int | None:
+        """Return a figure over the KV tokens of all engines; ``None`` where it is not known."""
+        known = [tokens for tokens in self.kv_tokens if tokens is not None]
+        return over(known) if known and len(known) == len(self.kv_tokens) else None
 
 
 class EngineGenerator(ABC):
@@ -53,6 +68,7 @@ class EngineGenerator(ABC):
         self.adapters = adapters
         self.arguments = dict(arguments or {})
         self.weights_dtype = dtype_of(self.arguments)
+        self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
         self.feature_points: tuple[int, ...] = ()
         self._policy: PolicySpec | None = None
         self._made_for = ""
@@ -67,16 +83,20 @@ class EngineGenerator(ABC):
         """Start what decodes, without weights."""
 
     @abstractmethod
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], policy: PolicySpec, version: int) -> SyncReport:
-        """Bring all weights, or adapters; nothing is being decoded meanwhile."""
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Bring all weights; nothing is being decoded meanwhile."""
+
+    @abstractmethod
+    def _exchange(self, folder: Path, version: int) -> dict[str, str]:
+        """Bring the adapters in a folder, in the place of others; return the digests of what engines hold of them."""
 
     @abstractmethod
     def _lacks_base(self) -> bool:
         """Whether the weights that adapters stand beside have to travel."""
 
     @abstractmethod
-    def _limits(self) -> tuple[int, int | None]:
-        """The most tokens of a request for the model, and for the memory of one engine."""
+    def _room(self) -> Room:
+        """What there is to decode in."""
 
     @abstractmethod
     def _ask(self, stream: Stream) -> None:
@@ -130,14 +150,29 @@ class EngineGenerator(ABC):
         if in_flight == "refuse":
             check_nothing_in_flight(len(self._streams))
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
-        if self.adapters == "merged":
-            weights = complete(weights, self._policy.weights().names)
-        report = self._load(weights, self._policy, version)
+        if self.adapters == "alone":
+            report = self._load_apart(weights, self._policy.module, version)
+        else:
+            report = self._load(complete(weights, self._policy.weights().names), version)
         self._version, self._salt = version, token_hex(8)
         for stream in self._streams:
             if in_flight == "recompute":
                 stream.salt = self._salt
             self._send(stream)
+        return report
+
+    def _load_apart(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
+    ) -> SyncReport:
+        """Bring adapters, and before them the weights that they stand beside, where these are among what is sent."""
+        adapters, base = apart(weights, policy)
+        if base is None:
+            report = SyncReport(changed_share=share_of_elements(adapters, policy))
+        else:
+            report = self._load(base, version)
+        with adapter_folder(adapters, policy, self.weights_folder) as folder:
+            report.digests |= self._exchange(folder, version)
+        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
         return report
 
     @property
@@ -155,22 +190,21 @@ class EngineGenerator(ABC):
 
     # ---- requests ---------------------------------------------------------------------------------
 
-    def _capacity(self, num_engines: int, kv_tokens: int | None, block: int) -> Capacity:
-        slots, layout = self.num_slots * num_engines, Blocks(block)
-        free_slots = max(slots - len(self._streams), 0)
-        return Capacity(slots, free_slots, kv_tokens, self._streams.kv_tokens(layout), layout, evicts=True)
-
-    @abstractmethod
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
+        room = self._room()
+        slots, layout = self.num_slots * len(room.kv_tokens), Blocks(room.block)
+        free_slots = max(slots - len(self._streams), 0)
+        return Capacity(slots, free_slots, room.figure(sum), self._streams.kv_tokens(layout), layout, evicts=True)
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Hand requests on, all or none."""
         self._check_weights()
         if len(requests) > (free_slots := self.capacity().free_slots):
             raise ValueError(f"{len(requests)} requests for {free_slots} free slots; submit at most that many.")
+        room = self._room()
         for request in requests:
-            check_fits(request, *self._limits())
+            check_fits(request, room.context, room.figure(min))
         for number, request in enumerate(requests):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
             self._send(self._streams.open(request, tokens, self._salt))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.generator import Capacity, GenerationError, StepEvents
+from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
-from lit_grpo.rollout.vllm.generator import EngineGenerator
+from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
 from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.weights.tensors import SyncReport
@@ -32,8 +33,9 @@ class VLLMServerGenerator(EngineGenerator):
         num_servers: How many servers each rank starts; with ``urls`` none are.
         devices: The GPUs of each server that is started, as ``CUDA_VISIBLE_DEVICES`` names them: ``["1", "2,3"]``.
         urls: Servers that run already, with ``VLLM_SERVER_DEV_MODE=1``, ``--weight-transfer-config
-            '{"backend": "lit_grpo"}'`` and lit_grpo installed beside vLLM; ``python -m lit_grpo serve`` starts such a
-            one (with ``--max-lora-rank`` for adapters alone). Of several ranks each takes its share of them.
+            '{"backend": "lit_grpo"}'``, ``--worker-extension-cls lit_grpo.rollout.vllm.worker.WorkerExtension`` and
+            lit_grpo installed beside vLLM; ``python -m lit_grpo serve`` starts such a one (with ``--max-lora-rank`` for
+            adapters alone). Of several ranks each takes its share of them.
         transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
             sent; for these each side keeps a copy of the weights on its host.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
@@ -72,30 +74,25 @@ class VLLMServerGenerator(EngineGenerator):
             )
         if devices is not None and len(devices) != num_servers:
             raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
-        self._fleet = Fleet(num_slots, num_servers, devices, urls, transfer, weights_folder, timeout_s, start_timeout_s)
+        self.weights_folder = weights_folder
+        sends_changes = transfer == "changes"
+        self._fleet = Fleet(
+            num_slots, num_servers, devices, urls, sends_changes, weights_folder, timeout_s, start_timeout_s
+        )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}
         self._num_due = 0.0  # steps that tokens of late stand for
 
     # ---- life -------------------------------------------------------------------------------------
 
-    def start(self, policy: PolicySpec) -> None:
-        """Start servers for the policy's architecture, or check those named; those that run for the same are kept.
-
-        Raises:
-            ValueError: vLLM is not installed, a server does not start or answer, or serves another model, or vLLM does
-                not take the policy's adapters.
-        """
-        super().start(policy)
-        self._pump = self._pump or StreamPump()
-
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
         self._fleet.start(policy, {**lora, **self.arguments})
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], policy: PolicySpec, version: int) -> SyncReport:
-        if self.adapters == "alone":
-            return self._fleet.load_apart(weights, policy.module, version)
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         return self._fleet.load_weights(weights, version)
+
+    def _exchange(self, folder: Path, version: int) -> dict[str, str]:
+        return self._fleet.exchange(folder, version)
 
     def _lacks_base(self) -> bool:
         return self._fleet.lacks_base()
@@ -118,12 +115,10 @@ class VLLMServerGenerator(EngineGenerator):
 
     # ---- requests ---------------------------------------------------------------------------------
 
-    def capacity(self) -> Capacity:
-        """Slots and KV memory of the servers that are up, and how much of them is free."""
-        return self._capacity(len(self._fleet.alive), self._fleet.kv_tokens(sum), self._fleet.block)
-
-    def _limits(self) -> tuple[int, int | None]:
-        return self._fleet.context, self._fleet.kv_tokens(min)
+    def _room(self) -> Room:
+        alive = self._fleet.alive
+        block = max((server.block for server in alive), default=1)  # the largest where they differ
+        return Room(self._fleet.context, [server.kv_tokens for server in alive], block)
 
     def _ask(self, stream: Stream) -> None:
         """Ask the server that has the least to do."""
@@ -136,7 +131,8 @@ class VLLMServerGenerator(EngineGenerator):
                 count[server] += 1
         free = [server for server in ahead if count[server] < self.num_slots] or ahead
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
-        assert self._pump is not None and stream.ticket is not None
+        assert stream.ticket is not None
+        self._pump = self._pump or StreamPump()
         fields = self._fields(stream, server.keyed) | {"cache_salt": stream.salt}
         self._pump.begin(stream.ticket, server.client, stream.prompt, fields)
 

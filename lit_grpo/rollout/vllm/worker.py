@@ -160,10 +160,11 @@ class WorkerExtension:
         request, which is seeded anew here before every draw.
         """
         runner = self.model_runner
-        if hasattr(getattr(runner.sampler, "sampling_states", None), "seeds"):
-            return True
+        sampler, batch = getattr(runner, "sampler", runner), getattr(runner, "input_batch", None)
+        if sampler is None or hasattr(getattr(sampler, "sampling_states", None), "seeds"):
+            return True  # one of several workers that does not sample, or the newer runner
         parts = {"generators", "num_tokens_no_spec", "req_ids"}
-        if not (hasattr(runner, "_sample") and all(hasattr(runner.input_batch, part) for part in parts)):
+        if not (hasattr(runner, "_sample") and all(hasattr(batch, part) for part in parts)):
             return False
         if not hasattr(runner, "sample_as_it_was"):
             runner.sample_as_it_was = runner._sample
