@@ -26,6 +26,7 @@ from benchmarks.rollouts import KnownLengths, replayed, roll_out
 from benchmarks.workloads import arithmetic_prompts, by_key, load
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
@@ -86,8 +87,8 @@ class ForcedEngine(VLLMGenerator):
 
     lengths: dict[Key, int] = {}  # noqa: RUF012
 
-    def _fields(self, request: Request) -> dict[str, Any]:
-        fields, length = super()._fields(request), self.lengths.get(request.key)
+    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
+        fields, length = super()._fields(stream, keyed), self.lengths.get(stream.request.key)
         if length is None:
             return fields
         return fields | {"max_tokens": length, "min_tokens": length, "ignore_eos": True, "stop_token_ids": []}

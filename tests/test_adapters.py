@@ -14,7 +14,8 @@ from hand_made import check_slots_decode_with, fit, full_logprobs, make_micro_ba
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.vllm.adapters import adapter_arguments
+from lit_grpo.policy.weights import find_adapters
+from lit_grpo.rollout.vllm.arguments import adapter_arguments
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
@@ -138,9 +139,9 @@ def test_adapters_travel_in_the_type_of_the_policy() -> None:
 
 
 def test_the_engines_rank_follows_from_the_adapters() -> None:
-    assert adapter_arguments(with_adapters(r=3), {})["max_lora_rank"] == 8
-    assert adapter_arguments(with_adapters(r=33), {})["max_lora_rank"] == 64
-    assert adapter_arguments(with_adapters(r=8), {"max_lora_rank": 16})["max_lora_rank"] == 16
+    assert adapter_arguments(find_adapters(with_adapters(r=3)), {})["max_lora_rank"] == 8
+    assert adapter_arguments(find_adapters(with_adapters(r=33)), {})["max_lora_rank"] == 64
+    assert adapter_arguments(find_adapters(with_adapters(r=8)), {"max_lora_rank": 16})["max_lora_rank"] == 16
 
 
 @pytest.mark.parametrize(
@@ -155,14 +156,14 @@ def test_the_engines_rank_follows_from_the_adapters() -> None:
 )
 def test_adapters_that_vllm_does_not_take_are_refused(settings: Any, given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        adapter_arguments(with_adapters(**settings), given)
+        adapter_arguments(find_adapters(with_adapters(**settings)), given)
 
 
 def test_a_head_that_is_trained_whole_is_refused() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     policy: Any = peft.get_peft_model(random_policy(), config)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"model\.lora trains '.*modules_to_save"):
-        adapter_arguments(policy, {})
+        adapter_arguments(find_adapters(policy), {})
 
 
 @pytest.mark.parametrize("make", [VLLMGenerator, VLLMServerGenerator])

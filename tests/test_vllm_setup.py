@@ -12,14 +12,13 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     kv_bytes_per_token,
     require_vllm,
-    save_skeleton,
     server_environment,
     warn_of_dtype,
 )
@@ -102,11 +101,19 @@ def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeyp
 
 def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Path) -> None:
     policy: Any = random_policy()
-    save_skeleton(policy, load_tokenizer(str(policy_folder)), tmp_path)
+    PolicySpec(policy, load_tokenizer(str(policy_folder))).save_skeleton(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert not list(tmp_path.glob("*.safetensors"))
     assert load_tokenizer(str(tmp_path)).encode("1+") == load_tokenizer(str(policy_folder)).encode("1+")
     assert policy.config.architectures is None
+
+
+def test_a_skeleton_says_nothing_of_four_bits_since_its_weights_come_whole(tmp_path: Path, policy_folder: Path) -> None:
+    random_policy().save_pretrained(tmp_path / "whole")  # pyright: ignore[reportCallIssue]
+    policy = load_policy(str(tmp_path / "whole"), nf4=True)
+    PolicySpec(policy, load_tokenizer(str(policy_folder))).save_skeleton(tmp_path / "skeleton")
+    assert "quantization_config" not in json.loads((tmp_path / "skeleton" / "config.json").read_text())
+    assert policy.config.quantization_config is not None
 
 
 def test_bytes_of_a_token() -> None:

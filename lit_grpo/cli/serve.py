@@ -40,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(options: argparse.Namespace, others: list[str]) -> int:
     from lit_grpo.policy import load_policy, load_tokenizer
-    from lit_grpo.rollout.vllm.adapters import lora_arguments
-    from lit_grpo.rollout.vllm.arguments import require_vllm, save_skeleton, server_arguments, server_environment
+    from lit_grpo.policy.spec import PolicySpec
+    from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm, server_arguments, server_environment
     from lit_grpo.rollout.vllm.process import ServerProcess
 
     require_vllm()
     with tempfile.TemporaryDirectory(prefix="lit_grpo_vllm_") as name:
         folder = Path(name)
         policy = load_policy(options.policy)
-        save_skeleton(policy, load_tokenizer(options.policy), folder)
+        PolicySpec(policy, load_tokenizer(options.policy)).save_skeleton(folder)
         dtype = str(policy.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
         arguments = server_arguments(dtype, options.num_slots)
         if options.max_lora_rank is not None:

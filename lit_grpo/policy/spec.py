@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_grpo.memory import update_bytes
 from lit_grpo.policy.loading import context_length, eos_token_ids
-from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +51,11 @@ class PolicySpec:
         return self.module.device
 
     @property
+    def signature(self) -> str:
+        """What two policies have in common that one engine can serve after the other."""
+        return f"{self.config.to_json_string()} {self.dtype} {self.device}"
+
+    @property
     def context_length(self) -> int:
         """The most tokens that it takes, prompt and completion together."""
         return context_length(self.module)
@@ -57,6 +65,33 @@ class PolicySpec:
         """All tokens that end a completion."""
         return eos_token_ids(self.module, self.tokenizer)
 
+    @property
+    def embeddings(self) -> torch.nn.Module:
+        """Its input embeddings, read where they lie."""
+        return self.module.get_input_embeddings()
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """What an engine has to know of its LoRA adapters; ``None`` where it has none."""
+        return find_adapters(self.module)
+
+    @property
+    def update_bytes(self) -> int:
+        """What an update of it will take that is not there yet."""
+        return update_bytes(self.module)
+
     def weights(self, merged: bool = True, dtype: torch.dtype | None = None) -> PolicyWeights:
         """Return the weights as they are now, by name (see :class:`PolicyWeights`)."""
         return PolicyWeights(self.module, merged, dtype)
+
+    def save_skeleton(self, folder: Path) -> None:
+        """Save everything but its weights, which are whole when they travel, for an engine to start from."""
+        wrapper: Any = self.module
+        bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
+        config = copy.deepcopy(bare.config)
+        config.architectures = [type(bare).__name__]
+        config.__dict__.pop("quantization_config", None)
+        config.save_pretrained(folder)
+        if bare.generation_config is not None:
+            bare.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,33 @@ def lora_layers(policy: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     for name, module in policy.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight"):
             yield checkpoint_name(name), module
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA adapters, for those who compute with them beside the base weights.
+
+    ``rank`` is the largest of them, and ``elsewhere`` names something trained that is no adapter of a linear layer
+    below the head, if there is such a thing.
+    """
+
+    rank: int
+    elsewhere: str | None
+
+
+def find_adapters(policy: PreTrainedModel) -> Adapters | None:
+    """Return what is to be known of a model's adapters; ``None`` where it has none."""
+    layers = list(lora_layers(policy))
+    if not layers:
+        return None
+    ends = {id(policy.get_input_embeddings()), id(policy.get_output_embeddings())}
+    elsewhere = [name for name, layer in layers if not _is_linear(layer) or id(layer) in ends]
+    elsewhere += [name for name, _ in policy.named_parameters() if ".modules_to_save." in name]
+    return Adapters(max(max(layer.r.values()) for _, layer in layers), next(iter(elsewhere), None))
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer.get_base_layer(), torch.nn.Linear)
 
 
 def _merge(layer: Any) -> Any:

@@ -52,9 +52,9 @@ class Syncs(Callback):
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def even_length(completion: str, num_tokens: int) -> float:
+def even_sum(completion: str) -> float:
     """A reward that about half of all completions get."""
-    return float(num_tokens % 2 == 0)
+    return float(sum(map(ord, completion)) % 2 == 0)
 
 
 def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback) -> Any:
@@ -66,7 +66,7 @@ def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback) ->
         lora=LoraSettings(r=1, target_modules=["q_proj", "down_proj"]),
         optimizer=sgd(2.0),
         sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_length")],
+        rewards=[RewardSpec(f"{__file__}:even_sum")],
     )
     trainer = make_trainer(RolloutScheduler(), WeightSync(), *callbacks, max_steps=3, max_epochs=-1)
     trainer.fit(module, datamodule=data)

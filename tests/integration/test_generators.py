@@ -20,7 +20,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
-from lit_grpo.types import Completion, Prompt, Request, Rollout, SamplingParams
+from lit_grpo.types import EMPTY, OBSERVED, Completion, Prompt, Request, Rollout, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -128,7 +128,7 @@ def test_it_is_a_generator(generator: Any) -> None:
 def test_a_group_larger_than_the_slots_comes_back_whole(generator: Any, policy: Any) -> None:
     rollouts = collect(generator, 16)
     assert [rollout.completion.request.key for rollout in rollouts] == [
-        (prompt.prompt_id, 0, sample) for prompt in PROMPTS for sample in range(16)
+        (prompt.prompt_id, 0, (sample,)) for prompt in PROMPTS for sample in range(16)
     ]
     reasons = set()
     for rollout in rollouts:
@@ -187,7 +187,7 @@ def test_aborting_returns_what_there_is_and_a_new_submission_samples_the_same(ge
     rollouts = collect(generator, 6, SamplingParams(max_tokens=80))
     expected = {rollout.completion.request.key: rollout.completion for rollout in rollouts}
     requests = [c.request for c in sorted(expected.values(), key=lambda completion: completion.num_tokens)[-2:]]
-    partial: list[Completion] = []
+    partial: list[Request] = []
     for _ in range(5):  # a server may be done before the abort reaches it
         generator.submit(requests)
         early = [completion for _ in range(6) for completion in generator.step().finished]
@@ -196,16 +196,133 @@ def test_aborting_returns_what_there_is_and_a_new_submission_samples_the_same(ge
         assert generator.capacity().free_slots == NUM_SLOTS
         if partial:
             break
-    assert sum(completion.num_tokens for completion in partial) > 0
-    for completion in partial:
-        whole = expected[completion.request.key]
-        length = completion.num_tokens  # none yet, where the request's server was the slower one
-        assert completion.finish_reason == "abort" and length < whole.num_tokens
-        assert completion.token_ids_T.tolist() == whole.token_ids_T[:length].tolist()
-    generator.submit([completion.request for completion in partial])
-    for completion in until_done(generator):
-        assert completion.token_ids_T.tolist() == expected[completion.request.key].token_ids_T.tolist()
-    assert generator.abort([("nobody", 0, 0)]) == []
+    assert sum(request.prefix.num_tokens for request in partial) > 0
+    for request in partial:
+        whole = expected[request.key]
+        length = request.prefix.num_tokens  # none yet, where the request's server was the slower one
+        assert length < whole.num_tokens
+        assert request.prefix.token_ids_T.tolist() == whole.token_ids_T[:length].tolist()
+    for goes_on in (partial, [request.after(EMPTY) for request in partial]):
+        generator.submit(goes_on)
+        finished = until_done(generator)
+        assert len(finished) == len(partial)
+        for completion in finished:
+            check_equal(completion, expected[completion.request.key])
+    assert generator.abort([("nobody", 0, (0,))]) == []
+
+
+def test_what_has_not_begun_is_handed_back_as_it_came(generator: Any) -> None:
+    begun = Request(PROMPTS[0], (0,), SAMPLING, prefix=Trajectory([5, 6], [-1.0, -2.0], [0, OBSERVED]))
+    fresh = Request(PROMPTS[1], (0,), SAMPLING)
+    generator.submit([begun, fresh])
+    assert generator.abort([fresh.key, begun.key]) in ([begun, fresh], [fresh, begun])
+    assert generator.capacity().free_slots == NUM_SLOTS
+
+
+def check_equal(completion: Completion, whole: Completion) -> None:
+    """The same tokens of the same origin, and log-probs as equal as another batch leaves them."""
+    assert completion.token_ids_T.tolist() == whole.token_ids_T.tolist()
+    assert torch.allclose(completion.logprobs_T, whole.logprobs_T, atol=1e-5)
+    assert completion.segments == whole.segments
+    assert (completion.finish_reason, completion.text) == (whole.finish_reason, whole.text)
+
+
+def go_on(generator: Any, requests: Sequence[Request]) -> dict[Any, Completion]:
+    """Decode to the end, in as many slots as there are."""
+    waiting, finished = list(requests), []
+    while waiting or generator.capacity().free_slots < NUM_SLOTS:
+        now, waiting = waiting[: generator.capacity().free_slots], waiting[generator.capacity().free_slots :]
+        generator.submit(now)
+        finished += generator.step().finished
+    return {completion.request.key: completion for completion in finished}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_a_completion_cut_at_any_token_and_continued_equals_the_uncut_one(generator: Any, temperature: float) -> None:
+    sampling = SamplingParams(temperature, max_tokens=12)
+    num_cuts = 0
+    for rollout in collect(generator, 2, sampling, seed=3)[::2]:
+        whole = rollout.completion
+        request = Request(rollout.prompt, whole.request.path, sampling, seed=3)
+        for cut in range(whole.num_tokens):
+            (continued,) = go_on(generator, [request.after(whole.until(cut))]).values()
+            check_equal(continued, whole)
+            num_cuts += 1
+    assert num_cuts > 20
+
+
+def test_a_stop_string_across_the_cut_ends_a_completion(generator: Any) -> None:
+    whole = [rollout.completion for rollout in collect(generator, 8) if rollout.completion.num_tokens > 4]
+    assert len(whole) > 4
+    for completion in whole[:4]:
+        text = completion.text[2:4]  # a token is a character
+        sampling = SamplingParams(max_tokens=24, stop=(text,))
+        request = Request(completion.request.prompt, completion.request.path, sampling)
+        (ended,) = go_on(generator, [request]).values()
+        assert ended.finish_reason == "stop" and ended.text.endswith(text)
+        for cut in range(1, ended.num_tokens):
+            (continued,) = go_on(generator, [request.after(ended.until(cut))]).values()
+            check_equal(continued, ended)
+
+
+def test_observed_tokens_are_gone_on_from_and_keep_their_place(generator: Any, policy: Any) -> None:
+    first = collect(generator, 1, SamplingParams(max_tokens=6))[2].completion
+    prefix = first.until(4).followed_by([7, 8, 9])
+    request = Request(PROMPTS[2], (0,), SamplingParams(max_tokens=16)).after(prefix)
+    (completion,) = go_on(generator, [request]).values()
+    assert completion.token_ids_T[:7].tolist() == prefix.token_ids_T.tolist()
+    assert completion.versions_T.tolist() == [0] * 4 + [OBSERVED] * 3 + [0] * (completion.num_tokens - 7)
+    assert completion.trained_T.tolist() == [True] * 4 + [False] * 3 + [True] * (completion.num_tokens - 7)
+    expected_T = full_logprobs(policy, Rollout(PROMPTS[2], completion))
+    sampled = completion.trained_T
+    assert torch.allclose(completion.logprobs_T[sampled], expected_T[sampled], atol=1e-5)
+    assert completion.logprobs_T[~sampled].tolist() == [0.0] * 3
+    for cut in range(7, completion.num_tokens):
+        (continued,) = go_on(generator, [request.after(completion.until(cut))]).values()
+        check_equal(continued, completion)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_what_is_in_flight_goes_on_with_new_weights(generator: Any, policy: Any, in_flight: Any) -> None:
+    sampling = SamplingParams(max_tokens=40)
+    requests = [Request(PROMPTS[2], (sample,), sampling, seed=1) for sample in range(NUM_SLOTS)]
+    whole = go_on(generator, requests)
+    generator.submit(requests)
+    finished = [completion for _ in range(8) for completion in generator.step().finished]
+    saved = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    try:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.1)
+        generator.load_weights(generator.weights(), 5, in_flight)
+        early = len(finished)
+        finished += until_done(generator)
+        assert len(finished) == NUM_SLOTS and early < NUM_SLOTS
+        for completion in finished[early:]:
+            old_T, new_T = completion.versions_T == 0, completion.versions_T == 5
+            begun = int(old_T.sum())
+            assert (old_T | new_T).all() and new_T.any() and old_T[:begun].all()
+            same = whole[completion.request.key]
+            assert completion.token_ids_T[:begun].tolist() == same.token_ids_T[:begun].tolist()
+            assert torch.allclose(completion.logprobs_T[:begun], same.logprobs_T[:begun], atol=1e-5)
+            expected_T = full_logprobs(policy, Rollout(PROMPTS[2], completion))
+            recomputed = torch.allclose(completion.logprobs_T[begun:], expected_T[begun:], atol=1e-4)
+            assert recomputed == (in_flight == "recompute" or getattr(generator, "adapters", "merged") == "alone")
+    finally:
+        policy.load_state_dict(saved)
+
+
+def test_weights_are_refused_while_requests_are_in_flight(generator: Any) -> None:
+    requests = [Request(PROMPTS[2], (0,), SamplingParams(max_tokens=40))]
+    generator.submit(requests)
+    generator.step()
+    with pytest.raises(WeightSyncError, match="1 requests are in flight; abort them"):
+        generator.load_weights(generator.weights(), 1)
+    (request,) = generator.abort([requests[0].key])
+    generator.load_weights(generator.weights(), 2)
+    (completion,) = go_on(generator, [request]).values()
+    assert set(completion.versions_T.tolist()) <= {0, 2}
 
 
 def test_new_weights_count_from_the_next_step_on_and_no_old_prompt_is_used(generator: Any, policy: Any) -> None:
@@ -303,6 +420,8 @@ def test_what_cannot_be_decoded_is_refused_at_once(generator: Any) -> None:
         generator.submit([Request(PROMPTS[0], (0,), SamplingParams(max_tokens=10_000))])
     with pytest.raises(ValueError, match="has no tokens"):
         generator.submit([Request(Prompt("empty", (), ""), (0,), SAMPLING)])
+    with pytest.raises(ValueError, match=r"has 24 tokens, of which sampling\.max_tokens 24 allows no more"):
+        generator.submit([Request(PROMPTS[0], (0,), SAMPLING, prefix=Trajectory([5] * 24, [0.0] * 24, [0] * 24))])
     with pytest.raises(ValueError, match="5 requests for 4 free slots"):
         generator.submit([Request(PROMPTS[0], (sample,), SAMPLING) for sample in range(5)])
     assert generator.capacity().free_slots == NUM_SLOTS

@@ -72,7 +72,7 @@ def collect(
     controller = RolloutLoop(generator, listeners=[Stepped(on_step)])
     groups, stats = controller.collect(PROMPTS, 8, SAMPLING, seed=0)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert num_tokens > 60
+    assert num_tokens == sum(rollout.completion.num_tokens for rollout in rollouts) > 60  # none is sampled twice
     return {r.completion.request.key: r.completion.token_ids_T.tolist() for r in rollouts}, stats.messages
 
 
@@ -119,7 +119,7 @@ def test_a_server_that_is_killed_loses_and_doubles_nothing(generator: Any, expec
     before = pids(generator)
     tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGKILL))
     assert tokens == expected
-    assert len(messages) == 1 and "begin anew on the 2 servers that are left" in messages[0]
+    assert len(messages) == 1 and "go on from there on the 2 servers that are left" in messages[0]
     assert pids(generator) == before[1:]
 
 
@@ -150,9 +150,9 @@ class KillAll(Callback):
                 os.killpg(pid, signal.SIGKILL)
 
 
-def even_length(completion: str, num_tokens: int) -> float:
+def even_sum(completion: str) -> float:
     """A reward that about half of all completions get."""
-    return float(num_tokens % 2 == 0)
+    return float(sum(map(ord, completion)) % 2 == 0)
 
 
 def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback, ckpt_path: Path | None = None) -> Any:
@@ -162,7 +162,7 @@ def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback, ck
         generator=generator,
         optimizer=sgd(0.1),
         sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_length")],
+        rewards=[RewardSpec(f"{__file__}:even_sum")],
     )
     data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
     checkpoint = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
 from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
@@ -29,9 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
 
 
-def even_length(completion: str, num_tokens: int) -> float:
+def even_sum(completion: str) -> float:
     """A reward that about half of all completions get."""
-    return float(num_tokens % 2 == 0)
+    return float(sum(map(ord, completion)) % 2 == 0)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, **option
         generator=generator,
         optimizer=sgd(0.3),
         sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_length")],
+        rewards=[RewardSpec(f"{__file__}:even_sum")],
         **options,
     )
     trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=num_updates, max_epochs=-1)
@@ -141,16 +140,6 @@ def test_weights_that_arrive_and_are_not_computed_with_stop_the_run(
     refused(generator)
 
 
-def test_a_prefix_cache_that_keeps_old_prompts_is_an_error(folder: Path, generator: VLLMGenerator) -> None:
-    train(folder, generator, num_updates=1)
-    generator.submit([Request(generator_prompt(), (0,), SamplingParams(max_tokens=9))])
-    generator.step()
-    with pytest.raises(WeightSyncError, match="keys and values of old weights"):
-        generator.load_weights(random_policy(head_dim=32).named_parameters(), 5)
-    assert generator.version == -1
-    generator.close()
-
-
 def generator_prompt() -> Any:
     from lit_grpo.types import Prompt
 
@@ -162,12 +151,3 @@ def refused(generator: VLLMGenerator) -> None:
     assert generator.version == -1
     with pytest.raises(WeightSyncError):
         generator.submit([Request(generator_prompt(), (0,), SamplingParams(max_tokens=9))])
-
-
-def test_one_engine_at_a_time_lives_in_a_process(folder: Path, generator: VLLMGenerator) -> None:
-    train(folder, generator)
-    other = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": 32})
-    train(folder, other)
-    assert generator.version == -1 and other.version == 2
-    train(folder, generator)  # starts anew
-    assert generator.version == 2 and other.version == -1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import difflib
 import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata, util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +20,10 @@ from lit_grpo.rollout.sampling import request_key
 from lit_grpo.types import FinishReason, Request
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
+
+    from lit_grpo.policy.spec import PolicySpec
+    from lit_grpo.policy.weights import Adapters
 
 
 TESTED_VERSIONS = ("0.32",)
@@ -33,6 +34,9 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower beside a trainer
 }
+_ODD = 0x9E3779B97F4A7C15  # sends numbers of tokens far from each other
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
+_INSTEAD = "take adapters: merged"
 _warned_of: set[str] = set()
 
 
@@ -83,21 +87,43 @@ def _cpu_server(num_servers: int) -> dict[str, str]:
     }
 
 
-def server_arguments(dtype: str, num_slots: int) -> dict[str, Any]:
-    """Return the arguments of a server that begins with no weights, and takes them from us."""
+def engine_arguments(dtype: str, num_slots: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the arguments of an engine that begins with no weights, and takes them from us."""
     return {
         "load_format": "dummy",
         "dtype": dtype,
         "max_num_seqs": num_slots,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # no sampling defaults of the model's
-        "enforce_eager": not torch.cuda.is_available(),
-        "stream_interval": 8,  # tokens a chunk
+        "enforce_eager": not on_gpu,
         "disable_log_stats": True,
-        "disable_uvicorn_access_log": True,
-        "weight_transfer_config": '{"backend": "lit_grpo"}',
+        "weight_transfer_config": {"backend": "lit_grpo"},
+        "worker_extension_cls": "lit_grpo.rollout.vllm.worker.WorkerExtension",
     }
+
+
+def server_arguments(dtype: str, num_slots: int) -> dict[str, Any]:
+    """Return the arguments of a server with such an engine."""
+    return engine_arguments(dtype, num_slots, torch.cuda.is_available()) | {
+        "generation_config": "vllm",  # no sampling defaults of the model's
+        "stream_interval": 8,  # tokens a chunk
+        "disable_uvicorn_access_log": True,
+    }
+
+
+def all_draw_by_position(answers: Iterable[bool]) -> bool:
+    """Return whether all workers draw random numbers by position; say once where they do not."""
+    if keyed := all(answers):
+        return keyed
+    if "draws" not in _warned_of:
+        _warned_of.add("draws")
+        warnings.warn(
+            "This vLLM does not let lit_grpo draw random numbers by position: a completion that goes on after a break "
+            "is sampled right, but otherwise than without it. Leave out worker_extension_cls, or take vLLM "
+            f"{', '.join(TESTED_VERSIONS)}.",
+            stacklevel=2,
+        )
+    return keyed
 
 
 def _installed_version() -> str:
@@ -105,18 +131,6 @@ def _installed_version() -> str:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return "of an unknown version"
-
-
-def save_skeleton(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save everything of a policy but its weights."""
-    wrapper: Any = policy
-    bare = wrapper.get_base_model() if hasattr(policy, "get_base_model") else wrapper
-    config = copy.deepcopy(bare.config)
-    config.architectures = [type(bare).__name__]
-    config.save_pretrained(folder)
-    if bare.generation_config is not None:
-        bare.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
@@ -133,7 +147,7 @@ def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
     return getattr(torch, name)
 
 
-def warn_of_dtype(policy: PreTrainedModel, dtype: torch.dtype | None) -> None:
+def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
     """Say that the two sides compute in different types."""
     if dtype is not None and dtype != policy.dtype:
         warnings.warn(
@@ -141,11 +155,6 @@ def warn_of_dtype(policy: PreTrainedModel, dtype: torch.dtype | None) -> None:
             "sampling/logprob_gap_mean show what that makes of the log-probs.",
             stacklevel=3,
         )
-
-
-def signature(policy: PreTrainedModel) -> str:
-    """Return what two policies have in common that one engine can serve after the other."""
-    return f"{policy.config.to_json_string()} {policy.dtype} {policy.device}"
 
 
 def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
@@ -185,21 +194,71 @@ def quiet_start() -> Iterator[None]:
     torch.set_num_threads(states[2])
 
 
-def sampling_fields(request: Request, eos_ids: tuple[int, ...]) -> dict[str, Any]:
+def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's arguments for decoding with the policy's adapters.
+
+    Args:
+        adapters: What is to be decoded with.
+        given: The user's own arguments.
+
+    Raises:
+        ValueError: The policy has no adapters, vLLM cannot decode with them, or ``given`` does not go with them.
+    """
+    if adapters is None:
+        raise ValueError(f"adapters is alone, but the policy has none; set model.lora, or {_INSTEAD}.")
+    if adapters.elsewhere is not None:
+        raise ValueError(
+            f"adapters is alone, but model.lora trains {adapters.elsewhere!r}, and vLLM takes adapters of linear "
+            f"layers below the head only; leave it out of lora.target_modules, or {_INSTEAD}."
+        )
+    own = lora_arguments(_max_rank(adapters.rank, given.get("max_lora_rank")))
+    for name in {*own, "worker_extension_cls"} - {"max_lora_rank"}:
+        if name in given:
+            raise ValueError(f"vLLM's argument {name} is set by adapters: alone; take it out, or {_INSTEAD}.")
+    return own
+
+
+def lora_arguments(max_rank: int) -> dict[str, Any]:
+    """Return the arguments of an engine or server that takes one adapter after another."""
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": max_rank}
+
+
+def _max_rank(rank: int, given: int | None) -> int:
+    if rank > _RANKS[-1]:
+        raise ValueError(
+            f"adapters is alone, but model.lora.r is {rank} and vLLM takes at most {_RANKS[-1]}; lower it, or "
+            f"{_INSTEAD}."
+        )
+    if given is not None and int(given) < rank:
+        raise ValueError(
+            f"max_lora_rank among vLLM's arguments is {given}, but model.lora.r is {rank}; leave it out, and it will "
+            "follow."
+        )
+    return int(given or min(known for known in _RANKS if known >= rank))
+
+
+def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool) -> dict[str, Any]:
     """Return vLLM's sampling parameters of a request.
 
     The seed follows from what identifies the request, so that its random numbers do not depend on what else is
     decoded beside it.
+
+    Args:
+        request: What is asked for.
+        num_begun: How many tokens of it are there, and count as prompt for vLLM.
+        eos_ids: What ends it.
+        keyed: Whether vLLM draws by seed and position. Otherwise a seed serves one stretch of tokens alone.
     """
     sampling = request.sampling
+    seed = request_key(request) if keyed else request_key(request) + num_begun * _ODD
     return {
         "n": 1,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "max_tokens": sampling.max_tokens,
-        "seed": request_key(request) >> 1,  # vLLM takes signed 64-bit integers
+        "max_tokens": sampling.max_tokens - num_begun,
+        "seed": seed % 2**64 >> 1,  # vLLM takes signed 64-bit integers
         "stop": list(sampling.stop),
         "include_stop_str_in_output": bool(sampling.stop),
         "stop_token_ids": list(eos_ids),
@@ -208,27 +267,31 @@ def sampling_fields(request: Request, eos_ids: tuple[int, ...]) -> dict[str, Any
     }
 
 
-def check_fits(request: Request, context: int, kv_tokens: int) -> None:
+def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
     """Check that a request can be decoded alone.
 
     Raises:
         ValueError: It is longer than the model's context, or than what there is memory for.
     """
-    prompt_id, length = request.prompt.prompt_id, len(request.prompt.token_ids)
+    prompt_id, length, most = request.prompt.prompt_id, len(request.prompt.token_ids), request.sampling.max_tokens
     if not length:
         raise ValueError(f"Prompt {prompt_id!r} has no tokens; a completion needs at least one.")
-    total = length + request.sampling.max_tokens
+    if (num_begun := request.prefix.num_tokens) >= most:
+        raise ValueError(
+            f"The prefix of sample {request.path} of prompt {prompt_id!r} has {num_begun} tokens, of which "
+            f"sampling.max_tokens {most} allows no more; raise it, or end the completion there."
+        )
     for limit, name, remedy in (
         (context, "the engine's context", "raise engine_args.max_model_len as far as the model allows, or lower"),
         (kv_tokens, "the engine's memory for keys and values", "raise kv_memory, or lower"),
     ):
-        if total > limit:
+        if limit is not None and length + most > limit:
             raise ValueError(
-                f"Prompt {prompt_id!r} has {length} tokens and up to {request.sampling.max_tokens} are to follow, but "
-                f"{name} holds {limit}; {remedy} sampling.max_tokens or data.max_prompt_tokens."
+                f"Prompt {prompt_id!r} has {length} tokens and up to {most} are to follow, but {name} holds {limit}; "
+                f"{remedy} sampling.max_tokens or data.max_prompt_tokens."
             )
 
 
-def finish_reason(vllm_reason: str) -> FinishReason:
+def finish_reason(vllm_reason: str | None) -> FinishReason:
     """Translate vLLM's reason."""
     return "stop" if vllm_reason == "stop" else "length" if vllm_reason == "length" else "abort"

@@ -1,4 +1,4 @@
-"""vLLM in this process, stepped by the rollout controller."""
+"""vLLM in this process, stepped by the rollout loop."""
 
 from __future__ import annotations
 
@@ -7,44 +7,33 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from lit_grpo.memory import free_bytes, update_bytes
-from lit_grpo.policy.loading import context_length, eos_token_ids
-from lit_grpo.policy.weights import PolicyWeights
-from lit_grpo.rollout.generator import Capacity, StepEvents
-from lit_grpo.rollout.vllm.adapters import adapter_arguments, check_adapters, joined
+from lit_grpo.memory import free_bytes
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
+    all_draw_by_position,
     check_engine_args,
-    check_fits,
-    dtype_of,
-    finish_reason,
+    engine_arguments,
     import_vllm,
     kv_bytes_per_token,
     quiet_start,
-    sampling_fields,
-    save_skeleton,
-    signature,
-    warn_of_dtype,
 )
-from lit_grpo.rollout.vllm.streams import Streams, TextFeatures
-from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
-from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError, complete
+from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
+from lit_grpo.rollout.vllm.streams import Stream
+from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.budget import MemoryBudget
-from lit_grpo.types import Completion, Key, Prompt, Request
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
 
 
-class VLLMGenerator:
+class VLLMGenerator(EngineGenerator):
     """Decode with a vLLM engine in this process, on the policy's device.
 
     Each completion is a request of its own, and no more are in the engine than it decodes at a time: the plan decides
@@ -62,8 +51,6 @@ class VLLMGenerator:
         engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
     """
 
-    decodes_on_policy = False
-
     def __init__(
         self,
         num_slots: int = 64,
@@ -72,27 +59,15 @@ class VLLMGenerator:
         adapters: Literal["merged", "alone"] = "merged",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
+        super().__init__(num_slots, adapters, engine_args)
         if sleep_level not in (0, 1, 2):
             raise ValueError(f"sleep_level must be 0, 1 or 2, not {sleep_level}.")
-        check_adapters(adapters)
         if adapters == "alone" and sleep_level == 2:
             raise ValueError("sleep_level 2 drops the weights, which adapters: alone sends once; take sleep_level 1.")
-        self.num_slots = num_slots
         self.kv_memory = MemoryBudget(kv_memory)
         self.sleep_level = sleep_level
-        self.adapters = adapters
-        self.engine_args = dict(engine_args or {})
-        self.weights_dtype = dtype_of(self.engine_args)
-        self.feature_points: tuple[int, ...] = ()
-        self._version = -1
         self._engine: Any = None
-        self._policy: PreTrainedModel | None = None
-        self._made_for = ""
-        self._num_submitted = 0
-        self._keys: dict[str, Key] = {}  # of requests in flight, by the engine's name for them
-        self._names: dict[Key, str] = {}
+        self._keyed = False  # it draws random numbers by position
         self._asleep: set[str] = set()  # what has been given back
         self._holds_base = False  # the weights that adapters alone stand beside
         self._num_adapters = 0
@@ -100,158 +75,108 @@ class VLLMGenerator:
 
     # ---- life -------------------------------------------------------------------------------------
 
-    def start(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start an engine for the policy's architecture, without its weights; one that runs for the same is kept.
-
-        An engine of another generator in this process ends: it decodes again after a ``start`` of its own.
-
-        Raises:
-            ValueError: vLLM is not installed, or does not take an engine argument, the model or its adapters.
-        """
+    def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
+        """Start an engine; one of another generator in this process ends, and decodes again after another start."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError(
                 "VLLMGenerator decodes for a run of one process; on several devices take "
                 "lit_grpo.rollout.vllm.server.VLLMServerGenerator, which starts servers for each rank."
             )
-        warn_of_dtype(policy, self.weights_dtype)
-        arguments = self._arguments(policy)
-        made_for = f"{signature(policy)} {arguments.get('max_lora_rank')}"
-        if self._made_for != made_for:
-            _end_engines()
-            self._engine = self._make_engine(policy, tokenizer, arguments)
-            self._made_for = made_for
-            _with_engine.add(self)
-        self._policy, self._holds_base = policy, False
-        config = self._engine.vllm_config
-        self._context = int(config.model_config.max_model_len)
-        self._kv_tokens = int(config.cache_config.num_gpu_blocks * config.cache_config.block_size)
-        self._eos_ids = eos_token_ids(policy, tokenizer)
-        self._features = TextFeatures(policy, self.feature_points)
-        self._streams = Streams(tokenizer, self._features)
-        self._unseen: list[Prompt] = []
-
-    def _end_engine(self) -> None:
-        self._engine.engine_core.shutdown()
-        self._engine, self._adapter, self._made_for, self._version = None, None, "", -1
-
-    def _make_engine(
-        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]
-    ) -> Any:
+        _end_engines()
         folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        save_skeleton(policy, tokenizer, folder)
-        arguments = {"model": str(folder), **arguments, **self.engine_args}
+        policy.save_skeleton(folder)
         with quiet_start(), torch.inference_mode(False):  # its tensors are written to again, whatever mode that is in
             import_vllm()
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            arguments = {"model": str(folder), **self._own_arguments(policy), **lora, **self.arguments}
             check_engine_args(arguments, EngineArgs)
-            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        _with_engine.add(self)
+        config = self._engine.vllm_config
+        block = int(config.cache_config.block_size)
+        kv_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * block  # one block stands for none
+        self._engine_room = Room(int(config.model_config.max_model_len), [kv_tokens], block)
+        self._asleep.clear()
+        try:
+            answers = self._engine.collective_rpc("draw_by_position")
+        except NotImplementedError:  # the user's own worker_extension_cls
+            answers = [False]
+        self._keyed = all_draw_by_position(answers)
 
-    def _arguments(self, policy: PreTrainedModel) -> dict[str, Any]:
+    def _own_arguments(self, policy: PolicySpec) -> dict[str, Any]:
         on_gpu = policy.device.type == "cuda"
-        return {
-            "load_format": "dummy",
-            "dtype": str(policy.dtype).removeprefix("torch."),
-            "max_num_seqs": self.num_slots,
+        return engine_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots, on_gpu) | {
             "kv_cache_memory_bytes": self._kv_bytes(policy),
-            "enable_prefix_caching": True,
             "scheduling_policy": "priority",
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
             "enable_sleep_mode": on_gpu and self.sleep_level > 0,
-            "enforce_eager": not on_gpu,
-            "weight_transfer_config": {"backend": "lit_grpo"},
-            **(adapter_arguments(policy, self.engine_args) if self.adapters == "alone" else {}),
         }
 
-    def _kv_bytes(self, policy: PreTrainedModel) -> int:
+    def _kv_bytes(self, policy: PolicySpec) -> int:
         """The budget, and where it is ``auto`` no more than all slots can use."""
-        allowed = self.kv_memory.bytes(free_bytes(policy.device), update_bytes(policy))
+        allowed = self.kv_memory.bytes(free_bytes(policy.device), policy.update_bytes)
         if self.kv_memory.kind != "auto":
             return allowed
-        context = self.engine_args.get("max_model_len") or context_length(policy)
+        context = self.arguments.get("max_model_len") or policy.context_length
         config, dtype = policy.config.get_text_config(), self.weights_dtype or policy.dtype
         return min(allowed, (self.num_slots + 1) * context * kv_bytes_per_token(config, dtype))
 
-    def weights_of(self, policy: PreTrainedModel) -> PolicyWeights:
-        """All weights with adapters merged; or the adapters, and the base weights where the engine has none."""
-        if self.adapters == "alone":
-            return AdapterWeights(policy, with_base=not self._holds_base, dtype=self.weights_dtype)
-        return PolicyWeights(policy, dtype=self.weights_dtype)
+    def _end_engine(self) -> None:
+        self._withdraw([stream for stream in self._streams if stream.ticket is not None])
+        self._engine.engine_core.shutdown()
+        self._engine, self._adapter, self._made_for, self._version = None, None, "", -1
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Reload all weights in place, one after another, or take new adapters; forget the prompts of the old ones."""
-        assert self._policy is not None, "start comes first"
-        self._version = -1  # until all of them are here
+    # ---- weights ----------------------------------------------------------------------------------
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Reload all weights in place, one after another."""
+        self._holds_base = False  # until all of them are here
+        parcel = Parcel(weights)
+        with self._awake():
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
+            self._engine.collective_rpc("finish_weight_update")
+        self._holds_base = True
+        return SyncReport(parcel.digests, parcel.num_bytes)
+
+    def _exchange(self, folder: Path, version: int) -> dict[str, str]:
+        """Take new adapters by a name of their own."""
+        if not self._holds_base:
+            raise WeightSyncError("Adapters arrived, but the weights that they stand beside have not.")
+        self._num_adapters += 1
+        with self._awake():
+            from vllm.lora.request import LoRARequest
+
+            self._adapter = LoRARequest(f"version-{version}-{self._num_adapters}", self._num_adapters, str(folder))
+            self._engine.add_lora(self._adapter)
+            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Take weights, with their memory back before, and that of keys and values after."""
         self._wake("weights")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                if self.adapters == "alone":
-                    report = self._load_apart(weights, self._policy, version)
-                else:
-                    report = self._load_all(complete(weights, PolicyWeights(self._policy).names))
+                yield
         except WeightSyncError:
             raise
         except Exception as error:
             raise WeightSyncError(f"vLLM could not load the policy's weights: {error}") from error
-        if not self._engine.reset_prefix_cache():
-            raise WeightSyncError("vLLM kept the keys and values of old weights; requests are still in flight.")
         self._wake("kv_cache")
-        self._engine.set_weight_version(str(version))
-        self._version = version
-        return report
 
-    def _load_all(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
-        parcel = Parcel(weights)
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
-        self._engine.collective_rpc("finish_weight_update")
-        return SyncReport(parcel.digests, parcel.num_bytes)
-
-    def _load_apart(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
-    ) -> SyncReport:
-        """Load the base weights where they come too, and then the adapters."""
-        adapters, base = apart(weights, policy)
-        if base is None and not self._holds_base:
-            raise WeightSyncError("Adapters arrived, but the weights that they stand beside have not.")
-        if base is None:
-            report = SyncReport(changed_share=share_of_elements(adapters, policy))
-        else:
-            self._holds_base = False  # until all of them are here
-            report = self._load_all(base)
-            self._holds_base = True
-        report.digests |= self._load_adapters(adapters, policy, version)
-        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
-        return report
-
-    def _load_adapters(
-        self, adapters: dict[str, torch.Tensor], policy: PreTrainedModel, version: int
-    ) -> dict[str, str]:
-        """Exchange the adapter for a new one of another name; return the digests of what the engine holds of it."""
-        from vllm.lora.request import LoRARequest
-
-        self._num_adapters += 1
-        with adapter_folder(adapters, policy) as folder:
-            name = f"version-{version}-{self._num_adapters}"
-            self._adapter = LoRARequest(name, self._num_adapters, str(folder))
-            self._engine.add_lora(self._adapter)
-            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
-
-    @property
-    def version(self) -> int:
-        """The policy version that samples now; -1 where no complete set of weights has arrived."""
-        return self._version
+    def _lacks_base(self) -> bool:
+        return not self._holds_base
 
     def distrust(self) -> None:
         """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
-        self._version, self._holds_base = -1, False
+        super().distrust()
+        self._holds_base = False
 
     def sleep(self) -> dict[str, float]:
         """On a GPU, give back what ``sleep_level`` says; what stays with the process is measured."""
-        if not self._engine.vllm_config.model_config.enable_sleep_mode or self._asleep or self._streams.requests:
+        if not self._engine.vllm_config.model_config.enable_sleep_mode or self._asleep or len(self._streams):
             return {}
         start = time.perf_counter()
         before = torch.cuda.mem_get_info()[0]
@@ -271,90 +196,40 @@ class VLLMGenerator:
 
     def close(self) -> None:
         """End what is in flight, and sleep; the engine goes with this object, or serves another ``start``."""
+        super().close()
         if self._engine is not None:
-            self.abort([request.key for request in self._streams.requests])
             self.sleep()
 
     # ---- requests ---------------------------------------------------------------------------------
 
-    def capacity(self) -> Capacity:
-        """Slots and KV memory, and how much of them is free."""
-        return Capacity(
-            self.num_slots, self.num_slots - len(self._streams), self._kv_tokens, self._streams.num_kv_tokens
-        )
+    def _room(self) -> Room:
+        return self._engine_room
 
-    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
-        """Hand requests to the engine, all or none."""
-        if self._version < 0:
-            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
-        if len(requests) > self.capacity().free_slots:
-            raise ValueError(
-                f"{len(requests)} requests for {self.capacity().free_slots} free slots; submit at most that many."
-            )
-        for request in requests:
-            check_fits(request, self._context, self._kv_tokens)
-        for request in requests:
-            self._add(request)
+    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
+        return super()._fields(stream, keyed) | {"detokenize": bool(stream.request.sampling.stop)}
 
-    def _fields(self, request: Request) -> dict[str, Any]:
-        return sampling_fields(request, self._eos_ids) | {"detokenize": bool(request.sampling.stop)}
-
-    def _add(self, request: Request) -> None:
+    def _ask(self, stream: Stream) -> None:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**self._fields(request), output_kind=RequestOutputKind.DELTA)
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
+        params = SamplingParams(**self._fields(stream, self._keyed), output_kind=RequestOutputKind.DELTA)
+        prompt = TokensPrompt(prompt_token_ids=stream.prompt, cache_salt=stream.salt)
         # An engine short of memory sets aside those of the highest priority number: the youngest.
-        name = str(self._num_submitted)
-        self._engine.add_request(name, prompt, params, priority=self._num_submitted, lora_request=self._adapter)
-        self._num_submitted += 1
-        self._keys[name], self._names[request.key] = request.key, name
-        self._streams.open(request)
+        ticket = stream.ticket
+        assert ticket is not None
+        self._engine.add_request(str(ticket), prompt, params, priority=ticket, lora_request=self._adapter)
 
-    def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Show the prompts for the prediction of lengths with the next step."""
-        self._unseen += prompts
+    def _withdraw(self, streams: Sequence[Stream]) -> None:
+        if streams:
+            self._engine.abort_request([str(self._streams.take_ticket(stream)) for stream in streams])
 
-    def release(self, prompts: Iterable[Prompt]) -> None:
-        """The engine drops the prompts that have not been used for longest, where it needs their memory."""
-
-    def step(self) -> StepEvents:
-        """Let the engine take one step."""
-        events = StepEvents(num_active=len(self._streams))
-        if not events.num_active:
-            return events
-        events.observations += self._features.of_prompts(self._unseen)
-        self._unseen.clear()
+    def _receive(self, events: StepEvents) -> None:
         for output in self._engine.step():
-            key, sampled = self._keys.get(output.request_id), output.outputs[0]
-            if key is None:  # aborted
+            if (stream := self._streams.of_ticket(int(output.request_id))) is None:
                 continue
+            sampled = output.outputs[0]
             logprobs = [at[token].logprob for token, at in zip(sampled.token_ids, sampled.logprobs or (), strict=True)]
-            self._streams.extend(key, sampled.token_ids, logprobs, self._version, events)
-            if output.finished:
-                self._streams.finish(key, finish_reason(sampled.finish_reason), events)
-                del self._keys[self._names.pop(key)]
-        self._streams.observe(events)
-        return events
-
-    def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """Stop requests and return their partial completions."""
-        if self._engine is None:
-            return []
-        partial = self._streams.abort(keys)
-        if partial:
-            names = [self._names.pop(completion.request.key) for completion in partial]
-            for name in names:
-                del self._keys[name]
-            self._engine.abort_request(names)
-            self._settle()
-        return partial
-
-    def _settle(self) -> None:
-        """Let the engine forget aborted requests, so that their memory is free."""
-        if not self._streams.requests and self._engine.has_unfinished_requests():
-            self._engine.step()
+            self._take(stream, sampled.token_ids, logprobs, sampled.finish_reason if output.finished else None, events)
 
 
 def _end_engines() -> None:

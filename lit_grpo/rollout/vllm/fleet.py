@@ -9,22 +9,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
-from lit_grpo.rollout.vllm.adapters import joined
-from lit_grpo.rollout.vllm.arguments import require_vllm, save_skeleton, server_arguments, server_environment
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.vllm.arguments import all_draw_by_position, require_vllm, server_arguments, server_environment
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.weights.adapters import adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.files import weights_folder, write_full, write_patch
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 
 
 @dataclass(eq=False)
@@ -32,7 +28,8 @@ class Server:
     """A server, with its process where it is ours, and the policy version that it holds.
 
     With adapters alone, ``holds_base`` tells whether it has the weights that they stand beside, and ``adapter`` what it
-    calls the one that it decodes with.
+    calls the one that it decodes with. ``kv_tokens`` in blocks of ``block`` are its memory for keys and values, as far
+    as it tells, and ``keyed`` says that it draws random numbers by position.
     """
 
     client: ServerClient
@@ -41,6 +38,9 @@ class Server:
     up: bool = True
     holds_base: bool = False
     adapter: str = ""
+    kv_tokens: int | None = None
+    block: int = 1
+    keyed: bool = False
 
     def is_well(self) -> bool:
         """Whether it runs and answers."""
@@ -53,6 +53,18 @@ class Server:
         self.up = self.is_well()
         if self.holds_base:
             self.holds_base = self.up and self._reported_version() == str(self.version)
+
+    def introduce(self) -> int:
+        """Ask for its model's name and its memory; return the most tokens of a request."""
+        model = self.client.get("/v1/models")["data"][0]
+        self.client.model = model["id"]
+        try:
+            cache = self.client.get("/server_info", config_format="json")["vllm_config"]["cache_config"]
+            self.block = int(cache["block_size"])
+            self.kv_tokens = (int(cache["num_gpu_blocks"]) - 1) * self.block  # one block stands for none
+        except (ServerError, KeyError, TypeError):
+            self.kv_tokens = None
+        return int(model["max_model_len"])
 
     def _reported_version(self) -> str:
         try:
@@ -70,10 +82,10 @@ class Server:
         self.client.post("/finish_weight_update", {"weight_version": str(version)})
         self._settle(version)
         receipts = [json.loads(file.read_text()) for file in path.parent.glob(f"{receipt.name}-*.json")]
-        if not receipts or any(digests != receipts[0] for digests in receipts):
-            raise WeightSyncError(f"The workers of the vLLM server at {self.client.url} have bound different weights.")
+        if not receipts:
+            raise WeightSyncError(f"The vLLM server at {self.client.url} does not say what it has bound.")
         self.version, self.holds_base = version, True
-        return receipts[0]
+        return joined(receipts)
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Take another adapter, by another name; return the digests of what the workers hold of it."""
@@ -85,13 +97,16 @@ class Server:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
         self.client.post("/update_weight_version", {"new_version": str(version)})
         self._settle(version)
-        held = self.client.post("/collective_rpc", {"method": "adapter_digests", "args": [str(folder)]})["results"]
+        held = self._ask_workers("adapter_digests", str(folder))
         self.version = version
         return joined(held)
 
     def _settle(self, version: int) -> None:
-        """Drop the prompts of old weights, and compare versions."""
-        self.client.post("/reset_prefix_cache")
+        """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""
+        try:
+            self.keyed = all_draw_by_position(answer == "True" for answer in self._ask_workers("draw_by_position"))
+        except ServerError:  # it has another worker_extension_cls, or none
+            self.keyed = all_draw_by_position([False])
         reported = self.client.get("/weight_info")["weight_version"]
         if reported != str(version):
             raise WeightSyncError(
@@ -102,37 +117,34 @@ class Server:
     def max_adapter_rank(self) -> int:
         """The largest rank of LoRA adapters that it takes; 0 where it takes none."""
         try:
-            answer = self.client.post("/collective_rpc", {"method": "max_adapter_rank"})
-            return min(int(rank) for rank in answer["results"])
+            return min(int(rank) for rank in self._ask_workers("max_adapter_rank"))
         except ServerError:
             return 0
+
+    def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
+        """Return what each worker answers; numbers and truth values come as text."""
+        return self.client.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
 
 
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+@dataclass(eq=False)
 class Fleet:
     """See :class:`lit_grpo.rollout.vllm.server.VLLMServerGenerator` for the arguments."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        num_servers: int,
-        devices: list[str] | None,
-        urls: list[str] | None,
-        transfer: Literal["full", "changes"],
-        weights_folder: str | None,
-        timeout_s: float,
-        start_timeout_s: float,
-    ) -> None:
-        self.num_slots, self.num_servers, self.devices, self.urls = num_slots, num_servers, devices, urls
-        self.sends_changes = transfer == "changes"
-        self.weights_folder = weights_folder
-        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self.context = 0
-        self._servers: list[Server] = []
-        self._held: dict[str, torch.Tensor] = {}
-        self._version = -1
+    num_slots: int
+    num_servers: int
+    devices: list[str] | None
+    urls: list[str] | None
+    sends_changes: bool
+    weights_folder: str | None
+    timeout_s: float
+    start_timeout_s: float
+    context: int = 0
+    _servers: list[Server] = field(default_factory=list)
+    _held: dict[str, torch.Tensor] = field(default_factory=dict)
+    _version: int = -1
 
     @property
     def alive(self) -> list[Server]:
@@ -146,28 +158,21 @@ class Fleet:
 
     # ---- start ------------------------------------------------------------------------------------
 
-    def start(
-        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, server_args: Mapping[str, Any]
-    ) -> None:
+    def start(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         """Start the servers, or look at those named."""
         self._stop()
         self._folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         if self.urls:
             self._servers = [Server(ServerClient(url, self.timeout_s)) for url in _own_share(self.urls)]
-            self._check_named(policy, tokenizer, server_args.get("max_lora_rank", 0))
+            self._check_named(policy, server_args.get("max_lora_rank", 0))
         else:
-            self._start_own(policy, tokenizer, server_args)
-        models = [server.client.get("/v1/models")["data"][0] for server in self._servers]
-        for server, model in zip(self._servers, models, strict=True):
-            server.client.model = model["id"]
-        self.context = min(model["max_model_len"] for model in models)
+            self._start_own(policy, server_args)
+        self.context = min([server.introduce() for server in self._servers])
 
-    def _start_own(
-        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, server_args: Mapping[str, Any]
-    ) -> None:
+    def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         require_vllm()
-        save_skeleton(policy, tokenizer, self._folder)
+        policy.save_skeleton(self._folder)
         arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
         environment = server_environment(self.num_servers)
         for number in range(self.num_servers):
@@ -185,13 +190,13 @@ class Fleet:
             self._stop()
             raise
 
-    def _check_named(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rank: int) -> None:
+    def _check_named(self, policy: PolicySpec, rank: int) -> None:
         """Compare the model and the tokenizer of each named server with the policy's, and the rank that it takes.
 
         Raises:
             ValueError: They are not the same, or too low, or a server does not answer.
         """
-        config = policy.config.get_text_config()
+        config, tokenizer = policy.config.get_text_config(), policy.tokenizer
         fields = {name: getattr(config, name) for name in _COMPARED}
         text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
         for server in self._servers:
@@ -229,26 +234,16 @@ class Fleet:
         self._version = version
         return SyncReport(digests, num_bytes, changed)
 
-    def load_apart(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
-    ) -> SyncReport:
-        """Bring adapters, and before them the weights that they stand beside, where these are among what is sent.
+    def exchange(self, folder: Path, version: int) -> dict[str, str]:
+        """Bring adapters to all servers that have the weights that they stand beside; return their digests.
 
         Raises:
             WeightSyncError: No server took them, or not all of them hold the same.
         """
-        adapters, base = apart(weights, policy)
-        if base is None:
-            self._look()
-            report = SyncReport(changed_share=share_of_elements(adapters, policy))
-        else:
-            report = self.load_weights(base, version)
+        self._look()
         for server in self.alive:
             server.up = server.holds_base
-        with adapter_folder(adapters, policy, self.weights_folder) as folder:
-            report.digests |= self._tell(lambda _, server: server.exchange(folder, version))
-        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
-        return report
+        return self._tell(lambda _, server: server.exchange(folder, version))
 
     def lacks_base(self) -> bool:
         """Whether there is a server without the weights that adapters stand beside, such as one that began anew."""

@@ -1,10 +1,14 @@
-"""What we say to a vLLM server over HTTP."""
+"""What we say to a vLLM server over HTTP, and the thread in which completions stream in."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import httpx
@@ -95,6 +99,8 @@ class ServerClient:
         if "choices" not in event:
             raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
         choice = event["choices"][0]
+        if choice["finish_reason"] not in (None, "stop", "length"):
+            raise ServerError(f"The vLLM server at {self.url} broke off a completion: {choice['finish_reason']}.")
         logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
         return Chunk(choice["token_ids"] or [], logprobs, choice["finish_reason"])
 
@@ -107,6 +113,74 @@ class ServerClient:
     def close(self) -> None:
         """Close the connection for control."""
         self._control.close()
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A chunk of what was asked for with a ticket, or the failure of its server."""
+
+    ticket: int
+    content: Chunk | ServerError
+
+
+class StreamPump:
+    """Runs an event loop in a thread. Each request to a server is a task in it, known by its ticket."""
+
+    def __init__(self) -> None:
+        self._arrivals: SimpleQueue[Arrival | BaseException] = SimpleQueue()
+        self._tasks: dict[int, Future[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-streams", daemon=True)
+        self._thread.start()
+
+    def begin(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
+        """Ask a server for a completion."""
+        task = self._tasks[ticket] = self._run(self._pump(ticket, client, prompt, fields))
+        task.add_done_callback(lambda _: self._tasks.pop(ticket, None))
+
+    async def _pump(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
+        try:
+            finished = False
+            async for chunk in client.stream(prompt, fields):
+                self._arrivals.put(Arrival(ticket, chunk))
+                finished = chunk.finish_reason is not None
+            if not finished:
+                raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
+        except ServerError as error:
+            self._arrivals.put(Arrival(ticket, error))
+        except Exception as error:  # what is no server's fault is the caller's to see
+            self._arrivals.put(error)
+
+    def arrivals(self, timeout_s: float) -> list[Arrival]:
+        """Return what has come in, waiting for something at most ``timeout_s``."""
+        arrived: list[Arrival] = []
+        try:
+            item = self._arrivals.get(timeout=timeout_s)
+            while True:
+                if isinstance(item, BaseException):
+                    raise item
+                arrived.append(item)
+                item = self._arrivals.get_nowait()
+        except Empty:
+            return arrived
+
+    def cancel(self, ticket: int) -> None:
+        """Give a completion up, where it has not ended; its server sees the connection close, and stops."""
+        task = self._tasks.pop(ticket, None)
+        if task is not None:
+            task.cancel()
+
+    def close(self, clients: Sequence[ServerClient]) -> None:
+        """Cancel everything, close the clients' connections and end the thread."""
+        for ticket in list(self._tasks):
+            self.cancel(ticket)
+        for client in clients:
+            self._run(client.close_streams()).result(10.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
 def _named(error: httpx.HTTPError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -103,7 +104,7 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         if value is True:
             flags.append(flag)
         elif value is not None and value is not False:
-            flags += [flag, str(value)]
+            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
 
 

@@ -1,47 +1,41 @@
-"""Completions that an engine of its own decodes, as their tokens come in, and what they show of lengths."""
+"""Requests that an engine of its own decodes, what they have come to, and what that shows of lengths."""
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import math
-import threading
-from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lit_grpo.rollout.generator import Observation, StepEvents
-from lit_grpo.rollout.vllm.http import Chunk, ServerClient, ServerError
-from lit_grpo.types import Completion, FinishReason, Key, Prompt, Request
+from lit_grpo.scheduling.layouts import KVLayout
+from lit_grpo.types import FinishReason, GroupKey, Key, Prompt, Request, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from lit_grpo.policy.spec import PolicySpec
 
 
 _LAST_TOKENS = 4
+_tickets = itertools.count()
 
 
 class TextFeatures:
     """The policy's input embeddings of a text, averaged over all of it and over its end, and the log-probs so far.
 
     Args:
-        policy: Whose embeddings are used; they are read where they lie.
+        embeddings: The policy's, which are read where they lie.
         points: The numbers of tokens at which a completion is looked at; 0 is its prompt.
     """
 
-    def __init__(self, policy: PreTrainedModel, points: tuple[int, ...]) -> None:
-        self._embeddings: Any = policy.get_input_embeddings()
+    def __init__(self, embeddings: torch.nn.Module, points: tuple[int, ...]) -> None:
+        self._embeddings: Any = embeddings
         self._points = tuple(sorted(points))
 
-    def of_prompts(self, prompts: Iterable[Prompt]) -> list[Observation]:
+    def of_prompts(self, prompts: Sequence[Prompt]) -> list[Observation]:
         """Observe prompts; the list is empty where they are not to be looked at."""
-        prompts = list(prompts)
         if 0 not in self._points or not prompts:
             return []
         rows = [self._rows(torch.tensor([prompt.token_ids]), np.zeros((1, 1))) for prompt in prompts]
@@ -68,77 +62,98 @@ class TextFeatures:
         return np.concatenate([pooled, scalars], 1, dtype=np.float32)
 
 
-@dataclass
 class Stream:
-    """One completion on its way: its tokens, their log-probs, and the policy version that sampled each."""
+    """A request on its way, with the tokens that it has come to, those of its prefix among them.
 
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    An engine that is asked for what follows knows it by a ``ticket``, which is ``None`` while none is; ``num_begun`` of
+    the tokens were there when it was asked, and it may use keys and values of requests with the same ``salt``.
 
-    def completion(self, reason: FinishReason, text: str = "") -> Completion:
-        """Return what there is of it."""
-        return Completion(
-            self.request,
-            torch.tensor(self.token_ids, dtype=torch.int64),
-            torch.tensor(self.logprobs, dtype=torch.float32),
-            torch.tensor(self.versions, dtype=torch.int64),
-            reason,
-            text,
-        )
+    Args:
+        request: What is asked for.
+        expected: How many tokens it is thought to come to.
+        salt: See above.
+    """
+
+    def __init__(self, request: Request, expected: float, salt: str) -> None:
+        self.request, self.expected, self.salt = request, expected, salt
+        self.token_ids: list[int] = request.prefix.token_ids_T.tolist()
+        self.logprobs: list[float] = request.prefix.logprobs_T.tolist()
+        self.versions: list[int] = request.prefix.versions_T.tolist()
+        self.ticket: int | None = None
+        self.num_begun = 0
+        self.num_failures = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        """All tokens before the next one."""
+        return [*self.request.prompt.token_ids, *self.token_ids]
+
+    @property
+    def so_far(self) -> Request:
+        """The request that goes on from here."""
+        prefix = self.request.prefix
+        num_new = len(self.token_ids) - prefix.num_tokens
+        if not num_new:
+            return self.request
+        trained = [*prefix.trained_T.tolist(), *([True] * num_new)]
+        return self.request.after(Trajectory(self.token_ids, self.logprobs, self.versions, trained))
 
 
 class Streams:
-    """The completions in flight, and what is told of them.
+    """The requests in flight, in the order in which they came, and what is told of them.
 
     Args:
-        tokenizer: Makes a finished completion's text.
-        features: What is shown of completions for the prediction of their lengths.
+        policy: Whose tokenizer makes texts, and whose embeddings are shown for the prediction of lengths.
+        points: At how many tokens they are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, features: TextFeatures) -> None:
-        self._tokenizer = tokenizer
-        self._features = features
+    def __init__(self, policy: PolicySpec | None = None, points: tuple[int, ...] = ()) -> None:
+        self._tokenizer: Any = None if policy is None else policy.tokenizer
+        self._features = None if policy is None else TextFeatures(policy.embeddings, points)
         self._streams: dict[Key, Stream] = {}
+        self._asked: dict[int, Stream] = {}
         self._reached: dict[int, list[Stream]] = {}
+        self._unseen: list[Prompt] = []
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._streams
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(list(self._streams.values()))
 
-    @property
-    def requests(self) -> list[Request]:
-        """Those in flight, in the order in which they were opened."""
-        return [stream.request for stream in self._streams.values()]
+    def open(self, request: Request, expected: float, salt: str) -> Stream:
+        """Begin with a request, from its prefix."""
+        stream = self._streams[request.key] = Stream(request, expected, salt)
+        return stream
 
-    @property
-    def num_kv_tokens(self) -> int:
-        """Prompt tokens once a group, and the tokens that have been sampled."""
-        prompts = {stream.request.key[:2]: stream.request.prompt for stream in self._streams.values()}
-        sampled = sum(len(stream.token_ids) for stream in self._streams.values())
-        return sampled + sum(len(prompt.token_ids) for prompt in prompts.values())
+    def close(self, keys: Iterable[Key]) -> list[Stream]:
+        """End those of ``keys`` that are in flight."""
+        return [self._streams.pop(key) for key in dict.fromkeys(keys) if key in self._streams]
 
-    def num_tokens(self, key: Key) -> int:
-        """The tokens that a completion in flight has."""
-        return len(self._streams[key].token_ids)
+    # ---- tickets ----------------------------------------------------------------------------------
 
-    def open(self, request: Request) -> None:
-        """Begin with a request."""
-        self._streams[request.key] = Stream(request)
+    def give_ticket(self, stream: Stream) -> None:
+        """Note that an engine is about to be asked for what follows."""
+        stream.ticket, stream.num_begun = next(_tickets), len(stream.token_ids)
+        self._asked[stream.ticket] = stream
 
-    def restart(self, key: Key) -> Request:
-        """Forget what has come in of a request that is asked for again from its beginning."""
-        request = self._streams[key].request
-        self._streams[key] = Stream(request)
-        return request
+    def of_ticket(self, ticket: int) -> Stream | None:
+        """Return what an engine talks of; ``None`` where the ticket has been taken back."""
+        return self._asked.get(ticket)
+
+    def take_ticket(self, stream: Stream) -> int:
+        """Note that the engine is to be asked no longer; return its ticket."""
+        ticket, stream.ticket = stream.ticket, None
+        assert ticket is not None
+        del self._asked[ticket]
+        return ticket
+
+    # ---- tokens -----------------------------------------------------------------------------------
 
     def extend(
-        self, key: Key, token_ids: Sequence[int], logprobs: Sequence[float], version: int, events: StepEvents
-    ) -> None:
-        """Add tokens.
+        self, stream: Stream, token_ids: Sequence[int], logprobs: Sequence[float], version: int, events: StepEvents
+    ) -> bool:
+        """Add tokens, up to the end of a stop string that began before the engine was asked; say if there is one.
 
         Raises:
             FloatingPointError: A log-prob is no number.
@@ -148,103 +163,67 @@ class Streams:
                 f"The engine's log-probs are NaN at version {version}; look for NaN weights or a learning rate that is "
                 "too high."
             )
-        stream = self._streams[key]
         before = len(stream.token_ids)
         stream.token_ids += token_ids
-        stream.logprobs += logprobs
-        stream.versions += [version] * len(token_ids)
-        events.num_tokens += len(token_ids)
-        point = self._features.reached(before, len(stream.token_ids))
+        end = self._end_of_stop_string(stream, before)
+        if end is not None:
+            del stream.token_ids[end:]
+        num_new = len(stream.token_ids) - before
+        stream.logprobs += logprobs[:num_new]
+        stream.versions += [version] * num_new
+        events.num_tokens += num_new
+        point = None if self._features is None else self._features.reached(before, len(stream.token_ids))
         if point is not None:
             self._reached.setdefault(point, []).append(stream)
+        return end is not None
+
+    def _end_of_stop_string(self, stream: Stream, first: int) -> int | None:
+        """The number of tokens, above ``first``, with which a stop string across the engine's beginning is there."""
+        begun, stop = stream.num_begun, stream.request.sampling.stop
+        if not begun or not stop:
+            return None
+        longest = max(len(text.encode()) for text in stop)  # a token may hold as little as one byte of a character
+        ids = stream.token_ids
+        if first - begun > longest:
+            return None
+        start = max(begun - longest, 0)
+        texts = self._tokenizer.batch_decode([ids[start:end] for end in (begun, *range(first + 1, len(ids) + 1))])
+        old = [texts[0].count(text) for text in stop]  # an earlier turn may have ended with one
+        for end, new in enumerate(texts[1:], first + 1):
+            if any(new.count(text) > count for text, count in zip(stop, old, strict=True)):
+                return end
+        return None
+
+    def finish(self, stream: Stream, reason: FinishReason, events: StepEvents) -> None:
+        """End a completion."""
+        del self._streams[stream.request.key]
+        if stream.ticket is not None:
+            self.take_ticket(stream)
+        text = str(self._tokenizer.decode(stream.token_ids, skip_special_tokens=True))
+        events.finished.append(stream.so_far.ended(reason, text))
+
+    # ---- what is told -----------------------------------------------------------------------------
+
+    def kv_tokens(self, layout: KVLayout) -> int:
+        """Return the KV tokens that all take, prompts once a group."""
+        if not self._streams:
+            return 0
+        streams = self._streams.values()
+        prompts: dict[GroupKey, Prompt] = {stream.request.group: stream.request.prompt for stream in streams}
+        lengths = np.array([len(stream.request.prompt.token_ids) for stream in streams])
+        tokens = np.array([max(len(stream.token_ids), 1) for stream in streams])
+        limits = np.array([stream.request.sampling.max_tokens for stream in streams])
+        own = int(layout.completion(lengths, tokens, limits).sum())
+        return own + sum(layout.prompt(len(prompt.token_ids)) for prompt in prompts.values())
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Show these prompts the next time."""
+        self._unseen += prompts
 
     def observe(self, events: StepEvents) -> None:
-        """Show the completions that have come to a point since the last time."""
+        """Show prompts, and the completions that have come to a point since the last time."""
+        assert self._features is not None
+        events.observations += self._features.of_prompts(self._unseen)
         events.observations += [self._features.of_completions(streams, p) for p, streams in self._reached.items()]
+        self._unseen.clear()
         self._reached.clear()
-
-    def finish(self, key: Key, reason: FinishReason, events: StepEvents) -> None:
-        """End a completion."""
-        stream = self._streams.pop(key)
-        text = str(self._tokenizer.decode(stream.token_ids, skip_special_tokens=True))
-        events.finished.append(stream.completion(reason, text))
-
-    def abort(self, keys: Iterable[Key]) -> list[Completion]:
-        """End those of ``keys`` that are in flight, and return what they have."""
-        return [self._streams.pop(key).completion("abort") for key in set(keys) if key in self._streams]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A chunk of a completion, or the failure of its server."""
-
-    key: Key
-    attempt: int
-    content: Chunk | ServerError
-
-
-class StreamPump:
-    """Runs an event loop in a thread. Each attempt at a completion is a task in it."""
-
-    def __init__(self) -> None:
-        self._arrivals: SimpleQueue[Arrival | BaseException] = SimpleQueue()
-        self._tasks: dict[Key, Future[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-streams", daemon=True)
-        self._thread.start()
-
-    def begin(
-        self, key: Key, attempt: int, client: ServerClient, prompt: Sequence[int], fields: Mapping[str, Any]
-    ) -> None:
-        """Ask a server for a completion."""
-        self._tasks[key] = self._run(self._pump(key, attempt, client, list(prompt), fields))
-
-    async def _pump(
-        self, key: Key, attempt: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]
-    ) -> None:
-        try:
-            finished = False
-            async for chunk in client.stream(prompt, fields):
-                self._arrivals.put(Arrival(key, attempt, chunk))
-                finished = chunk.finish_reason is not None
-            if not finished:
-                raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
-        except ServerError as error:
-            self._arrivals.put(Arrival(key, attempt, error))
-        except Exception as error:  # what is no server's fault is the caller's to see
-            self._arrivals.put(error)
-
-    def arrivals(self, timeout_s: float) -> list[Arrival]:
-        """Return what has come in, waiting for something at most ``timeout_s``."""
-        arrived: list[Arrival] = []
-        try:
-            item = self._arrivals.get(timeout=timeout_s)
-            while True:
-                if isinstance(item, BaseException):
-                    raise item
-                arrived.append(item)
-                item = self._arrivals.get_nowait()
-        except Empty:
-            return arrived
-
-    def cancel(self, key: Key) -> None:
-        """Give a completion up; its server sees the connection close, and stops."""
-        task = self._tasks.pop(key, None)
-        if task is not None:
-            task.cancel()
-
-    def forget(self, key: Key) -> None:
-        """Note that a completion has ended."""
-        self._tasks.pop(key, None)
-
-    def close(self, clients: Sequence[ServerClient]) -> None:
-        """Cancel everything, close the clients' connections and end the thread."""
-        for key in list(self._tasks):
-            self.cancel(key)
-        for client in clients:
-            self._run(client.close_streams()).result(10.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -1,7 +1,7 @@
-"""A weight transfer backend for vLLM that works on any device: tensors of this process, or files in shared memory.
+"""What runs in vLLM's workers: they take weights, prove what they hold, and draw random numbers by position.
 
-vLLM loads :func:`register` in each of its processes, by the entry point ``vllm.general_plugins``. What a worker has
-received it proves with the digest of every tensor.
+Weights come on any device, as tensors of this process or as files in shared memory. vLLM loads :func:`register` in each
+of its processes, by the entry point ``vllm.general_plugins``, and mixes :class:`WorkerExtension` into its workers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,94 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
 
     def shutdown(self) -> None:
         """Nothing is held open."""
+
+
+class WorkerExtension:
+    """What a worker does for us beside its own work."""
+
+    get_model: Any
+    model_runner: Any
+
+    def draw_by_position(self) -> bool:
+        """Let a token's random numbers depend on its request's seed and its position alone; say if this vLLM lets us.
+
+        A request that goes on from some of its tokens then samples what it would have sampled without a break. vLLM's
+        newer model runner, the default on GPUs, does so by itself. The older one draws from a generator for each
+        request, which is seeded anew here before every draw.
+        """
+        runner = self.model_runner
+        sampler, batch = getattr(runner, "sampler", runner), getattr(runner, "input_batch", None)
+        if sampler is None or hasattr(getattr(sampler, "sampling_states", None), "seeds"):
+            return True  # one of several workers that does not sample, or the newer runner
+        parts = {"generators", "num_tokens_no_spec", "req_ids"}
+        if not (hasattr(runner, "_sample") and all(hasattr(batch, part) for part in parts)):
+            return False
+        if not hasattr(runner, "sample_as_it_was"):
+            runner.sample_as_it_was = runner._sample
+            runner._sample = lambda *args, **options: _seed_rows(runner) or runner.sample_as_it_was(*args, **options)
+        return True
+
+    def max_adapter_rank(self) -> int:
+        """The largest rank of LoRA adapters that it takes."""
+        return self.get_model().lora_manager.lora_config.max_lora_rank
+
+    def adapter_digests(self, folder: str) -> dict[str, str]:
+        """Return the digests of the adapter's tensors that its layers decode with, by their names in ``folder``.
+
+        Raises:
+            WeightSyncError: It holds another adapter too, or none.
+        """
+        model = self.get_model()
+        manager = model.lora_manager
+        held = manager.list_adapters()
+        in_use = [number for number in manager.lora_index_to_id if number is not None]
+        if len(held) != 1 or in_use != list(held):
+            raise WeightSyncError(f"vLLM holds the adapters {list(held)} and uses {in_use}, where it was sent one.")
+        (adapter,) = held.values()
+        with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
+            tensors = _held_tensors(model, manager, adapter, list(file.keys()))
+            return {name: digest(tensor) for name, tensor in tensors}
+
+
+class _SeededGenerator(torch.Generator):
+    """Is seeded before every draw, and so has no state to go back in, as vLLM does after prefilling a part of a prompt.
+
+    That of a CPU could not.
+    """
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        return self
+
+
+def _seed_rows(runner: Any) -> None:
+    """Seed the generators of all rows for the positions that come next."""
+    batch = runner.input_batch
+    for row, generator in list(batch.generators.items()):
+        if not isinstance(generator, _SeededGenerator):
+            generator = batch.generators[row] = _SeededGenerator(generator.device)
+        seed, position = runner.requests[batch.req_ids[row]].sampling_params.seed, batch.num_tokens_no_spec[row]
+        key = blake2b(b"%d %d" % (seed, position), digest_size=8)
+        generator.manual_seed(int.from_bytes(key.digest(), "little", signed=True))
+
+
+def _held_tensors(model: Any, manager: Any, adapter: Any, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Find what vLLM has made of peft's tensors: those of some layers it holds together, as lists."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    renaming = None if mapper is None else mapper.get_rename_mapper()
+    together = {part: (whole, at) for whole, parts in manager.packed_modules.items() for at, part in enumerate(parts)}
+    for name in names:
+        module, is_a = parse_fine_tuned_lora_name(name, renaming)
+        whole, at = together.get(module, (module, None))
+        layer = adapter.get_lora(whole)
+        if layer is None or whole not in manager.modules:  # of another worker's layers
+            continue
+        tensor = layer.lora_a if is_a else layer.lora_b
+        if at is not None:
+            tensor = tensor[at]
+        if tensor is not None:
+            yield name, tensor

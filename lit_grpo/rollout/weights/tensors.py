@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     import torch
 
@@ -47,6 +45,19 @@ def complete(
         names.append(name)
         yield name, tensor
     check_complete(expected, names)
+
+
+def joined(digests: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Join what the workers of one engine hold.
+
+    Raises:
+        WeightSyncError: Two of them hold different tensors.
+    """
+    all_of_them: dict[str, str] = {}
+    for of_one in digests:
+        if any(all_of_them.setdefault(name, value) != value for name, value in of_one.items()):
+            raise WeightSyncError("The workers of the vLLM engine hold different weights.")
+    return all_of_them
 
 
 def check_nothing_in_flight(num_requests: int) -> None:

@@ -1,0 +1,255 @@
+"""What vLLM's generators have in common: requests that an engine of its own decodes, and weights that travel to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
+from lit_grpo.rollout.vllm.arguments import (
+    adapter_arguments,
+    check_fits,
+    dtype_of,
+    finish_reason,
+    sampling_fields,
+    warn_of_dtype,
+)
+from lit_grpo.rollout.vllm.streams import Stream, Streams
+from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_nothing_in_flight, complete
+from lit_grpo.scheduling.layouts import Blocks
+from lit_grpo.types import Key, Prompt, Request
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+class Room(NamedTuple):
+    """The most tokens of a request, and the KV tokens of each engine, in blocks; ``None`` where one does not tell."""
+
+    context: int
+    kv_tokens: Sequence[int | None]
+    block: int
+
+    def figure(self, over: Callable[[Iterable[int]], int]) -> int | None:
+        """Return a figure over the KV tokens of all engines; ``None`` where it is not known."""
+        known = [tokens for tokens in self.kv_tokens if tokens is not None]
+        return over(known) if known and len(known) == len(self.kv_tokens) else None
+
+
+class EngineGenerator(ABC):
+    """Hands requests to engines with a memory of their own, and takes in what they sample.
+
+    What a request has come to is kept here: it can be withdrawn at any time, and goes on from there, on whatever engine
+    and with whatever weights. A token's random numbers depend on its request and its position alone, as far as the
+    engine's version of vLLM lets us see to it (``lit_grpo.rollout.vllm.worker``). Keys and values are shared among
+    requests that began with the same weights: those of each sync are told apart by a salt of its own.
+
+    Args:
+        num_slots: How many completions an engine decodes at a time.
+        adapters: How LoRA adapters travel: ``merged`` or ``alone``.
+        arguments: The user's arguments for vLLM.
+    """
+
+    decodes_on_policy = False
+
+    def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
+        if adapters not in ("merged", "alone"):
+            raise ValueError(f"adapters must be merged or alone, not {adapters!r}.")
+        self.num_slots = num_slots
+        self.adapters = adapters
+        self.arguments = dict(arguments or {})
+        self.weights_dtype = dtype_of(self.arguments)
+        self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
+        self.feature_points: tuple[int, ...] = ()
+        self._policy: PolicySpec | None = None
+        self._made_for = ""
+        self._version = -1
+        self._salt = ""
+        self._streams = Streams()
+
+    # ---- what kinds of engines differ in ----------------------------------------------------------
+
+    @abstractmethod
+    def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
+        """Start what decodes, without weights."""
+
+    @abstractmethod
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
+        """Bring all weights; nothing is being decoded meanwhile."""
+
+    @abstractmethod
+    def _exchange(self, folder: Path, version: int) -> dict[str, str]:
+        """Bring the adapters in a folder, in the place of others; return the digests of what engines hold of them."""
+
+    @abstractmethod
+    def _lacks_base(self) -> bool:
+        """Whether the weights that adapters stand beside have to travel."""
+
+    @abstractmethod
+    def _room(self) -> Room:
+        """What there is to decode in."""
+
+    @abstractmethod
+    def _ask(self, stream: Stream) -> None:
+        """Ask an engine for what is to follow; ``stream`` has a new ticket."""
+
+    @abstractmethod
+    def _withdraw(self, streams: Sequence[Stream]) -> None:
+        """Let engines forget what they have been asked for, and give the tickets back."""
+
+    @abstractmethod
+    def _receive(self, events: StepEvents) -> None:
+        """Take in what engines have sampled, after waiting for it."""
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def start(self, policy: PolicySpec) -> None:
+        """Start what decodes the policy's architecture, without its weights; what runs for the same is kept.
+
+        Raises:
+            ValueError: vLLM is not installed, or does not take an argument, the model or its adapters.
+        """
+        warn_of_dtype(policy, self.weights_dtype)
+        lora = adapter_arguments(policy.adapters, self.arguments) if self.adapters == "alone" else {}
+        made_for = f"{policy.signature} {lora.get('max_lora_rank')}"
+        if self._made_for != made_for:
+            self._made_for = ""
+            self._make(policy, lora)
+            self._made_for = made_for
+        self.abort([stream.request.key for stream in self._streams])
+        self._policy = policy
+        self._streams = Streams(policy, self.feature_points)
+        self.distrust()
+
+    def weights(self) -> PolicyWeights:
+        """All weights with adapters merged; or the adapters, and the base weights where an engine has none."""
+        assert self._policy is not None, "start comes first"
+        if self.adapters == "alone":
+            return AdapterWeights(self._policy.module, with_base=self._lacks_base(), dtype=self.weights_dtype)
+        return self._policy.weights(dtype=self.weights_dtype)
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
+    ) -> SyncReport:
+        """Bring all weights, or adapters, to every engine.
+
+        What is in flight is withdrawn and asked for again from where it is. Keys and values that it is to ``keep`` are
+        those of whole blocks that engines still have; adapters alone never keep any.
+        """
+        assert self._policy is not None, "start comes first"
+        self._version = -1  # until all of them are there
+        if in_flight == "refuse":
+            check_nothing_in_flight(len(self._streams))
+        self._withdraw([stream for stream in self._streams if stream.ticket is not None])
+        if self.adapters == "alone":
+            report = self._load_apart(weights, self._policy.module, version)
+        else:
+            report = self._load(complete(weights, self._policy.weights().names), version)
+        self._version, self._salt = version, token_hex(8)
+        for stream in self._streams:
+            if in_flight == "recompute":
+                stream.salt = self._salt
+            self._send(stream)
+        return report
+
+    def _load_apart(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
+    ) -> SyncReport:
+        """Bring adapters, and before them the weights that they stand beside, where these are among what is sent."""
+        adapters, base = apart(weights, policy)
+        if base is None:
+            report = SyncReport(changed_share=share_of_elements(adapters, policy))
+        else:
+            report = self._load(base, version)
+        with adapter_folder(adapters, policy, self.weights_folder) as folder:
+            report.digests |= self._exchange(folder, version)
+        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
+        return report
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples now; -1 where no complete set of weights has arrived."""
+        return self._version
+
+    def distrust(self) -> None:
+        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
+        self._version = -1
+
+    def close(self) -> None:
+        """End what is in flight; engines end with this object, or serve another ``start``."""
+        self.abort([stream.request.key for stream in self._streams])
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def capacity(self) -> Capacity:
+        """Slots and KV memory, and how much of them is free."""
+        room = self._room()
+        slots, layout = self.num_slots * len(room.kv_tokens), Blocks(room.block)
+        free_slots = max(slots - len(self._streams), 0)
+        return Capacity(slots, free_slots, room.figure(sum), self._streams.kv_tokens(layout), layout, evicts=True)
+
+    def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
+        """Hand requests on, all or none."""
+        self._check_weights()
+        if len(requests) > (free_slots := self.capacity().free_slots):
+            raise ValueError(f"{len(requests)} requests for {free_slots} free slots; submit at most that many.")
+        room = self._room()
+        for request in requests:
+            check_fits(request, room.context, room.figure(min))
+        for number, request in enumerate(requests):
+            tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
+            self._send(self._streams.open(request, tokens, self._salt))
+
+    def _check_weights(self) -> None:
+        if self._version < 0:
+            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
+
+    def _send(self, stream: Stream) -> None:
+        self._streams.give_ticket(stream)
+        self._ask(stream)
+
+    def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
+        """VLLM's sampling parameters for what is to follow, of one that draws by position (``keyed``) or does not."""
+        assert self._policy is not None
+        return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed)
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Show the prompts for the prediction of lengths with the next step."""
+        self._streams.expect(prompts)
+
+    def release(self, prompts: Iterable[Prompt]) -> None:  # noqa: B027
+        """An engine drops the prompts that have not been used for longest, where it needs their memory."""
+
+    def step(self) -> StepEvents:
+        """Take in what has been sampled since the last step."""
+        events = StepEvents(num_active=len(self._streams))
+        if events.num_active:
+            self._check_weights()
+            self._receive(events)
+            self._streams.observe(events)
+        return events
+
+    def _take(
+        self, stream: Stream, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, events: StepEvents
+    ) -> None:
+        """Add tokens to a stream, which end it where there is a ``reason``, or a stop string begun in its prefix."""
+        stopped = self._streams.extend(stream, ids, logprobs, self._version, events)
+        if stopped and reason is None:
+            self._withdraw([stream])
+        if stopped or reason is not None:
+            self._streams.finish(stream, "stop" if stopped else finish_reason(reason), events)
+
+    def abort(self, keys: Iterable[Key]) -> list[Request]:
+        """Stop these requests and hand them back, with what they have come to as their prefixes."""
+        stopped = self._streams.close(keys)
+        self._withdraw([stream for stream in stopped if stream.ticket is not None])
+        return [stream.so_far for stream in stopped]

@@ -1,0 +1,166 @@
+"""One vLLM engine a run, with as many requests in it as its memory holds, whatever breaks their decoding off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import random_policy
+from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
+
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.rollout.loop import Listener, RolloutLoop
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.scheduling.jobs import Job, NoLengths
+from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 32
+BLOCK_BYTES = BLOCK * 1024  # a token of the policy below takes 2 x 2 layers x 2 heads x 32 x 4 bytes
+PROMPT = Prompt("c", tuple(2 + i * 7 % 30 for i in range(40)), "")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
+
+
+def start(folder: Path, num_slots: int, num_blocks: int, **engine_args: Any) -> VLLMGenerator:
+    arguments = {"max_model_len": 128, "block_size": BLOCK, **engine_args}
+    generator = VLLMGenerator(num_slots, kv_memory=f"{num_blocks * BLOCK_BYTES // 1024}KiB", engine_args=arguments)
+    policy: Any = random_policy(head_dim=32)
+    generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
+    generator.load_weights(generator.weights(), 0)
+    return generator
+
+
+class Short(NoLengths):
+    """Expects eight tokens of every completion."""
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        return np.full(len(jobs), 8.0)
+
+
+class Active(Listener):
+    """Keeps how many requests each step decoded."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def step(self, events: StepEvents) -> None:
+        self.numbers.append(events.num_active)
+
+
+def test_as_many_are_admitted_as_its_blocks_hold_and_what_it_evicts_comes_to_the_same(folder: Path) -> None:
+    sampling = SamplingParams(max_tokens=80)
+    generator = start(folder, 64, 66)  # a block for nothing, one for what the prompt fills, and 64
+    capacity = generator.capacity()
+    assert capacity.kv_tokens == 65 * BLOCK and capacity.evicts
+    active = Active()
+    (group,), _ = RolloutLoop(generator, lengths=Short(), listeners=[active]).collect([PROMPT], 100, sampling, seed=0)
+    assert active.numbers[0] == 64  # of which some come to a second block, and have to leave for a while
+    assert generator.capacity().kv_tokens_in_use == 0
+    roomy = start(folder, 64, 500)
+    (expected,), _ = RolloutLoop(roomy).collect([PROMPT], 100, sampling, seed=0)
+    assert max(rollout.completion.num_tokens for rollout in group.rollouts) > 2 * BLOCK
+    for rollout, same in zip(group.rollouts, expected.rollouts, strict=True):
+        assert rollout.completion.token_ids_T.tolist() == same.completion.token_ids_T.tolist()
+
+
+def decode(generator: VLLMGenerator, request: Request) -> Completion:
+    generator.submit([request])
+    finished: list[Completion] = []
+    while not finished:
+        finished = generator.step().finished
+    return finished[0]
+
+
+def test_a_long_prefix_is_prefilled_in_parts(folder: Path) -> None:
+    request = Request(PROMPT, (0,), SamplingParams(max_tokens=80))
+    whole = decode(start(folder, 2, 100), request)
+    generator = start(folder, 2, 100, max_num_batched_tokens=BLOCK)  # a seeded request of a CPU once failed here
+    continued = decode(generator, request.after(whole.until(whole.num_tokens - 2)))
+    assert continued.token_ids_T.tolist() == whole.token_ids_T.tolist()
+
+
+def test_where_vllm_draws_in_its_own_way_a_break_is_said_to_change_random_numbers_and_changes_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lit_grpo.rollout.vllm.worker import WorkerExtension
+
+    monkeypatch.setattr(WorkerExtension, "draw_by_position", lambda worker: False)
+    request = Request(PROMPT, (0,), SamplingParams(max_tokens=24))
+    with pytest.warns(UserWarning, match="does not let lit_grpo draw random numbers by position"):
+        generator = start(folder, 2, 100)
+    whole = decode(generator, request)
+    continued = [decode(generator, request.after(whole.until(cut))) for cut in range(whole.num_tokens)]
+    assert all(c.token_ids_T[:cut].tolist() == whole.token_ids_T[:cut].tolist() for cut, c in enumerate(continued))
+    assert continued[0].token_ids_T.tolist() == whole.token_ids_T.tolist()
+    assert len({tuple(completion.token_ids_T.tolist()) for completion in continued[2:]}) > 2
+    greedy = Request(PROMPT, (0,), SamplingParams(0.0, max_tokens=24))
+    whole = decode(generator, greedy)
+    assert decode(generator, greedy.after(whole.until(5))).token_ids_T.tolist() == whole.token_ids_T.tolist()
+
+
+def even_sum(completion: str) -> float:
+    """A reward that about half of all completions get."""
+    return float(sum(map(ord, completion)) % 2 == 0)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[VLLMGenerator]:
+    """The generators that have made an engine, one for each time."""
+    made: list[VLLMGenerator] = []
+    make = VLLMGenerator._make
+
+    def noted(generator: VLLMGenerator, *args: Any) -> None:
+        made.append(generator)
+        make(generator, *args)
+
+    monkeypatch.setattr(VLLMGenerator, "_make", noted)
+    return made
+
+
+def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2) -> None:
+    """Validate, and train with a validation after each update."""
+    rows = str(folder / "train.jsonl")
+    module = make_module(
+        folder,
+        generator=generator,
+        optimizer=sgd(0.3),
+        sampling=SamplingParams(max_tokens=9),
+        rewards=[RewardSpec(f"{__file__}:even_sum")],
+    )
+    data = PromptDataModule(str(folder), train=rows, validation=rows, batch_size=2)
+    trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=num_updates, max_epochs=-1)
+    trainer.validate(module, datamodule=data, verbose=False)
+    assert generator.version == 0
+    trainer.fit(module, datamodule=data)
+    assert generator.version == num_updates
+
+
+def test_a_run_that_validates_first_makes_one_engine(folder: Path, starts: list[VLLMGenerator]) -> None:
+    generator = VLLMGenerator(4, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
+    train(folder, generator)
+    train(folder, generator)  # nor does another run of the same architecture
+    assert starts == [generator]
+
+
+def test_one_engine_at_a_time_lives_in_a_process(folder: Path, starts: list[VLLMGenerator]) -> None:
+    arguments = {"max_model_len": 64, "block_size": BLOCK}
+    first, second = (VLLMGenerator(slots, kv_memory="8MiB", engine_args=arguments) for slots in (4, 2))
+    train(folder, first)
+    train(folder, second)
+    assert first.version == -1 and second.version == 2
+    train(folder, first)  # starts anew
+    assert first.version == 2 and second.version == -1
+    assert starts == [first, second, first]
