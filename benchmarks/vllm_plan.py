@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import KnownLengths, replayed, roll_out
 from benchmarks.workloads import arithmetic_prompts, by_key, load
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.streams import Stream
@@ -100,7 +101,7 @@ def main(options: Options) -> int:
     policy, tokenizer = load(options.policy or "tiny", options.device)
     generator = ForcedEngine(sizes.slots, engine_args={"max_model_len": 256, "block_size": 32})
     generator.feature_points = tuple(point for point in POINTS if point < sizes.max_tokens)
-    generator.start(policy, tokenizer)
+    generator.start(PolicySpec(policy, tokenizer))
     prompts = arithmetic_prompts(tokenizer, sizes.batches * sizes.prompts)
     sampling = SamplingParams(max_tokens=sizes.max_tokens)
     _own_queue(generator, policy, prompts[:2], 2, sampling)  # the kernels' first time
