@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lit_grpo.rollout.sampling import request_key, sample_tokens, to_host, truncate, uniform
@@ -205,6 +206,63 @@ def test_impossible_tokens_at_either_end_are_never_picked() -> None:
 def test_the_extreme_random_numbers_pick_possible_tokens_too(number: float, token: int) -> None:
     logits_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     assert sample_tokens(logits_BV, SamplingParams(), np.array([number]))[0].item() == token
+
+
+def test_every_token_of_a_large_vocabulary_gets_the_share_of_random_numbers_that_is_its_probability() -> None:
+    logits_V = torch.randn(2500, generator=torch.Generator().manual_seed(0)) * 4  # some blocks, and a part of one
+    probs_V, count = logits_V.double().softmax(-1), 50_000
+    counts_V = torch.zeros(2500)
+    for numbers in np.split((np.arange(count) + 0.5) / count, 50):
+        tokens_B, *_ = sample_tokens(logits_V.expand(len(numbers), -1), SamplingParams(), numbers)
+        counts_V += torch.bincount(tokens_B, minlength=2500)
+    assert (counts_V - probs_V * count).abs().max() < 1.1  # evenly spaced numbers: at most one more or less
+    assert (probs_V * count < 1).sum() > 500
+
+
+def test_tokens_of_a_vocabulary_of_150_thousand_have_their_probability_down_to_the_rarest() -> None:
+    size = 151_936
+    logits_V = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 4
+    probs_V = logits_V.double().softmax(-1)
+    order = probs_V.argsort(descending=True).tolist()
+    chosen = [*order[:4], *order[1000:1004], *order[size // 2 : size // 2 + 4], *order[-4:], 0, 511, 512, size - 1]
+    assert probs_V[chosen].max() > 1e-3 and probs_V[chosen].min() < 1e-12
+
+    def first_number(targets: list[int]) -> np.ndarray:
+        """The least random number that gives a token or one behind it, by bisection: tokens rise with it."""
+        low, high = np.zeros(len(targets)), np.ones(len(targets))
+        for _ in range(60):
+            middle = (low + high) / 2
+            tokens_B, *_ = sample_tokens(logits_V.expand(len(targets), -1), SamplingParams(), middle)
+            reached = tokens_B.numpy() >= targets
+            low, high = np.where(reached, low, middle), np.where(reached, middle, high)
+        return high
+
+    shares = first_number([token + 1 for token in chosen]) - first_number(chosen)
+    expected = probs_V[chosen].numpy()
+    np.testing.assert_allclose(shares, expected, rtol=1e-5, atol=1e-15)  # float64 numbers near 1 are 1e-16 apart
+
+
+def test_in_a_large_vocabulary_neither_impossible_tokens_nor_other_rows_matter() -> None:
+    logits_BV = torch.full((6, 4000), -torch.inf)
+    logits_BV[:, [3, 1023, 1024, 3000, 3998]] = torch.tensor([0.0, -30.0, 1.0, -60.0, 0.5])
+    numbers = np.array([0.0, 1e-16, 0.3, 0.7, 1 - 2**-52, 1 - 2**-53])
+    tokens_B, logprobs_B, entropies_B = sample_tokens(logits_BV, SamplingParams(), numbers)
+    assert tokens_B.tolist() == [3, 3, 1024, 3998, 3998, 3998]
+    assert torch.equal(logprobs_B, logits_BV.log_softmax(-1)[torch.arange(6), tokens_B])
+    exact = torch.special.entr(logits_BV.double().softmax(-1)).sum(-1)
+    assert torch.allclose(entropies_B.double(), exact, atol=1e-6)
+    alone = [sample_tokens(logits_BV[row, None], SamplingParams(), numbers[row, None])[0].item() for row in range(6)]
+    assert alone == tokens_B.tolist()
+    nan_B, *_ = sample_tokens(torch.full((2, 4000), torch.nan), SamplingParams(), numbers[2:4])
+    assert all(0 <= token < 4000 for token in nan_B.tolist())
+
+
+def test_sampling_takes_the_memory_of_two_float32_numbers_a_logit() -> None:
+    logits_BV, numbers = torch.randn(4, 50_000), np.full(4, 0.5)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        sample_tokens(logits_BV, SamplingParams(), numbers)
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profiler.key_averages())
+    assert allocated < 9 * logits_BV.numel()
 
 
 def test_what_goes_to_the_host_at_once_arrives_as_it_was() -> None:

@@ -17,6 +17,7 @@ from lit_grpo.types import Request, SamplingParams
 # The increment and multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_BLOCK = 512  # tokens of a large vocabulary
 
 
 def request_key(request: Request) -> int:
@@ -74,13 +75,41 @@ def sample_tokens(
         logprobs_BV = scaled_BV.log_softmax(-1)
         if sampling.truncates:
             logprobs_BV = truncate(logprobs_BV, sampling)
-        probs_BV = logprobs_BV.double().exp()
-        cumulative_BV = probs_BV.cumsum(-1)
-        threshold_B1 = (to_device(uniform_B, logits_BV.device) * cumulative_BV[:, -1]).unsqueeze(-1)
-        tokens_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
-        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)  # of NaN logits: any token, with log-prob NaN
-    entropies_B = torch.special.entr(probs_BV).sum(-1).float()
-    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1), entropies_B
+        probs_BV = logprobs_BV.exp()
+        tokens_B = _draw(probs_BV, to_device(uniform_B, logits_BV.device))
+    logprobs_B = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+    entropies_B = -logprobs_BV.mul_(probs_BV).nansum(-1)  # NaN where a token is impossible
+    return tokens_B, logprobs_B, entropies_B
+
+
+def _draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Draw a token a row.
+
+    From a large vocabulary a block is drawn first, by the sums of the blocks, and then a token of it. So float64 is
+    needed for some hundred numbers a row and not for V, and rounding changes each token's probability by a share of
+    itself, however small that is.
+    """
+    num_tokens = probs_BV.shape[-1]
+    if num_tokens <= 2 * _BLOCK:
+        return _invert(probs_BV.cumsum(-1, dtype=torch.float64), uniform_B)[0].squeeze(-1)
+    whole = num_tokens // _BLOCK * _BLOCK
+    blocks_BN, rest_BT = probs_BV[:, :whole].unflatten(-1, (-1, _BLOCK)), probs_BV[:, whole:]
+    sums_BN = torch.cat([blocks_BN.sum(-1), rest_BT.sum(-1, keepdim=True)], -1)
+    cumulative_BN = sums_BN.cumsum(-1, dtype=torch.float64)
+    block_B1, share_B1 = _invert(cumulative_BN, uniform_B)
+    left_B1 = (cumulative_BN.gather(-1, block_B1) - share_B1) / sums_BN.gather(-1, block_B1)  # of the block
+    tokens_BT = block_B1 * _BLOCK + torch.arange(_BLOCK, device=block_B1.device)
+    probs_BT = probs_BV.gather(-1, tokens_BT.clamp(max=num_tokens - 1)).masked_fill_(tokens_BT >= num_tokens, 0)
+    within_B = (1 - left_B1).clamp_(0, 1 - 2**-53).squeeze(-1)
+    tokens_B1 = block_B1 * _BLOCK + _invert(probs_BT.cumsum(-1, dtype=torch.float64), within_B)[0]
+    return tokens_B1.squeeze(-1).clamp_(max=num_tokens - 1)
+
+
+def _invert(cumulative_BN: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each row passes its random number's share of all its mass, and that share; of NaN, any place."""
+    share_B1 = (uniform_B * cumulative_BN[:, -1]).unsqueeze(-1)
+    index_B1 = torch.searchsorted(cumulative_BN, share_B1, right=True)
+    return index_B1.clamp_(max=cumulative_BN.shape[-1] - 1), share_B1
 
 
 def truncate(logprobs_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -142,14 +142,8 @@ def prefill(
     return final_BD
 
 
-class DecoderStep(Protocol):
-    """A decoder that takes one token a row."""
-
-    def __call__(
-        self, tokens_B: torch.Tensor, positions_B: torch.Tensor, longest: int, cache: Attention
-    ) -> torch.Tensor:
-        """Return the last hidden states, shape (rows, hidden size); no position is larger than ``longest``."""
-        ...
+DecoderStep = Callable[[torch.Tensor, torch.Tensor, int, Attention], torch.Tensor]
+"""Takes a token a row, their positions, the largest of these and the cache; returns the last hidden states."""
 
 
 def decode_step(
