@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_grpo.policy.exercises import ALPHABET, Remainder, working
-from lit_grpo.policy.muon import Muon
 from lit_grpo.policy.tiny import EOS, TinyRecipe, default_cache_dir, make_tokenizer, tiny_policy, warm_start
 
 SHORT = TinyRecipe(
@@ -156,13 +155,3 @@ def test_two_processes_at_once_make_one_intact_folder(folder: Path, tmp_path: Pa
     assert {out.strip() for out, _ in outputs} == {str(tmp_path / folder.name)}
     assert sum("warm-starting" in err for _, err in outputs) == 1
     assert weights(tmp_path / folder.name).keys() == weights(folder).keys()
-
-
-def test_muon_moves_a_matrix_along_the_nearest_orthogonal_one() -> None:
-    weight = torch.zeros(2, 3)
-    weight.grad = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]])
-    Muon([weight]).step(learning_rate=1.0)
-    scale = 0.2 * 3**0.5
-    assert weight[0, 0].item() == pytest.approx(-scale, rel=0.35)
-    assert weight[1, 1].item() == pytest.approx(-scale, rel=0.35)
-    assert weight.abs().sum().item() == pytest.approx(weight[0, 0].abs().item() + weight[1, 1].abs().item(), abs=1e-5)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
-VERSION = 1  # of everything that is not in the recipe; raise it when the same recipe gives another policy
+VERSION = 2  # of everything that is not in the recipe; raise it when the same recipe gives another policy
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 CACHE_VARIABLE = "LIT_GRPO_CACHE"
@@ -190,15 +190,17 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
     import torch
     from tqdm import tqdm
 
-    from lit_grpo.policy.muon import Muon
-
     print(
         "lit_grpo: warm-starting the embedded policy (once, about a minute; then it is cached) ...",
         file=sys.stderr,
     )
-    muon = Muon([weight for name, weight in model.named_parameters() if _is_matrix(name)])
-    others = [weight for name, weight in model.named_parameters() if not _is_matrix(name)]
-    adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
+    matrices = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
+    others = [weight for name, weight in model.named_parameters() if not name.endswith("_proj.weight")]
+    # Muon (K. Jordan et al., 2024) learns this in far fewer steps than AdamW alone.
+    optimizers = {
+        torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): recipe.matrix_learning_rate,
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0): recipe.learning_rate,
+    }
     lessons = tqdm(_lessons(recipe, random.Random(seed)), "warm start", recipe.num_steps, leave=False, unit="step")
     for step, rows in enumerate(lessons):
         input_ids_BT, target_ids_BT = _collate(rows, tokenizer)
@@ -208,15 +210,11 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         share = _schedule(step, recipe.num_steps)
-        adam.param_groups[0]["lr"] = recipe.learning_rate * share
-        adam.step()
-        muon.step(recipe.matrix_learning_rate * share)
+        for optimizer, peak in optimizers.items():
+            optimizer.param_groups[0]["lr"] = peak * share
+            optimizer.step()
     with torch.no_grad():
         model.model.norm.weight.mul_(recipe.sharpness)
-
-
-def _is_matrix(name: str) -> bool:
-    return name.endswith("_proj.weight")
 
 
 def _schedule(step: int, num_steps: int) -> float:
