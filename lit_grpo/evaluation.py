@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
+from torchmetrics import MeanMetric
 
-from lit_grpo.metrics import Means, pass_at_k
+from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import PromptBatch
@@ -31,7 +33,8 @@ class EvaluationModule(pl.LightningModule):
         self.rewards = rewards
         self.pass_threshold = pass_threshold
         self.pass_at_k = pass_at_k
-        self.on_validation_epoch_start()
+        names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
+        self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
 
     @property
     def ranks(self) -> Ranks:
@@ -43,16 +46,22 @@ class EvaluationModule(pl.LightningModule):
         for group in batch.groups:
             values = [rollout.rewards[self.rewards[0].name] for rollout in group.rollouts]
             num_passed = sum((value or 0.0) >= self.pass_threshold for value in values)
-            possible = [k for k in self.pass_at_k if k <= len(values)]
-            self._means.add({f"pass@{k}": pass_at_k(len(values), num_passed, k) for k in possible})
+            for k in self.pass_at_k:
+                if k <= len(values):
+                    self._count(f"pass@{k}", pass_at_k(len(values), num_passed, k))
             for rollout in group.rollouts:
                 completion = rollout.completion
                 means = (rollout.reward, completion.num_tokens, completion.finish_reason == "length")
-                self._means.add(dict(zip(EVAL_MEANS, means, strict=True)))
+                for name, value in zip(EVAL_MEANS, means, strict=True):
+                    self._count(name, value)
+
+    def _count(self, name: str, value: float) -> None:
+        cast(MeanMetric, self.means[name]).update(value)
 
     def on_validation_epoch_start(self) -> None:
         """Begin the counts anew."""
-        self._means = Means((*(f"pass@{k}" for k in self.pass_at_k), *EVAL_MEANS))
+        for metric in self.means.values():
+            cast(MeanMetric, metric).reset()
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -69,7 +78,8 @@ class EvaluationModule(pl.LightningModule):
         self._log_evaluation("test")
 
     def _log_evaluation(self, prefix: str) -> None:
-        for name, value in self._means.compute(self.ranks.sum).items():
+        for name, metric in self.means.items():
+            value = cast(MeanMetric, metric).compute()
             self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
         self.log("step", float(self.policy_version), sync_dist=True)
 
