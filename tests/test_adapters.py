@@ -172,7 +172,7 @@ def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(m
     with pytest.raises(ValueError, match="adapters must be merged or alone, not 'separate'"):
         make(adapters="separate")
     with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
-        make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))
+        make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
