@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import check_slots_decode_with, fit, full_logprobs, make_micro_batch, make_module, random_groups, sgd
+from hand_made import check_slots_decode_with, fit, full_logprobs, make_module, random_groups, sgd
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
@@ -20,6 +20,7 @@ from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import WeightSyncError
+from lit_grpo.update.batches.microbatch import make_micro_batch
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference
 from lit_grpo.update.objective.kl import KLTerm
@@ -171,8 +172,7 @@ def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(m
     with pytest.raises(ValueError, match="adapters must be merged or alone, not 'separate'"):
         make(adapters="separate")
     with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
-        policy: Any = random_policy()
-        make(adapters="alone").start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+        make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_does_not_go_with_adapters_alone_is_refused() -> None:

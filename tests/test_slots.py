@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import ALPHABET, random_policy
 from hand_made import full_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -256,6 +256,13 @@ def test_observed_tokens_are_gone_on_from_and_count_as_positions(make: Any, poli
     assert done.trained_T.tolist() == [True, True, False, False, False] + [True] * (done.num_tokens - 5)
     expected_T = full_logprobs(policy, Rollout(request.prompt, done))
     assert torch.allclose(done.logprobs_T[5:], expected_T[5:], atol=1e-5)
+
+
+def test_a_stop_string_that_a_prefix_holds_already_ends_nothing(make: Any) -> None:
+    request = requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=12, stop=("77",)))[0]
+    seven = 2 + ALPHABET.index("7")
+    (done,) = decode(make(1), [request.after(Trajectory().followed_by([seven, seven]))]).values()
+    assert done.num_tokens > 3
 
 
 def test_a_prefix_that_leaves_nothing_to_sample_is_refused(make: Any) -> None:

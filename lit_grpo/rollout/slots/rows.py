@@ -147,12 +147,16 @@ class TokenRows:
 
 
 def rows_with_stop_string(rows: TokenRows, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the rows whose text has come to hold one of ``stop``; only as many tokens are decoded as it can take."""
+    """Return the rows whose last token has completed one of ``stop``; only as many tokens are decoded as it can take.
+
+    One that a prefix holds already, in observed tokens, ends nothing.
+    """
     if not stop:
         return []
     longest = max(len(text.encode()) for text in stop)  # a token may hold as little as one byte of a character
-    texts = tokenizer.batch_decode(rows.tails(longest + 1))
-    return [row for row, text in enumerate(texts) if any(string in text for string in stop)]
+    tails = rows.tails(longest + 1)
+    pairs = zip(tokenizer.batch_decode(tails), tokenizer.batch_decode([tail[:-1] for tail in tails]), strict=True)
+    return [row for row, (now, before) in enumerate(pairs) if any(now.count(s) > before.count(s) for s in stop)]
 
 
 def observe_prompts(keys: Sequence[tuple[str, int]], hidden_BD: torch.Tensor, entropies_B: torch.Tensor) -> Observation:

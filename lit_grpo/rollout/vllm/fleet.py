@@ -7,8 +7,9 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,10 @@ class Server:
         self.version, self.holds_base = -1, False
         receipt = path.parent / f"receipt-{number}"
         info = {"path": str(path), "receipt": str(receipt), "patches_follow": patches_follow}
-        self.client.post("/start_weight_update")
-        self.client.post("/update_weights", {"update_info": info})
-        self.client.post("/finish_weight_update", {"weight_version": str(version)})
+        with self._paused():
+            self.client.post("/start_weight_update")
+            self.client.post("/update_weights", {"update_info": info})
+            self.client.post("/finish_weight_update", {"weight_version": str(version)})
         self._settle(version)
         receipts = [json.loads(file.read_text()) for file in path.parent.glob(f"{receipt.name}-*.json")]
         if not receipts:
@@ -100,6 +102,16 @@ class Server:
         held = self._ask_workers("adapter_digests", str(folder))
         self.version = version
         return joined(held)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Decode nothing for a while: what has been withdrawn may not have heard of it yet."""
+        self.client.post("/pause?mode=abort&clear_cache=false")
+        try:
+            yield
+        finally:
+            with suppress(ServerError):  # it will not answer then either
+                self.client.post("/resume")
 
     def _settle(self, version: int) -> None:
         """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""
