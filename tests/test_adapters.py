@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import check_slots_decode_with, fit, full_logprobs, make_module, random_groups, sgd
+from hand_made import check_slots_decode_with, fit, full_logprobs, make_micro_batch, make_module, random_groups, sgd
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_policy, load_tokenizer
@@ -20,7 +20,6 @@ from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import WeightSyncError
-from lit_grpo.update.batches.microbatch import make_micro_batch
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference
 from lit_grpo.update.objective.kl import KLTerm

@@ -259,10 +259,13 @@ def test_observed_tokens_are_gone_on_from_and_count_as_positions(make: Any, poli
 
 
 def test_a_stop_string_that_a_prefix_holds_already_ends_nothing(make: Any) -> None:
-    request = requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=12, stop=("77",)))[0]
     seven = 2 + ALPHABET.index("7")
-    (done,) = decode(make(1), [request.after(Trajectory().followed_by([seven, seven]))]).values()
-    assert done.num_tokens > 3
+    prefix, lengths = Trajectory().followed_by([seven, seven]), []
+    for stop in ((), ("77",)):
+        sampling = SamplingParams(max_tokens=12, stop=stop)
+        done = decode(make(6), [request.after(prefix) for request in requests(PROMPTS[1:2], 6, sampling)])
+        lengths.append([completion.num_tokens for completion in done.values()])
+    assert lengths[0] == lengths[1] and max(lengths[0]) > 3
 
 
 def test_a_prefix_that_leaves_nothing_to_sample_is_refused(make: Any) -> None:
