@@ -40,7 +40,7 @@ def make_trace(seed: int) -> Trace:
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "full_group"])
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
     trace, num_slots = make_trace(len(plan)), 7
-    lengths = KnownLengths(trace.jobs, np.ceil(noisy(trace.lengths, 0.6)))
+    lengths = KnownLengths(trace.jobs, np.ceil(0.3 * noisy(trace.lengths, 0.6)))  # so that memory runs out
     simulated = simulate(trace, plan, Engine(num_slots, kv_tokens, Pieces()), lengths)
     policy: Any = random_policy()
     generator = ForcedGenerator(dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), num_slots)
@@ -56,4 +56,4 @@ def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, pl
     assert list(stats.spans) == list(simulated.spans)
     assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides
     assert kv_tokens is None or stats.kv_tokens_peak <= kv_tokens
-    assert stats.num_set_aside > 0 or kv_tokens != 420
+    assert stats.num_set_aside > 0 or kv_tokens not in (420, 200)
