@@ -56,4 +56,4 @@ def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, pl
     assert list(stats.spans) == list(simulated.spans)
     assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides
     assert kv_tokens is None or stats.kv_tokens_peak <= kv_tokens
-    assert stats.num_set_aside > 0 or kv_tokens not in (420, 200)
+    assert stats.num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
