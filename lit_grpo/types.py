@@ -150,13 +150,11 @@ class Request:
 
     def after(self, prefix: Trajectory) -> Request:
         """Return the request that goes on behind ``prefix``."""
-        return replace(self, prefix=prefix)
+        return self if prefix is self.prefix else replace(self, prefix=prefix)
 
     def ended(self, reason: FinishReason, text: str = "") -> Completion:
         """Return what it has come to as its completion."""
-        completion = Completion(self.after(EMPTY), (), (), (), reason, text)
-        completion.take(self.prefix)
-        return completion
+        return Completion.of(self.after(EMPTY), self.prefix, reason, text)
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -196,6 +194,14 @@ class Completion(Trajectory):
         self.request = request
         self.finish_reason: FinishReason = finish_reason
         self.text = text
+
+    @classmethod
+    def of(cls, request: Request, trajectory: Trajectory, finish_reason: FinishReason, text: str = "") -> Completion:
+        """Return the completion of a request that has come to ``trajectory``, whose memory it shares."""
+        completion = cls.__new__(cls)
+        completion.take(trajectory)
+        completion.request, completion.finish_reason, completion.text = request, finish_reason, text
+        return completion
 
     def __repr__(self) -> str:
         return f"Completion({self.request.key}, {self.num_tokens} tokens, {self.finish_reason!r}, {self.text!r})"

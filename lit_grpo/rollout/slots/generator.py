@@ -256,7 +256,7 @@ class SlotGenerator:
                 raise
             events.message = self.budget.shrink(allocated_tokens, len(events.set_aside))
         else:
-            self.budget.note_success(self.capacity().kv_tokens_in_use)
+            self.budget.note_success(0 if self._cache is None else self._cache.allocated_tokens)
         self._end()
         return events
 
@@ -305,11 +305,21 @@ class SlotGenerator:
 
     def _shape_now(self) -> KVShape:
         """What the keys look like: under autocast they come in its dtype, whatever the weights are in."""
-        return replace(self._shape, dtype=compute_dtype(self._device, self._shape.dtype))
+        dtype = compute_dtype(self._device, self._shape.dtype)
+        return self._shape if dtype == self._shape.dtype else replace(self._shape, dtype=dtype)
+
+    def _is_roomy(self, cache: SlotCache) -> bool:
+        """Whether memory is no concern, even if all in flight grew to their limit."""
+        assert self.budget is not None
+        most = 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS
+        return cache.allocated_tokens + most <= self.budget.tokens
 
     def _spare_memory(self, rows: TokenRows, cache: SlotCache) -> None:
         """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""
         assert self.budget is not None
+        if self._is_roomy(cache):
+            cache.allow_slack(True)
+            return
         entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
         prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
         new = sum(prompt_room(len(prompt.token_ids)) for key, prompt in prompts.items() if key not in cache)
@@ -323,8 +333,7 @@ class SlotGenerator:
         """Compute the keys and values of the prompts that are not there yet, some of like length at a time."""
         assert self.budget is not None and self._sampling is not None
         prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
-        most = 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS
-        ahead = cache.allocated_tokens + most <= self.budget.tokens
+        ahead = self._is_roomy(cache)
         with self.budget.prefilling():
             for batch in batches(
                 self._prompts.missing(prompts, cache, ahead, self._version), self.budget.prefill_tokens

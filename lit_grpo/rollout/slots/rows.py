@@ -10,7 +10,7 @@ import torch
 
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.rollout.sampling import request_key, uniform
-from lit_grpo.types import Completion, FinishReason, Request, Trajectory
+from lit_grpo.types import EMPTY, Completion, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ class TokenRows:
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
         """Return a row as a completion, with no text yet."""
-        return self.request(row).ended(reason)
+        return Completion.of(self._rows[row].request.after(EMPTY), self._trajectory(row), reason)
 
     def _trajectory(self, row: int) -> Trajectory:
         count, (request, versions) = int(self._counts[row]), self._rows[row]
