@@ -178,10 +178,8 @@ def test_no_measure_meets_a_token_that_is_not_learnt_from(name: str) -> None:
     assert gradients[0].norm() > 1e-3
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", [name for name in SCALES if name != "gdpo"])  # which normalises over the batch
 def test_ragged_groups_have_the_advantages_that_each_would_have_alone(estimator: Any) -> None:
-    if estimator == "gdpo":
-        pytest.skip("normalises over the batch")
     sizes, functions = [5, 1, 0, 3, 2], ["exact"]
     prompts = [Prompt(f"p{number}", (number,), "") for number in range(len(sizes))]
     groups = [
