@@ -62,12 +62,26 @@ def test_a_completion_computed_anew_is_that_of_a_forward_over_prompt_and_complet
 ) -> None:
     cache = SlotCache(shape_of(policy), 120, 2)
     prefill(policy, PROMPTS[:1], 1000, cache.write_prompts(["prompt"], [28]))
-    cache.admit(["prompt", "prompt"])
-    hidden_BD = prefill(policy, [COMPLETION], max_tokens, cache.write_completion(1, 90), 28)
-    keys, values, hidden_D = reference(policy, [*PROMPTS[0], *COMPLETION])
-    torch.testing.assert_close(hidden_BD[0], hidden_D, rtol=0, atol=1e-5)
+    cache.admit(["prompt"])
+    others = [COMPLETION, COMPLETION[::-1]]
+    hidden_BD = prefill(policy, others, max_tokens, cache.write_completions("prompt", 2, 90), 28)
     first, second = cache._pieces
-    for layer in range(len(keys)):
-        for mine, its in ((first.keys, second.keys), keys), ((first.values, second.values), values):
-            ours = torch.cat([mine[0][layer][1], mine[1][layer][0, :, :26]], 1)
-            torch.testing.assert_close(ours, its[layer][:, 28:], rtol=0, atol=1e-5)
+    for row, completion in enumerate(others):
+        keys, values, hidden_D = reference(policy, [*PROMPTS[0], *completion])
+        torch.testing.assert_close(hidden_BD[row], hidden_D, rtol=0, atol=1e-5)
+        for layer in range(len(keys)):
+            for mine, its in ((first.keys, second.keys), keys), ((first.values, second.values), values):
+                ours = torch.cat([mine[0][layer][1 + row], mine[1][layer][row, :, :26]], 1)
+                torch.testing.assert_close(ours, its[layer][:, 28:], rtol=0, atol=1e-5)
+
+
+def test_a_completion_that_is_put_back_is_the_one_that_was_copied(policy: Any) -> None:
+    cache = SlotCache(shape_of(policy), 120, 3)
+    prefill(policy, PROMPTS[:1], 1000, cache.write_prompts(["prompt"], [28]))
+    prefill(policy, [COMPLETION, COMPLETION[::-1]], 1000, cache.write_completions("prompt", 2, 90), 28)
+    copies = [cache.copy_completion(row, 90) for row in (0, 1)]
+    cache.remove(0)
+    cache.put_back("prompt", copies[0])  # behind the one that has moved
+    for row, copy in ((1, copies[0]), (0, copies[1])):
+        assert copy.shape == (2 * cache.shape.num_layers, cache.shape.num_heads, 90, cache.shape.head_size)
+        assert torch.equal(cache.copy_completion(row, 90), copy)

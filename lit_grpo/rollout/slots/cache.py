@@ -93,18 +93,40 @@ class SlotCache:
         self._prompt_of += prompts
         self._readers = None
 
-    def write_completion(self, row: int, num_tokens: int) -> ShelfWriter:
-        """Give a row that is empty the pieces of its first ``num_tokens``; return what is to fill them."""
-        pieces = []
+    def write_completions(self, prompt: Hashable, count: int, num_tokens: int) -> ShelfWriter:
+        """Open rows for ``count`` completions of a prompt, of ``num_tokens`` each; return what is to fill them."""
+        first = self.num_rows
+        self.admit([prompt] * count)
+        for piece, start in enumerate(self._starts.tolist()):
+            if 0 < start < num_tokens:
+                self._extend(piece, range(first, first + count))
+        room, entry, length = self._prompts[prompt]
+        before = Stretch(self._prompt_shelves[room], range(entry, entry + 1), length)
+        return ShelfWriter(self._stretches(first, count, num_tokens), [before])
+
+    def copy_completion(self, row: int, num_tokens: int) -> torch.Tensor:
+        """Return a row's first keys by layer, then its values, shape (2 x layers, KV heads, tokens, head size)."""
+        parts = [torch.stack(part.rows(0)) for part in self._stretches(row, 1, num_tokens)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def put_back(self, prompt: Hashable, kept: torch.Tensor) -> None:
+        """Open a row for a completion of which ``copy_completion`` has been kept."""
+        row = self.num_rows
+        self.write_completions(prompt, 1, kept.shape[2])
+        parts = self._stretches(row, 1, kept.shape[2])
+        for part, copy in zip(parts, kept.split([part.num_tokens for part in parts], 2), strict=True):
+            for there, values in zip(part.rows(0), copy, strict=True):
+                there.copy_(values)
+
+    def _stretches(self, row: int, count: int, num_tokens: int) -> list[Stretch]:
+        """Where the first tokens of rows lie whose entries are neighbours on each shelf, piece by piece."""
+        stretches = []
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
-            if start >= num_tokens:
-                break
-            if piece:
-                self._extend(piece, [row])
-            entry = self._entries_of[row][piece]
-            pieces.append(Stretch(shelf, range(entry, entry + 1), min(num_tokens - start, shelf.num_tokens)))
-        room, entry, length = self._prompts[self._prompt_of[row]]
-        return ShelfWriter(pieces, [Stretch(self._prompt_shelves[room], range(entry, entry + 1), length)])
+            if start < num_tokens:
+                entry = self._entries_of[row][piece]
+                size = min(num_tokens - start, shelf.num_tokens)
+                stretches.append(Stretch(shelf, range(entry, entry + count), size))
+        return stretches
 
     def remove(self, row: int) -> int:
         """Free a row, and with the last one all memory: the last one takes its place. Returns the number it had."""

@@ -18,13 +18,13 @@ from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
 from lit_grpo.rollout.sampling import entropy, sample_tokens, to_device, to_host
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.cache import SlotCache
-from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step, prefill
+from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.memory import KVBudget, check_request, kv_budget_bytes
-from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, PromptKey, PromptStates, batches
+from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, KeptCompletions, PromptKey, PromptStates, batches
 from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, rows_with_stop_string
 from lit_grpo.rollout.slots.shelves import KVShape
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_complete, check_nothing_in_flight
+from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.layouts import Pieces, prompt_room
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class SlotGenerator:
+class SlotGenerator(Versioned):
     """Decode on the policy module, in at most ``num_slots`` rows that are refilled at every step.
 
     There is nothing to install and nothing to sync: the weights are the policy's own. A prompt is
@@ -60,7 +60,6 @@ class SlotGenerator:
         self.kv_memory = MemoryBudget(kv_memory)
         self.feature_points: tuple[int, ...] = ()
         self.budget: KVBudget | None = None
-        self._version = -1
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
         self._clear()
@@ -96,9 +95,7 @@ class SlotGenerator:
         """Check that every weight is the policy's own tensor, then take ``version``."""
         own = dict(self.policy.named_parameters())
         report = SyncReport()
-        if in_flight == "refuse":
-            check_nothing_in_flight(self._num_in_flight)
-        self._version = -1  # until all of them are here
+        self._expect_weights(self._num_in_flight, in_flight)
         for name, tensor in weights:
             if name not in own or own[name].data_ptr() != tensor.data_ptr():
                 raise WeightSyncError(
@@ -114,17 +111,9 @@ class SlotGenerator:
             self._rows.new_version(version)
         elif self._rows is not None:
             self._incoming = [*self._take_out(range(len(self._rows))), *self._incoming]
+        self._kept = KeptCompletions()
         self._forget()
         return report
-
-    @property
-    def version(self) -> int:
-        """The policy version that samples now; -1 where no complete set of weights has arrived."""
-        return self._version
-
-    def distrust(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again."""
-        self._version = -1
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -154,7 +143,7 @@ class SlotGenerator:
         self._rows: TokenRows | None = None
         self._cache: SlotCache | None = None
         self._incoming: list[Request] = []
-        self._prompts = PromptStates()
+        self._prompts, self._kept = PromptStates(), KeptCompletions()
         self._sampling: SamplingParams | None = None
 
     # ---- requests ---------------------------------------------------------------------------------
@@ -167,20 +156,22 @@ class SlotGenerator:
         """Slots and KV memory, and how much of them is free."""
         if self.budget is not None and not self._num_in_flight:
             self.budget.measure(self._shape_now().bytes_per_token)
-        in_use = 0 if self._cache is None else self._cache.allocated_tokens
-        kv_tokens = None if self.budget is None else self.budget.tokens
-        return Capacity(self.num_slots, self.num_slots - self._num_in_flight, kv_tokens, in_use, Pieces())
+        kv_tokens, free_slots = (
+            None if self.budget is None else self.budget.tokens,
+            self.num_slots - self._num_in_flight,
+        )
+        return Capacity(self.num_slots, free_slots, kv_tokens, self._allocated_tokens, Pieces())
+
+    @property
+    def _allocated_tokens(self) -> int:
+        return self._kept.num_tokens + (0 if self._cache is None else self._cache.allocated_tokens)
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
-        self._check_weights()
+        capacity = self.capacity()
+        self._check_free(len(requests), capacity.free_slots)
         if not requests:
             return
-        capacity = self.capacity()
-        if len(requests) > capacity.free_slots:
-            raise ValueError(
-                f"{len(requests)} requests for {capacity.free_slots} free slots; submit at most that many."
-            )
         in_flight = capacity.free_slots < capacity.slots
         sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
         assert self.budget is not None and self._mode is not None
@@ -191,17 +182,15 @@ class SlotGenerator:
         self._sampling = sampling
         self._incoming += requests
 
-    def _check_weights(self) -> None:
-        if self._version < 0:
-            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
-
     def expect(self, prompts: Iterable[Prompt]) -> None:
         """Prefill these prompts some at a time: whenever one is needed, the next ones go through the model with it."""
         self._prompts.expect(prompts)
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Keep these prompts no longer than the requests that are in flight need them."""
+        prompts = list(prompts)
         self._prompts.release(prompts)
+        self._kept.drop((prompt.prompt_id, prompt.visit) for prompt in prompts)
         self._forget()
 
     def _forget(self) -> None:
@@ -211,7 +200,10 @@ class SlotGenerator:
             self._prompts.forget(self._cache, needed, self._version)
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
-        """Stop requests and hand them back, with what they have come to as their prefixes."""
+        """Stop requests and hand them back, with what they have come to as their prefixes.
+
+        Their keys and values are kept for a return while slots of full length would take as much, and memory has it.
+        """
         wanted = set(keys)
         if not wanted:
             return []
@@ -230,9 +222,15 @@ class SlotGenerator:
             for row in sorted(rows, reverse=True):
                 assert self._rows is not None and self._cache is not None
                 requests.append(self._rows.request(row))
+                self._kept.keep(requests[-1], row, self._cache, self._most_tokens(self._cache))
                 self._cache.remove(row)
                 self._rows.remove(row)
         return requests[::-1]
+
+    def _most_tokens(self, cache: SlotCache) -> int:
+        """KV tokens up to which completions without a row are kept: what slots of full length take, if it is there."""
+        assert self.budget is not None
+        return min(self.budget.tokens, self.num_slots * cache.max_tokens)
 
     # ---- one step ---------------------------------------------------------------------------------
 
@@ -250,13 +248,13 @@ class SlotGenerator:
             with self._without_gradients():
                 self._step(events)
         except BaseException as error:
-            allocated_tokens = self.capacity().kv_tokens_in_use
+            allocated_tokens = self._allocated_tokens
             self._evacuate(events)
             if not is_out_of_memory(error) or events.num_active or len(events.set_aside) < 2:
                 raise
             events.message = self.budget.shrink(allocated_tokens, len(events.set_aside))
         else:
-            self.budget.note_success(0 if self._cache is None else self._cache.allocated_tokens)
+            self.budget.note_success(self._allocated_tokens)
         self._end()
         return events
 
@@ -271,8 +269,7 @@ class SlotGenerator:
             prompts = [self._prompt_key(request) for request in fresh]
             hidden.append(torch.stack([self._prompts.states[prompt] for prompt in prompts]))
             cache.admit(prompts)
-            rows.admit(fresh, self._version)
-            self._incoming = []
+            self._enter(fresh, rows)
         hidden_BD = torch.cat(hidden)
         counts_B = rows.counts_B
         sampled = sample_tokens(self._head(hidden_BD), self._sampling, rows.uniform_B)
@@ -312,20 +309,22 @@ class SlotGenerator:
         """Whether memory is no concern, even if all in flight grew to their limit."""
         assert self.budget is not None
         most = 2 * self._num_in_flight * cache.max_tokens + AHEAD_TOKENS
-        return cache.allocated_tokens + most <= self.budget.tokens
+        return self._allocated_tokens + most <= self.budget.tokens
 
     def _spare_memory(self, rows: TokenRows, cache: SlotCache) -> None:
         """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""
         assert self.budget is not None
+        entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
+        self._kept.fit(self._most_tokens(cache) - cache.allocated_tokens - entering)
         if self._is_roomy(cache):
             cache.allow_slack(True)
             return
-        entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
         prompts = {self._prompt_key(request): request.prompt for request in self._incoming}
         new = sum(prompt_room(len(prompt.token_ids)) for key, prompt in prompts.items() if key not in cache)
-        is_tight = cache.allocated_tokens + cache.growth(rows.counts_B - 1) + entering + new > self.budget.tokens
+        is_tight = self._allocated_tokens + cache.growth(rows.counts_B - 1) + entering + new > self.budget.tokens
         cache.allow_slack(not is_tight)
         if is_tight:
+            self._kept.fit(0)
             self._prompts.forget_idle(cache, set(prompts))
             cache.tighten()
 
@@ -338,26 +337,25 @@ class SlotGenerator:
             for batch in batches(
                 self._prompts.missing(prompts, cache, ahead, self._version), self.budget.prefill_tokens
             ):
-                sequences = [prompt.token_ids for _, prompt in batch]
-                writer = cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
-                hidden_BD = prefill(self.policy, sequences, self.budget.prefill_tokens, writer)
-                for row, (key, _) in enumerate(batch):
-                    self._prompts.states[key] = hidden_BD[row].clone()
+                hidden_BD = self._prompts.compute(self.policy, batch, cache, self.budget.prefill_tokens)
                 if 0 in self.feature_points:
                     entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
                     events.observations.append(observe_prompts([key[:2] for key, _ in batch], hidden_BD, entropies_B))
 
     def _resume(self, rows: TokenRows, cache: SlotCache) -> None:
-        """Give a row to each request that has a prefix: keys and values of all but its last token are computed anew."""
+        """Give a row to each request that has a prefix: keys and values of all but its last token are kept, or anew."""
         assert self.budget is not None
+        resumed = [request for request in self._incoming if request.prefix.num_tokens]
         with self.budget.prefilling():
-            for request in [request for request in self._incoming if request.prefix.num_tokens]:
-                cache.admit([self._prompt_key(request)])
-                if kept := request.prefix.token_ids_T[:-1].tolist():
-                    writer = cache.write_completion(cache.num_rows - 1, len(kept))
-                    prefill(self.policy, [kept], self.budget.prefill_tokens, writer, len(request.prompt.token_ids))
-                rows.admit([request], self._version)
-                self._incoming.remove(request)
+            most_tokens = self.budget.prefill_tokens
+            for requests in self._kept.resume(self.policy, resumed, self._version, cache, most_tokens):
+                self._enter(requests, rows)
+
+    def _enter(self, requests: Sequence[Request], rows: TokenRows) -> None:
+        """Note that incoming requests have a row."""
+        rows.admit(requests, self._version)
+        entered = {request.key for request in requests}
+        self._incoming = [request for request in self._incoming if request.key not in entered]
 
     def _finish(
         self, rows: TokenRows, cache: SlotCache, tokens_B: np.ndarray, logprobs_B: np.ndarray

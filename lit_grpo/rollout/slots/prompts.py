@@ -1,14 +1,19 @@
-"""The prompts whose keys and values are kept: which are there, which come next, and which nobody needs any more."""
+"""What is kept of prompts, and of completions that have left their rows: what is there, what comes, what may go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from lit_grpo.rollout.slots.cache import SlotCache
+from lit_grpo.rollout.slots.forward import prefill
 from lit_grpo.scheduling.layouts import prompt_room
-from lit_grpo.types import Prompt
+from lit_grpo.types import GroupKey, Key, Prompt, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 AHEAD_TOKENS = 512
 PromptKey = tuple[str, int, int]
@@ -42,6 +47,15 @@ class PromptStates:
         for key in released:
             self._expected.pop(key, None)
         self._released |= released
+
+    def compute(self, policy: PreTrainedModel, batch: Missing, cache: SlotCache, most_tokens: int) -> torch.Tensor:
+        """Prefill prompts of the same room, ``most_tokens`` at once; return their last states, (prompts, D)."""
+        sequences = [prompt.token_ids for _, prompt in batch]
+        writer = cache.write_prompts([key for key, _ in batch], [len(tokens) for tokens in sequences])
+        hidden_BD = prefill(policy, sequences, most_tokens, writer)
+        for row, (key, _) in enumerate(batch):
+            self.states[key] = hidden_BD[row].clone()
+        return hidden_BD
 
     def forget(self, cache: SlotCache | None, needed: set[PromptKey], version: int) -> None:
         """Drop the prompts that nobody needs any more: released ones, and those of older weights.
@@ -83,6 +97,66 @@ class PromptStates:
             if key not in needed and (*key, version) not in cache:
                 chosen.append(((*key, version), prompt))
         return chosen
+
+
+class KeptCompletions:
+    """Keys and values of completions that have left their rows and may come back: a cache, and no more.
+
+    Whatever is missing is computed anew from the prefixes that requests own.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._kept: dict[Key, torch.Tensor] = {}
+
+    def keep(self, request: Request, row: int, cache: SlotCache, most_tokens: int) -> None:
+        """Copy what a row holds of a prefix, if the cache and all that is kept stay within ``most_tokens``."""
+        num_tokens = request.prefix.num_tokens - 1
+        if 0 < num_tokens <= most_tokens - cache.allocated_tokens - self.num_tokens:
+            self._kept[request.key] = cache.copy_completion(row, num_tokens)
+            self.num_tokens += num_tokens
+
+    def resume(
+        self, policy: PreTrainedModel, requests: Sequence[Request], version: int, cache: SlotCache, most_tokens: int
+    ) -> Iterator[list[Request]]:
+        """Open rows for requests with prefixes, some at a time, and yield which; nothing more of them is kept.
+
+        What is not kept is computed anew, with one pass for those of one prompt whose prefixes are equally long.
+
+        Args:
+            policy: Switched to slot attention.
+            requests: What goes on; their prompts are in the cache.
+            version: Of the policy.
+            cache: Takes the rows.
+            most_tokens: The most tokens that go through the model at once.
+        """
+        alike: dict[tuple[PromptKey, int], list[Request]] = {}
+        for request in requests:
+            prompt, num_tokens = (*request.group, version), request.prefix.num_tokens - 1
+            copy = self._kept.pop(request.key, None)
+            self.num_tokens -= 0 if copy is None else copy.shape[2]
+            if copy is not None and copy.shape[2] == num_tokens:
+                cache.put_back(prompt, copy)
+                yield [request]
+            else:
+                alike.setdefault((prompt, num_tokens), []).append(request)
+        for (prompt, num_tokens), members in alike.items():
+            writer = cache.write_completions(prompt, len(members), num_tokens)
+            if num_tokens:
+                sequences = [request.prefix.token_ids_T[:-1].tolist() for request in members]
+                prefill(policy, sequences, most_tokens, writer, len(members[0].prompt.token_ids))
+            yield members
+
+    def drop(self, groups: Iterable[GroupKey]) -> None:
+        """Keep no more of these groups."""
+        groups = set(groups)
+        for key in [key for key in self._kept if key[:2] in groups]:
+            self.num_tokens -= self._kept.pop(key).shape[2]
+
+    def fit(self, num_tokens: int) -> None:
+        """Keep at most so many tokens; what came first goes first."""
+        while self.num_tokens > max(num_tokens, 0):
+            self.num_tokens -= self._kept.pop(next(iter(self._kept))).shape[2]
 
 
 def batches(missing: Missing, most_tokens: int) -> Iterator[Missing]:

@@ -25,15 +25,20 @@ class Stretch:
         where = slice(self.entries.start, self.entries.stop), slice(None), slice(self.num_tokens)
         return self.shelf.keys[layer][where], self.shelf.values[layer][where]
 
+    def rows(self, entry: int) -> list[torch.Tensor]:
+        """The keys of all layers of one of the entries, then the values, shape (KV heads, num_tokens, head size)."""
+        where = self.entries[entry]
+        return [tensor[where, :, : self.num_tokens] for tensor in (*self.shelf.keys, *self.shelf.values)]
+
 
 class ShelfWriter:
-    """Takes the keys and values of prompts or of a completion, some tokens after others, and attends to all so far.
+    """Takes the keys and values of prompts or of completions, some tokens after others, and attends to all so far.
 
     Where they lie on several shelves, what attention reads is put together for one layer at a time.
 
     Args:
         pieces: Where they are to stand, one stretch after another; what is behind a row's own tokens is not read.
-        before: What stands before them: a completion's prompt.
+        before: What stands before them: the prompt that the completions share.
     """
 
     def __init__(self, pieces: Sequence[Stretch], before: Sequence[Stretch] = ()) -> None:
@@ -53,5 +58,9 @@ class ShelfWriter:
             start += piece.num_tokens
         num_tokens = sum(part.num_tokens for part in self._before) + self._end
         parts = zip(*(part.layer(layer) for part in (*self._before, *self._pieces)), strict=True)
-        key, value = (each[0] if len(each) == 1 else torch.cat(each, 2) for each in parts)
+        rows = len(inputs.key)
+        key, value = (
+            each[0] if len(each) == 1 else torch.cat([part.expand(rows, -1, -1, -1) for part in each], 2)
+            for each in parts
+        )
         return causal_attention(inputs, key[:, :, :num_tokens], value[:, :, :num_tokens])

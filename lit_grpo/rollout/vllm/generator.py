@@ -21,7 +21,7 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.streams import Stream, Streams
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, check_nothing_in_flight, complete
+from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, complete
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
 
@@ -43,7 +43,7 @@ class Room(NamedTuple):
         return over(known) if known and len(known) == len(self.kv_tokens) else None
 
 
-class EngineGenerator(ABC):
+class EngineGenerator(Versioned, ABC):
     """Hands requests to engines with a memory of their own, and takes in what they sample.
 
     What a request has come to is kept here: it can be withdrawn at any time, and goes on from there, on whatever engine
@@ -72,7 +72,6 @@ class EngineGenerator(ABC):
         self.feature_points: tuple[int, ...] = ()
         self._policy: PolicySpec | None = None
         self._made_for = ""
-        self._version = -1
         self._salt = ""
         self._streams = Streams()
 
@@ -146,9 +145,7 @@ class EngineGenerator(ABC):
         those of whole blocks that engines still have; adapters alone never keep any.
         """
         assert self._policy is not None, "start comes first"
-        self._version = -1  # until all of them are there
-        if in_flight == "refuse":
-            check_nothing_in_flight(len(self._streams))
+        self._expect_weights(len(self._streams), in_flight)
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
         if self.adapters == "alone":
             report = self._load_apart(weights, self._policy.module, version)
@@ -175,15 +172,6 @@ class EngineGenerator(ABC):
         report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
         return report
 
-    @property
-    def version(self) -> int:
-        """The policy version that samples now; -1 where no complete set of weights has arrived."""
-        return self._version
-
-    def distrust(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
-        self._version = -1
-
     def close(self) -> None:
         """End what is in flight; engines end with this object, or serve another ``start``."""
         self.abort([stream.request.key for stream in self._streams])
@@ -199,19 +187,13 @@ class EngineGenerator(ABC):
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Hand requests on, all or none."""
-        self._check_weights()
-        if len(requests) > (free_slots := self.capacity().free_slots):
-            raise ValueError(f"{len(requests)} requests for {free_slots} free slots; submit at most that many.")
+        self._check_free(len(requests), self.capacity().free_slots)
         room = self._room()
         for request in requests:
             check_fits(request, room.context, room.figure(min))
         for number, request in enumerate(requests):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
             self._send(self._streams.open(request, tokens, self._salt))
-
-    def _check_weights(self) -> None:
-        if self._version < 0:
-            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
 
     def _send(self, stream: Stream) -> None:
         self._streams.give_ticket(stream)
@@ -226,7 +208,7 @@ class EngineGenerator(ABC):
         """Show the prompts for the prediction of lengths with the next step."""
         self._streams.expect(prompts)
 
-    def release(self, prompts: Iterable[Prompt]) -> None:  # noqa: B027
+    def release(self, prompts: Iterable[Prompt]) -> None:
         """An engine drops the prompts that have not been used for longest, where it needs their memory."""
 
     def step(self) -> StepEvents:

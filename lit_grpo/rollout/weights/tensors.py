@@ -14,6 +14,37 @@ class WeightSyncError(RuntimeError):
     """The generator's weights are not the policy's; it must not sample until a full sync succeeds."""
 
 
+class Versioned:
+    """Holds the weights of one policy version, or refuses to sample."""
+
+    _version = -1
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples now; -1 where no complete set of weights has arrived."""
+        return self._version
+
+    def distrust(self) -> None:
+        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
+        self._version = -1
+
+    def _expect_weights(self, num_requests: int, in_flight: str) -> None:
+        """Refuse to sample until all of them are here; a WeightSyncError where requests are in flight against that."""
+        if in_flight == "refuse":
+            check_nothing_in_flight(num_requests)
+        self._version = -1
+
+    def _check_weights(self) -> None:
+        if self._version < 0:
+            raise WeightSyncError("The generator has no complete set of weights; call load_weights first.")
+
+    def _check_free(self, num_requests: int, free_slots: int) -> None:
+        """Check that requests may be submitted now."""
+        self._check_weights()
+        if num_requests > free_slots:
+            raise ValueError(f"{num_requests} requests for {free_slots} free slots; submit at most that many.")
+
+
 @dataclass
 class SyncReport:
     """What a generator bound of the weights that it was sent.
