@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
@@ -13,7 +13,8 @@ from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
 from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.plans.plan import make_plan
+from lit_grpo.scheduling.plans.plan import BLIND, make_plan
+from lit_grpo.scheduling.probe import ProbeChoice
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 PREDICTION_POINTS = (0, 8, 32, 64)
@@ -36,7 +37,11 @@ class RolloutScheduler(pl.Callback):
             the same prompts.
         prediction_points: After how many tokens the policy's hidden state is looked at; 0 is the prompt's end. By
             default 0, 8, 32 and 64, as far as ``sampling.max_tokens`` reaches.
-        min_correlation: The rank correlation of predicted with actual lengths from which on they are followed.
+        min_correlation: The rank correlation of predicted with actual lengths from which on they are followed; of a
+            probe's within groups, for these are what it is to tell apart.
+        probe_tokens: Decode so many tokens of every completion before any goes on, so that the plan can tell those of
+            one prompt apart (Infinite Sampling, arXiv 2506.22950). ``auto`` takes the number of ``prediction_points``
+            that would have saved most steps in the rollouts so far, or 0, which is no probe, where none has saved 2%.
     """
 
     def __init__(
@@ -45,9 +50,19 @@ class RolloutScheduler(pl.Callback):
         predict_lengths: bool = True,
         prediction_points: list[int] | None = None,
         min_correlation: float = 0.2,
+        probe_tokens: int | Literal["auto"] = "auto",
     ) -> None:
         make_plan(plan, LengthPredictor(), num_slots=1)
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
+        if probe_tokens == "auto":
+            self._choice = ProbeChoice(min_correlation)
+        elif probe_tokens < 0:
+            raise ValueError(f"probe_tokens must be auto or a number of tokens, not {probe_tokens}; 0 is no probe.")
+        elif probe_tokens and (plan in BLIND or not predict_lengths):
+            why = f"the plan {plan} does not follow lengths" if predict_lengths else "predict_lengths is false"
+            raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
+        self.probe_tokens: int | Literal["auto"] = probe_tokens
+        self._probe_now, self._num_slots = 0, 0
         self.plan = plan
         self.predict_lengths = predict_lengths
         self.prediction_points = prediction_points
@@ -72,12 +87,16 @@ class RolloutScheduler(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt of lengths, and what has been sampled and not yet learnt from."""
         lengths = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
+        if self.probe_tokens == "auto":
+            lengths["probe"] = self._choice.state_dict()
         return lengths | {"buffer": self._buffer.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what had been learnt."""
         if self._lengths is not None and "lengths" in state_dict:
             self._lengths.load_state_dict(state_dict["lengths"])
+        if self.probe_tokens == "auto" and "probe" in state_dict:
+            self._choice.load_state_dict(state_dict["probe"])
         self._buffer.load_state_dict(state_dict["buffer"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -95,7 +114,8 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         if self._lengths is not None:
             self._lengths.end(commit=False)  # of a rollout whose update was interrupted
-        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners)
+        self._num_slots, probe = pl_module.generator.capacity().slots, self._choose_probe()
+        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners, probe)
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling)
         batch.metrics |= pl_module.generator.sleep()
         pl_module.log_dict(batch.metrics)
@@ -105,6 +125,8 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Learn from the lengths, now that the update has been made."""
         if self._lengths is not None:
+            if self.probe_tokens == "auto":
+                self._choice.learn(self._lengths.outcome(), self._num_slots, self._lengths.informative)
             self._lengths.end(commit=True)
             pl_module.log_dict(self._lengths.metrics())
 
@@ -136,8 +158,30 @@ class RolloutScheduler(pl.Callback):
     def _listeners(self) -> list[Listener]:
         return [] if self._rewards is None else [Rewarding(self._rewards)]
 
+    def _choose_probe(self) -> int:
+        """Return the tokens of the next probe, and say so where they have changed."""
+        if self._lengths is None or self.plan in BLIND:
+            return 0
+        if self.probe_tokens != "auto":
+            return self.probe_tokens
+        correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points}
+        tokens = self._choice.tokens(correlations)
+        if tokens != self._probe_now:
+            saved = f"which would have saved {self._choice.savings.get(tokens, 0.0):.0%} of the steps of late"
+            what = f"with a probe of {tokens} tokens, {saved}" if tokens else "without a probe"
+            rank_zero_info(f"Rollouts begin {what}.")
+        self._probe_now = tokens
+        return tokens
+
     def _make_lengths(self, max_tokens: int) -> LengthPredictor:
         points = self.prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
+        if self.probe_tokens != "auto" and self.probe_tokens:
+            if self.probe_tokens > max_tokens - 2:
+                raise ValueError(
+                    f"probe_tokens is {self.probe_tokens}, but sampling.max_tokens is {max_tokens}: "
+                    f"{max(max_tokens - 2, 0)} is the largest that leaves anything to order."
+                )
+            points = sorted({*points, self.probe_tokens})
         return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
 
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:

@@ -73,7 +73,12 @@ class StepEvents:
 
 
 class Decoder(Protocol):
-    """Decodes submitted requests step by step: what the rollout loop, its only caller, needs of a generator."""
+    """Decodes submitted requests step by step: what the rollout loop, its only caller, needs of a generator.
+
+    ``feature_points`` are the numbers of tokens at which its steps report observations.
+    """
+
+    feature_points: tuple[int, ...]
 
     @property
     def version(self) -> int:
@@ -114,13 +119,12 @@ class Decoder(Protocol):
 class Generator(Decoder, Protocol):
     """Decodes with a policy's weights, which it is sent.
 
-    ``feature_points``, set before ``start``, are the numbers of tokens at which its steps report observations.
+    ``feature_points`` are set before ``start``.
 
     The life of a generator: ``start`` once, then ``load_weights`` before the first rollout and after
     every policy update, ``submit``/``step`` in between, and ``close`` at the end.
     """
 
-    feature_points: tuple[int, ...]
     decodes_on_policy: bool
     """Whether it computes with the policy's own tensors, adapters and all, so that weights need not travel."""
 

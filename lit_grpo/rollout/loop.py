@@ -13,10 +13,12 @@ from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_plan
+from lit_grpo.scheduling.plans.probing import Probing
+from lit_grpo.scheduling.plans.queue import Queue
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
-    from lit_grpo.rollout.generator import Decoder, StepEvents
+    from lit_grpo.rollout.generator import Decoder, Observation, StepEvents
     from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 
@@ -90,6 +92,12 @@ class RolloutLoop:
         lengths: What the plan and the memory are told of lengths; it is told what happens, and learns from it once its
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
+        probe_tokens: Where there are more completions than slots, all are decoded to so many tokens before any goes on,
+            so that the plan can tell those of one prompt apart; one of the generator's ``feature_points``, or 0 to do
+            without.
+
+    Raises:
+        ValueError: The generator does not look at completions that have come to ``probe_tokens``.
     """
 
     def __init__(
@@ -99,7 +107,14 @@ class RolloutLoop:
         plan: str = "fcfs",
         lengths: LearntLengths | None = None,
         listeners: Sequence[Listener] = (),
+        probe_tokens: int = 0,
     ) -> None:
+        if probe_tokens and probe_tokens not in generator.feature_points:
+            raise ValueError(
+                f"probe_tokens is {probe_tokens}, but completions are looked at after "
+                f"{generator.feature_points} tokens: take one of these, or 0 to do without a probe."
+            )
+        self.probe_tokens = probe_tokens
         self.generator = generator
         self.buffer = RolloutBuffer() if buffer is None else buffer
         self.plan = plan
@@ -144,7 +159,10 @@ class _Rollout:
         self._lengths, self._listeners = loop.lengths, loop.listeners
         capacity = self._capacity = self._generator.capacity()
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
-        self._plan = make_plan(loop.plan, self._lengths, capacity.slots)
+        self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
+        self._probe: Probing | None = None
+        if loop.probe_tokens and len(requests) > capacity.slots:
+            self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.probe_tokens)
         self._requests = requests
         self._reports = LengthReports(self._lengths)
         self.stats = RolloutStats(spans=self._flight.spans)
@@ -211,13 +229,20 @@ class _Rollout:
         if jobs:
             requests = [flight.request(job.key) for job in jobs]
             self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
-            prompts = {request.group: request.prompt for request in requests}
-            self._generator.release([prompt for group, prompt in prompts.items() if not flight.waits(group)])
+            self._release(requests)
         elif not flight.num_active:
             plan = type(self._plan).__name__
             raise RuntimeError(
                 f"The plan {plan} hands out nothing while {len(self._plan)} jobs wait and no slot decodes."
             )
+
+    def _release(self, requests: Iterable[Request]) -> None:
+        """Let go of the prompts of these requests that no other is going to need."""
+        prompts = {request.group: request.prompt for request in requests}
+        for group in list(prompts):
+            if self._flight.waits(group) or (self._probe is not None and self._probe.probes(group)):
+                del prompts[group]
+        self._generator.release(prompts.values())
 
     def _make_room(self) -> None:
         """Take the youngest away from a generator whose next step would not fit, and let them wait."""
@@ -246,9 +271,25 @@ class _Rollout:
             answers += self._finish(completion)
         for answer in answers:
             self._follow(answer)
+        if self._probe is not None:
+            self._park(self._probe, events.observations)
+
+    def _park(self, probe: Probing, observations: Iterable[Observation]) -> None:
+        """Take out of their slots those that have been probed, so that the plan can say which of all goes on."""
+        reached = [key for each in observations if each.num_tokens == probe.num_tokens for key in each.keys]
+        if not reached:
+            return
+        for request in self._generator.abort([key for key in reached if self._flight.is_active(key)]):
+            probe.park(self._flight.wait(request))
+            self._buffer.ask(request)
+        self._capacity = self._generator.capacity()
+        if probe.all_begun:
+            self._reports.pass_on()
 
     def _finish(self, completion: Completion) -> list[Answer | None]:
         job = self._flight.leave(completion.request.key)
+        if self._probe is not None:
+            self._release([completion.request])
         self._reports.finish(job, completion.num_tokens, len(self._plan) > 0)
         self._plan.finish(job, completion.num_tokens)
         self.stats.lengths.append(completion.num_tokens)

@@ -71,6 +71,28 @@ class LearntLengths(Lengths, Protocol):
         ...
 
 
+class Followed:
+    """Lengths that are followed whatever has been found of them: where each job has been looked at by itself.
+
+    Args:
+        lengths: Whose estimates they are.
+    """
+
+    informative = True
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+
+    @property
+    def revision(self) -> int:
+        """That of the lengths."""
+        return self._lengths.revision
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        """Return the lengths' estimates."""
+        return self._lengths.estimate(jobs)
+
+
 class NoLengths:
     """Nothing is known of the lengths."""
 

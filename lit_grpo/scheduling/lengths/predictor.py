@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.scheduling.lengths.history import PromptHistory, sibling_shifts
-from lit_grpo.scheduling.lengths.model import LengthModel, Projection, Quality
+from lit_grpo.scheduling.lengths.model import LengthModel, Projection, Quality, spearman
 from lit_grpo.scheduling.lengths.table import JobTable
 from lit_grpo.types import Key
 
@@ -19,6 +20,24 @@ MOST_LEARNED = 16_384  # rows of a rollout that each stage learns from
 MOST_OF_A_GROUP = 16  # completions of a group that residuals and quality are taken from
 ENOUGH = 64  # finished completions, before predictions are followed
 RECOUNTS = 32  # how often in a rollout the siblings are taken account of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was said of the completions of a rollout, and what they came to.
+
+    Args:
+        points: Numbers of tokens at which something was said; 0 is before decoding.
+        said: Total tokens foretold of each job at each point, shape (jobs, points); NaN where nothing was, or the job
+            had ended.
+        totals: Tokens that each came to, shape (jobs,); 0 where it is unfinished.
+        groups: A number for each, equal where they share a prompt.
+    """
+
+    points: tuple[int, ...]
+    said: np.ndarray
+    totals: np.ndarray
+    groups: np.ndarray
 
 
 class LengthPredictor:
@@ -134,6 +153,21 @@ class LengthPredictor:
             self._table.jobs["shift"] = sibling_shifts(self._table.jobs, self._history.within)
             self._unnoticed = 0
             self.revision += 1
+
+    def outcome(self) -> Outcome:
+        """Return what was said of the rollout under way."""
+        jobs = self._table.jobs
+        return Outcome(tuple(self._judged), jobs["said"], jobs["total"], jobs["group"])
+
+    def within_correlation(self, point: int) -> float:
+        """Return the rank correlation within groups of what was said at a point of late."""
+        rows = self._quality[self._judged.index(point)].rows
+        if len(rows) < ENOUGH:
+            return 0.0
+        _, group = np.unique(rows[:, 2], return_inverse=True)
+        logs = np.log(rows[:, :2])
+        means = np.stack([np.bincount(group, column) / np.bincount(group) for column in logs.T], 1)
+        return spearman(*(logs - means[group]).T)
 
     def end(self, commit: bool) -> None:
         """Forget the jobs of the rollout under way; before that, learn from them if ``commit``."""

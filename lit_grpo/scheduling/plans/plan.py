@@ -28,6 +28,9 @@ PLANS: dict[str, Callable[[Lengths, int], Queue]] = {
 }
 """How a plan is made, by name, of the lengths that it follows and the slots that it fills."""
 
+BLIND = frozenset({"full_group", "micro_rounds", "fcfs"})
+"""Plans that hand out in the order of arrival, whatever is thought of lengths."""
+
 
 def make_plan(name: str, lengths: Lengths, num_slots: int) -> Queue:
     """Return a new plan.

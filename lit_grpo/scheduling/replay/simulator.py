@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lit_grpo.rollout.buffer import RolloutBuffer
-from lit_grpo.rollout.generator import Capacity, StepEvents
+from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.loop import Listener, RolloutLoop
 from lit_grpo.scheduling.flight import RETRY_STEPS, Flight
 from lit_grpo.scheduling.jobs import LearntLengths
@@ -108,14 +108,14 @@ class ReplayGenerator:
     Args:
         engine: What decodes.
         lengths: Tokens that each completion comes to.
+        feature_points: Numbers of tokens at which completions are reported, with nothing to show.
     """
 
     version = 0
-    feature_points: tuple[int, ...] = ()
     decodes_on_policy = True
 
-    def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
-        self._engine, self._lengths = engine, lengths
+    def __init__(self, engine: Engine, lengths: dict[Key, int], feature_points: tuple[int, ...] = ()) -> None:
+        self._engine, self._lengths, self.feature_points = engine, lengths, feature_points
         self._rows: dict[Key, tuple[Request, int, int]] = {}  # with its tokens less the step, and the step of its end
         self._ends: list[tuple[int, Key]] = []  # a heap; of those that were taken away too
         self._num_waiting = len(lengths)
@@ -147,6 +147,9 @@ class ReplayGenerator:
         steps = self._steps_until_change()
         self._step += steps
         events = StepEvents(len(self._rows), len(self._rows) * steps, steps)
+        for point in self.feature_points:  # that they had come to before this step, and so have a token more by now
+            if keys := [key for key, (_, offset, _) in self._rows.items() if self._step + offset == point + 1]:
+                events.observations.append(Observation(keys, point, np.zeros((len(keys), 0))))
         while self._ends and self._ends[0][0] <= self._step:
             end, key = heapq.heappop(self._ends)
             if self._is_current(end, key):
@@ -161,6 +164,9 @@ class ReplayGenerator:
         while not self._is_current(*self._ends[0]):
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self._step
+        for point in self.feature_points:
+            ahead = [point + 1 - self._step - offset for _, offset, _ in self._rows.values()]
+            steps = min([steps, *(count for count in ahead if count > 0)])
         if self._engine.kv_tokens is None:
             return steps
         if self._num_waiting and len(self._rows) < self._engine.num_slots:
@@ -210,7 +216,9 @@ class _Recorder(Listener):
         self.ends[completion.request.key] = self._flight.step
 
 
-def simulate(trace: Trace, plan: str, engine: Engine, lengths: LearntLengths | None = None) -> Schedule:
+def simulate(
+    trace: Trace, plan: str, engine: Engine, lengths: LearntLengths | None = None, probe_tokens: int = 0
+) -> Schedule:
     """Decode a trace, skipping from one event to the next.
 
     Args:
@@ -218,12 +226,14 @@ def simulate(trace: Trace, plan: str, engine: Engine, lengths: LearntLengths | N
         plan: The name of a plan.
         engine: What decodes.
         lengths: What is thought of the lengths; nothing by default.
+        probe_tokens: As in :class:`RolloutLoop`.
     """
     engine.check(trace)
     recorder, buffer = _Recorder(), RolloutBuffer()
-    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
+    points = (probe_tokens,) if probe_tokens else ()
+    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), points)
     buffer.open(_requests(trace))
-    stats = RolloutLoop(generator, buffer, plan, lengths, [recorder]).run(buffer.ready)
+    stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], probe_tokens).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
     return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside)
 

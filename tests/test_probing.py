@@ -1,0 +1,194 @@
+"""The probe: what it decodes first, what it does to a rollout, and when it is chosen."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.scheduling.bounds import slot_bound
+from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths
+from lit_grpo.scheduling.plans.plan import BLIND, PLANS
+from lit_grpo.scheduling.plans.probing import Probing
+from lit_grpo.scheduling.probe import ProbeChoice, probed_steps
+from lit_grpo.scheduling.replay.known import KnownLengths
+from lit_grpo.scheduling.replay.simulator import Engine, ReplayGenerator, simulate
+from lit_grpo.scheduling.replay.traces import load_trace
+from lit_grpo.types import Key
+
+FOLLOWING = sorted(set(PLANS) - BLIND)
+
+
+class Told(NoLengths):
+    """Lengths that are told beforehand, and that nobody has found to be worth following."""
+
+    def __init__(self, lengths: dict[tuple[str, int, tuple[int, ...]], float]) -> None:
+        self.lengths = lengths
+
+    def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
+        return np.array([self.lengths[job.key] for job in jobs])
+
+
+def jobs_of(lengths: Sequence[int]) -> tuple[list[Job], Lengths]:
+    jobs = [Job(("p", 0, (number,)), 4, 100) for number in range(len(lengths))]
+    return jobs, Told({job.key: float(length) for job, length in zip(jobs, lengths, strict=True)})
+
+
+def numbers(jobs: Sequence[Job]) -> list[int]:
+    return [job.key[2][0] for job in jobs]
+
+
+def test_all_are_begun_before_any_goes_on_and_then_the_plan_decides() -> None:
+    jobs, lengths = jobs_of([30, 90, 20, 60, 50])
+    probing = Probing("lpt", lengths, 2, 8)
+    probing.add(jobs)
+    begun = probing.admit(2)
+    assert numbers(begun) == [0, 1] and probing.probes(("p", 0)) and not probing.all_begun
+    for job in begun:
+        probing.park(job)
+    assert numbers(probing.admit(2)) == [2, 3]  # though 1 waits and is known to be the longest
+    probing.park(jobs[2])
+    assert numbers(probing.admit(1)) == [4] and probing.all_begun
+    probing.finish(jobs[3], 7)  # ended before it could be probed
+    assert numbers(probing.admit(1)) == [1]
+    probing.park(jobs[4])
+    assert not probing.probes(("p", 0))
+    assert numbers(probing.admit(5)) == [4, 0, 2] and len(probing) == 0
+
+
+def test_what_memory_sets_aside_goes_on_first_among_its_like() -> None:
+    jobs, lengths = jobs_of([30, 90, 20])
+    probing = Probing("lpt", lengths, 2, 8)
+    probing.add(jobs)
+    begun = probing.admit(2)
+    probing.set_aside(begun[1])
+    assert numbers(probing.admit(1)) == [1]
+    for job in begun:
+        probing.park(job)
+    assert numbers(probing.admit(2)) == [2, 1]
+    probing.set_aside(jobs[1])
+    assert numbers(probing.admit(1)) == [1]
+    probing.finish(jobs[1], 90)
+    probing.park(jobs[2])
+    assert numbers(probing.admit(2)) == [0, 2]
+
+
+def test_one_that_memory_refuses_keeps_the_plan_waiting() -> None:
+    jobs, lengths = jobs_of([30, 90, 20])
+    probing = Probing("lpt", lengths, 3, 8)
+    probing.add(jobs)
+    probing.admit(2)
+    probing.park(jobs[0])
+    assert probing.admit(2, lambda job: False) == [] and numbers(probing.admit(2)) == [2, 0]
+
+
+@pytest.mark.parametrize("plan", FOLLOWING)
+@pytest.mark.parametrize("kv_tokens", [None, 3000])
+def test_every_completion_is_decoded_once_behind_a_probe(plan: str, kv_tokens: int | None) -> None:
+    trace = load_trace("lognormal_heavy:prompts=3,group=16,max_tokens=512,seed=1")
+    lengths = KnownLengths(trace.jobs, 0.5 * trace.lengths, informative=False)
+    schedule = simulate(trace, plan, Engine(5, kv_tokens), lengths, probe_tokens=16)
+    decoded = dict.fromkeys(trace.keys, 0.0)
+    for key, span in schedule.spans:
+        decoded[key] += span.end - span.start
+    assert decoded == dict(zip(trace.keys, trace.lengths.tolist(), strict=True))
+    begun: dict[Key, float] = {}
+    for key, span in schedule.spans:
+        begun[key] = min(span.start, begun.get(key, span.start))
+    assert sorted(begun.values()) == [begun[key] for key in trace.keys]  # in the order of arrival
+    assert kv_tokens is None or schedule.peak_kv_tokens <= kv_tokens
+
+
+def test_with_a_slot_for_each_completion_nothing_is_probed() -> None:
+    trace = load_trace("lognormal_heavy:prompts=1,group=8,max_tokens=512")
+    schedule = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, trace.lengths), probe_tokens=16)
+    assert len(schedule.spans) == 8 and schedule.steps == trace.lengths.max()
+
+
+def test_one_prompt_takes_fewer_steps_where_a_probe_tells_its_completions_apart() -> None:
+    steps = {"fcfs": 0, "behind a probe": 0, "bound": 0}
+    for seed in range(20):
+        trace = load_trace(f"lognormal_heavy:prompts=1,group=32,seed={seed}")
+        lengths = KnownLengths(trace.jobs, trace.lengths, informative=False)
+        steps["fcfs"] += simulate(trace, "short_last", Engine(8), lengths).steps  # as they have arrived
+        steps["behind a probe"] += simulate(trace, "short_last", Engine(8), lengths, probe_tokens=32).steps
+        steps["bound"] += slot_bound(trace.lengths, 8)
+    assert steps["behind a probe"] < 1.08 * steps["bound"] and steps["fcfs"] > 1.2 * steps["bound"]
+
+
+def test_a_point_that_nobody_looks_at_is_refused() -> None:
+    generator = ReplayGenerator(Engine(4), {}, (8, 16))
+    with pytest.raises(ValueError, match=r"probe_tokens is 32, but completions are looked at after \(8, 16\) tokens"):
+        RolloutLoop(generator, probe_tokens=32)
+
+
+# ---- the choice ---------------------------------------------------------------------------------------
+
+
+def slots_in_turn(totals: np.ndarray, order: np.ndarray, num_slots: int) -> int:
+    """Steps of list scheduling."""
+    free = [0] * num_slots
+    for job in order.tolist():
+        heapq.heapreplace(free, free[0] + int(totals[job]))
+    return max(free)
+
+
+def test_steps_without_a_probe_are_those_of_list_scheduling() -> None:
+    rng = np.random.default_rng(0)
+    totals, said = rng.integers(1, 200, 40), rng.uniform(1, 200, 40)
+    said[rng.random(40) < 0.2] = np.nan
+    order = np.argsort(-np.nan_to_num(said, nan=0.0), kind="stable")
+    assert probed_steps(totals, said, 0, 6) == slots_in_turn(totals, order, 6)
+    assert probed_steps(totals, np.full(40, np.nan), 0, 6) == slots_in_turn(totals, np.arange(40), 6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_with_a_probe_are_those_of_the_simulated_rollout(seed: int) -> None:
+    trace = load_trace(f"lognormal_heavy:prompts=2,group=24,max_tokens=400,seed={seed}")
+    said = trace.lengths * np.exp(0.4 * np.random.default_rng(seed).standard_normal(48))
+    simulated = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, said), probe_tokens=32)
+    estimate = probed_steps(trace.lengths, np.minimum(said, 400), 33, 8)
+    assert estimate == pytest.approx(simulated.steps, rel=0.03)  # one that is ready late is not passed over
+
+
+def outcome(noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Totals of 32 completions, and what was said of them: nothing before decoding, then something after 8 tokens."""
+    rng = np.random.default_rng(seed)
+    totals = np.clip(np.exp(rng.normal(4, 0.8, 32)), 10, 1000).astype(np.int64)
+    after = totals * np.exp(noise * rng.standard_normal(32))
+    return totals, np.column_stack([np.full(32, 100.0), after])
+
+
+def learned(noise: float, num_slots: int = 8) -> ProbeChoice:
+    from lit_grpo.scheduling.lengths import Outcome
+
+    choice = ProbeChoice()
+    for seed in range(10):
+        totals, said = outcome(noise, seed)
+        choice.learn(Outcome((0, 8), said, totals, np.zeros(32, dtype=np.int64)), num_slots, follows=True)
+    return choice
+
+
+def test_a_probe_is_chosen_where_it_would_have_saved_steps() -> None:
+    choice = learned(noise=0.1)
+    assert choice.savings[8] > 0.1
+    assert choice.tokens({8: 0.9}) == 8
+    assert choice.tokens({8: 0.1}) == 0  # its ranks within groups are worth nothing
+
+
+def test_no_probe_is_chosen_where_what_it_says_is_worth_nothing() -> None:
+    choice = learned(noise=100.0)
+    assert abs(choice.savings[8]) < 0.1 and choice.tokens({8: 0.0}) == 0
+
+
+def test_nothing_is_learned_where_every_completion_has_a_slot() -> None:
+    assert learned(noise=0.1, num_slots=32).savings == {}
+
+
+def test_the_choice_goes_into_a_checkpoint() -> None:
+    choice, other = learned(noise=0.1), ProbeChoice()
+    other.load_state_dict(choice.state_dict())
+    assert other.savings == choice.savings
