@@ -43,45 +43,45 @@ def numbers(jobs: Sequence[Job]) -> list[int]:
 
 def test_all_are_begun_before_any_goes_on_and_then_the_plan_decides() -> None:
     jobs, lengths = jobs_of([30, 90, 20, 60, 50])
-    probing = Probing("lpt", lengths, 2, 8)
+    probing = Probing("lpt", lengths, 2, [8])
     probing.add(jobs)
     begun = probing.admit(2)
-    assert numbers(begun) == [0, 1] and probing.probes(("p", 0)) and not probing.all_begun
+    assert numbers(begun) == [0, 1] and probing.parks(("p", 0)) and not probing.all_begun
     for job in begun:
-        probing.park(job)
+        probing.park(job, 8)
     assert numbers(probing.admit(2)) == [2, 3]  # though 1 waits and is known to be the longest
-    probing.park(jobs[2])
+    probing.park(jobs[2], 8)
     assert numbers(probing.admit(1)) == [4] and probing.all_begun
     probing.finish(jobs[3], 7)  # ended before it could be probed
     assert numbers(probing.admit(1)) == [1]
-    probing.park(jobs[4])
-    assert not probing.probes(("p", 0))
+    probing.park(jobs[4], 8)
+    assert not probing.parks(("p", 0))
     assert numbers(probing.admit(5)) == [4, 0, 2] and len(probing) == 0
 
 
 def test_what_memory_sets_aside_goes_on_first_among_its_like() -> None:
     jobs, lengths = jobs_of([30, 90, 20])
-    probing = Probing("lpt", lengths, 2, 8)
+    probing = Probing("lpt", lengths, 2, [8])
     probing.add(jobs)
     begun = probing.admit(2)
     probing.set_aside(begun[1])
     assert numbers(probing.admit(1)) == [1]
     for job in begun:
-        probing.park(job)
+        probing.park(job, 8)
     assert numbers(probing.admit(2)) == [2, 1]
     probing.set_aside(jobs[1])
     assert numbers(probing.admit(1)) == [1]
     probing.finish(jobs[1], 90)
-    probing.park(jobs[2])
+    probing.park(jobs[2], 8)
     assert numbers(probing.admit(2)) == [0, 2]
 
 
 def test_one_that_memory_refuses_keeps_the_plan_waiting() -> None:
     jobs, lengths = jobs_of([30, 90, 20])
-    probing = Probing("lpt", lengths, 3, 8)
+    probing = Probing("lpt", lengths, 3, [8])
     probing.add(jobs)
     probing.admit(2)
-    probing.park(jobs[0])
+    probing.park(jobs[0], 8)
     assert probing.admit(2, lambda job: False) == [] and numbers(probing.admit(2)) == [2, 0]
 
 
@@ -90,7 +90,7 @@ def test_one_that_memory_refuses_keeps_the_plan_waiting() -> None:
 def test_every_completion_is_decoded_once_behind_a_probe(plan: str, kv_tokens: int | None) -> None:
     trace = load_trace("lognormal_heavy:prompts=3,group=16,max_tokens=512,seed=1")
     lengths = KnownLengths(trace.jobs, 0.5 * trace.lengths, informative=False)
-    schedule = simulate(trace, plan, Engine(5, kv_tokens), lengths, probe_tokens=16)
+    schedule = simulate(trace, plan, Engine(5, kv_tokens), lengths, points=[16])
     decoded = dict.fromkeys(trace.keys, 0.0)
     for key, span in schedule.spans:
         decoded[key] += span.end - span.start
@@ -104,7 +104,7 @@ def test_every_completion_is_decoded_once_behind_a_probe(plan: str, kv_tokens: i
 
 def test_with_a_slot_for_each_completion_nothing_is_probed() -> None:
     trace = load_trace("lognormal_heavy:prompts=1,group=8,max_tokens=512")
-    schedule = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, trace.lengths), probe_tokens=16)
+    schedule = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, trace.lengths), points=[16])
     assert len(schedule.spans) == 8 and schedule.steps == trace.lengths.max()
 
 
@@ -114,15 +114,15 @@ def test_one_prompt_takes_fewer_steps_where_a_probe_tells_its_completions_apart(
         trace = load_trace(f"lognormal_heavy:prompts=1,group=32,seed={seed}")
         lengths = KnownLengths(trace.jobs, trace.lengths, informative=False)
         steps["fcfs"] += simulate(trace, "short_last", Engine(8), lengths).steps  # as they have arrived
-        steps["behind a probe"] += simulate(trace, "short_last", Engine(8), lengths, probe_tokens=32).steps
+        steps["behind a probe"] += simulate(trace, "short_last", Engine(8), lengths, points=[32]).steps
         steps["bound"] += slot_bound(trace.lengths, 8)
     assert steps["behind a probe"] < 1.08 * steps["bound"] and steps["fcfs"] > 1.2 * steps["bound"]
 
 
 def test_a_point_that_nobody_looks_at_is_refused() -> None:
     generator = ReplayGenerator(Engine(4), {}, (8, 16))
-    with pytest.raises(ValueError, match=r"probe_tokens is 32, but completions are looked at after \(8, 16\) tokens"):
-        RolloutLoop(generator, probe_tokens=32)
+    with pytest.raises(ValueError, match=r"points names 32 tokens, but completions are looked at after \(8, 16\)"):
+        RolloutLoop(generator, points=[32])
 
 
 # ---- the choice ---------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_steps_without_a_probe_are_those_of_list_scheduling() -> None:
 def test_steps_with_a_probe_are_those_of_the_simulated_rollout(seed: int) -> None:
     trace = load_trace(f"lognormal_heavy:prompts=2,group=24,max_tokens=400,seed={seed}")
     said = trace.lengths * np.exp(0.4 * np.random.default_rng(seed).standard_normal(48))
-    simulated = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, said), probe_tokens=32)
+    simulated = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, said), points=[32])
     estimate = probed_steps(trace.lengths, np.minimum(said, 400), 33, 8)
     assert estimate == pytest.approx(simulated.steps, rel=0.03)  # one that is ready late is not passed over
 

@@ -37,7 +37,12 @@ class LengthReports:
             self._samples.setdefault(job.group, []).append(job.key[2])
 
     def observe(self, observation: Observation) -> None:
-        """Note what the policy shows of some completions; what it shows of prompts is passed on for all of theirs."""
+        """Note what the policy shows of some completions; what it shows of prompts is passed on for all of theirs.
+
+        What it shows at other numbers of tokens than the lengths want to see is left out.
+        """
+        if observation.num_tokens not in self._lengths.points:
+            return
         if not observation.num_tokens:
             samples = {key[:2]: self._samples[key[:2]] for key in observation.keys}
             features = np.repeat(observation.features, [len(ids) for ids in samples.values()], axis=0)

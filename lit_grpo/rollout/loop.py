@@ -92,12 +92,11 @@ class RolloutLoop:
         lengths: What the plan and the memory are told of lengths; it is told what happens, and learns from it once its
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
-        probe_tokens: Where there are more completions than slots, all are decoded to so many tokens before any goes on,
-            so that the plan can tell those of one prompt apart; one of the generator's ``feature_points``, or 0 to do
-            without.
+        points: Where there are more completions than slots, all are decoded to so many tokens before any goes on
+            (:class:`Probing`); numbers of the generator's ``feature_points``, ascending, or none to do without.
 
     Raises:
-        ValueError: The generator does not look at completions that have come to ``probe_tokens``.
+        ValueError: The generator does not look at completions that have come to one of ``points``.
     """
 
     def __init__(
@@ -107,14 +106,14 @@ class RolloutLoop:
         plan: str = "fcfs",
         lengths: LearntLengths | None = None,
         listeners: Sequence[Listener] = (),
-        probe_tokens: int = 0,
+        points: Sequence[int] = (),
     ) -> None:
-        if probe_tokens and probe_tokens not in generator.feature_points:
+        if missing := [point for point in points if point not in generator.feature_points]:
             raise ValueError(
-                f"probe_tokens is {probe_tokens}, but completions are looked at after "
-                f"{generator.feature_points} tokens: take one of these, or 0 to do without a probe."
+                f"points names {missing[0]} tokens, but completions are looked at after {generator.feature_points}: "
+                "take of these, or none to do without a probe."
             )
-        self.probe_tokens = probe_tokens
+        self.points = tuple(points)
         self.generator = generator
         self.buffer = RolloutBuffer() if buffer is None else buffer
         self.plan = plan
@@ -161,8 +160,8 @@ class _Rollout:
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
         self._probe: Probing | None = None
-        if loop.probe_tokens and len(requests) > capacity.slots:
-            self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.probe_tokens)
+        if loop.points and len(requests) > capacity.slots:
+            self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.points)
         self._requests = requests
         self._reports = LengthReports(self._lengths)
         self.stats = RolloutStats(spans=self._flight.spans)
@@ -240,7 +239,7 @@ class _Rollout:
         """Let go of the prompts of these requests that no other is going to need."""
         prompts = {request.group: request.prompt for request in requests}
         for group in list(prompts):
-            if self._flight.waits(group) or (self._probe is not None and self._probe.probes(group)):
+            if self._flight.waits(group) or (self._probe is not None and self._probe.parks(group)):
                 del prompts[group]
         self._generator.release(prompts.values())
 
@@ -275,12 +274,14 @@ class _Rollout:
             self._park(self._probe, events.observations)
 
     def _park(self, probe: Probing, observations: Iterable[Observation]) -> None:
-        """Take out of their slots those that have been probed, so that the plan can say which of all goes on."""
-        reached = [key for each in observations if each.num_tokens == probe.num_tokens for key in each.keys]
+        """Take out of their slots those that have come to a point, so that the plan can say which of all goes on."""
+        points = [each.num_tokens for each in observations if each.num_tokens in probe.points]
+        stops = {point for point in points if probe.stops(point)}
+        reached = {key: each.num_tokens for each in observations if each.num_tokens in stops for key in each.keys}
         if not reached:
             return
         for request in self._generator.abort([key for key in reached if self._flight.is_active(key)]):
-            probe.park(self._flight.wait(request))
+            probe.park(self._flight.wait(request), reached[request.key])
             self._buffer.ask(request)
         self._capacity = self._generator.capacity()
         if probe.all_begun:

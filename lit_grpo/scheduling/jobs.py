@@ -44,7 +44,12 @@ class Lengths(Protocol):
 
 
 class LearntLengths(Lengths, Protocol):
-    """Lengths that learn from the rollouts they are asked about."""
+    """Lengths that learn from the rollouts they are asked about.
+
+    ``points`` are the numbers of tokens at which they want to see what the policy shows of a completion.
+    """
+
+    points: tuple[int, ...]
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """A rollout of these jobs begins."""
@@ -96,6 +101,7 @@ class Followed:
 class NoLengths:
     """Nothing is known of the lengths."""
 
+    points: tuple[int, ...] = ()
     revision = 0
     informative = False
 

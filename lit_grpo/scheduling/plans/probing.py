@@ -1,9 +1,9 @@
-"""The probe: the first tokens of every job, before any goes on."""
+"""Probes and time slices: all completions come to some tokens before any goes on."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lit_grpo.scheduling.jobs import Followed, Job, Lengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_plan
@@ -12,68 +12,79 @@ from lit_grpo.types import GroupKey, Key
 
 
 class Probing:
-    """Decodes every job to its first tokens, in the order of arrival; then a plan decides what goes on.
+    """Decodes all jobs to the first of some ``points`` before any goes on to the next, and to its end behind the last.
 
-    This is how Infinite Sampling (arXiv 2506.22950) can tell the completions of one prompt apart: nothing is known of
-    them but what they have begun with. A job that has come so far gives up its slot (``park``), and waits for
-    the plan once every other has been begun. The tokens are needed anyway, so all that the probe costs is taking jobs
-    out of their slots and back.
+    A job that has come to a point gives up its slot (``park``). Those that have not been begun are begun in the order
+    of arrival; among those that wait at a point, the plan chooses. With one point this is the probe of Infinite
+    Sampling (arXiv 2506.22950), which tells the completions of one prompt apart: nothing else is known of them but what
+    they have begun with. With many it shares the slots evenly, as an operating system does among processes whose times
+    nobody knows ("least attained service": Nuyens and Wierman 2008, "The foreground-background queue"): whatever is
+    known of lengths, no completion is begun when the others are nearly done, so that less is left to wait for at the
+    end. The tokens are needed anyway; what it costs is taking jobs out of their slots and back.
 
     Args:
-        plan: The name of the plan that orders what has been probed.
+        plan: The name of the plan.
         lengths: What is thought of the lengths; the plan follows it.
         num_slots: Slots there are.
-        num_tokens: The tokens at which a job is parked.
+        points: Numbers of tokens, ascending.
     """
 
-    def __init__(self, plan: str, lengths: Lengths, num_slots: int, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._plan = make_plan(plan, Followed(lengths), num_slots)
-        self._first = Queue(NoLengths(), num_slots)  # jobs that have not been begun
-        self._probed: set[Key] = set()  # jobs that the plan has been given
-        self._missing: Counter[GroupKey] = Counter()  # jobs that have not been parked and have not ended
+    def __init__(self, plan: str, lengths: Lengths, num_slots: int, points: Sequence[int]) -> None:
+        self.points = tuple(points)
+        plans = [make_plan(plan, Followed(lengths), num_slots) for _ in points]
+        self._stages = [Queue(NoLengths(), num_slots), *plans]
+        self._stage_of: dict[Key, int] = {}  # that the job waits or is decoded in
+        self._unparked: Counter[GroupKey] = Counter()  # jobs that may come to another point
 
     def __len__(self) -> int:
         """Return the number of jobs that wait."""
-        return len(self._first) + len(self._plan)
+        return sum(map(len, self._stages))
 
     @property
     def all_begun(self) -> bool:
-        """Whether the plan decides what is next."""
-        return not len(self._first)
+        """Whether lengths are asked for next."""
+        return not len(self._stages[0])
 
-    def probes(self, group: GroupKey) -> bool:
-        """Whether jobs of a group are still to be parked."""
-        return self._missing[group] > 0
+    def parks(self, group: GroupKey) -> bool:
+        """Whether jobs of a group may come to another point, and wait again."""
+        return self._unparked[group] > 0
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Take jobs that wait to be decoded."""
+        """Take jobs that wait to be begun."""
         jobs = list(jobs)
-        self._first.add(jobs)
-        self._missing.update(job.group for job in jobs)
+        self._stages[0].add(jobs)
+        self._stage_of |= {job.key: 0 for job in jobs}
+        self._unparked.update(job.group for job in jobs)
 
     def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:
-        """Hand out at most ``free_slots`` jobs: those to be begun, then the plan's."""
-        admitted = self._first.admit(free_slots, fits)
-        if self.all_begun:
-            admitted += self._plan.admit(free_slots - len(admitted), fits)
+        """Hand out at most ``free_slots`` jobs, those that have come least far first."""
+        admitted: list[Job] = []
+        for stage in self._stages:
+            admitted += stage.admit(free_slots - len(admitted), fits)
+            if len(stage):
+                break
         return admitted
 
-    def park(self, job: Job) -> None:
-        """A job has been probed: it waits for the plan."""
-        self._first.finish(job, self.num_tokens)
-        self._missing[job.group] -= 1
-        self._probed.add(job.key)
-        self._plan.add([job])
+    def stops(self, point: int) -> bool:
+        """Whether a job that has come to a point may have to wait there: whether others wait that are not beyond it."""
+        return any(map(len, self._stages[: self.points.index(point) + 2]))
+
+    def park(self, job: Job, point: int) -> None:
+        """A job has come to a point, and waits there."""
+        stage = self.points.index(point) + 1
+        self._stages[self._stage_of[job.key]].finish(job, point)
+        self._stages[stage].add([job])
+        self._stage_of[job.key] = stage
+        if stage == len(self.points):
+            self._unparked[job.group] -= 1
 
     def set_aside(self, job: Job) -> None:
-        """Let a job wait again, before all others."""
-        (self._plan if job.key in self._probed else self._first).set_aside(job)
+        """Let a job wait again, before all others that have come as far."""
+        self._stages[self._stage_of[job.key]].set_aside(job)
 
     def finish(self, job: Job, num_tokens: int) -> None:
         """A job has come to its end."""
-        if job.key in self._probed:
-            self._plan.finish(job, num_tokens)
-        else:
-            self._first.finish(job, num_tokens)
-            self._missing[job.group] -= 1
+        stage = self._stage_of[job.key]
+        self._stages[stage].finish(job, num_tokens)
+        if stage < len(self.points):
+            self._unparked[job.group] -= 1

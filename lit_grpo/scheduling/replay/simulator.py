@@ -147,15 +147,21 @@ class ReplayGenerator:
         steps = self._steps_until_change()
         self._step += steps
         events = StepEvents(len(self._rows), len(self._rows) * steps, steps)
-        for point in self.feature_points:  # that they had come to before this step, and so have a token more by now
-            if keys := [key for key, (_, offset, _) in self._rows.items() if self._step + offset == point + 1]:
-                events.observations.append(Observation(keys, point, np.zeros((len(keys), 0))))
+        events.observations = self._observe() if self.feature_points else []
         while self._ends and self._ends[0][0] <= self._step:
             end, key = heapq.heappop(self._ends)
             if self._is_current(end, key):
                 request, _, _ = self._rows.pop(key)
                 events.finished.append(request.after(Trajectory.blank(self._lengths[key])).ended("stop"))
         return events
+
+    def _observe(self) -> list[Observation]:
+        """Report those that had come to a point before this step, and so have a token more by now."""
+        reached: dict[int, list[Key]] = {}
+        for key, (_, offset, _) in self._rows.items():
+            reached.setdefault(self._step + offset - 1, []).append(key)
+        points = [point for point in self.feature_points if point in reached]
+        return [Observation(reached[point], point, np.zeros((len(reached[point]), 0))) for point in points]
 
     def _is_current(self, end: int, key: Key) -> bool:
         return key in self._rows and self._rows[key][2] == end
@@ -164,9 +170,11 @@ class ReplayGenerator:
         while not self._is_current(*self._ends[0]):
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self._step
-        for point in self.feature_points:
-            ahead = [point + 1 - self._step - offset for _, offset, _ in self._rows.values()]
-            steps = min([steps, *(count for count in ahead if count > 0)])
+        if self.feature_points:
+            ends = np.array(self.feature_points) + 1
+            has = np.array([offset for _, offset, _ in self._rows.values()]) + self._step
+            ahead = np.append(ends, np.iinfo(np.int64).max)[np.searchsorted(ends, has, side="right")] - has
+            steps = min(steps, int(ahead.min()))
         if self._engine.kv_tokens is None:
             return steps
         if self._num_waiting and len(self._rows) < self._engine.num_slots:
@@ -217,7 +225,7 @@ class _Recorder(Listener):
 
 
 def simulate(
-    trace: Trace, plan: str, engine: Engine, lengths: LearntLengths | None = None, probe_tokens: int = 0
+    trace: Trace, plan: str, engine: Engine, lengths: LearntLengths | None = None, points: Sequence[int] = ()
 ) -> Schedule:
     """Decode a trace, skipping from one event to the next.
 
@@ -226,14 +234,13 @@ def simulate(
         plan: The name of a plan.
         engine: What decodes.
         lengths: What is thought of the lengths; nothing by default.
-        probe_tokens: As in :class:`RolloutLoop`.
+        points: As in :class:`RolloutLoop`.
     """
     engine.check(trace)
     recorder, buffer = _Recorder(), RolloutBuffer()
-    points = (probe_tokens,) if probe_tokens else ()
-    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), points)
+    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), tuple(points))
     buffer.open(_requests(trace))
-    stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], probe_tokens).run(buffer.ready)
+    stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
     return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside)
 
