@@ -13,8 +13,8 @@ from lit_grpo.rewards import RewardRunner
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
 from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
 from lit_grpo.scheduling.plans.plan import BLIND, make_plan
-from lit_grpo.scheduling.probe import ProbeChoice
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 
 PREDICTION_POINTS = (0, 8, 32, 64)
@@ -40,8 +40,9 @@ class RolloutScheduler(pl.Callback):
         min_correlation: The rank correlation of predicted with actual lengths from which on they are followed; of a
             probe's within groups, for these are what it is to tell apart.
         probe_tokens: Decode so many tokens of every completion before any goes on, so that the plan can tell those of
-            one prompt apart (Infinite Sampling, arXiv 2506.22950). ``auto`` takes the number of ``prediction_points``
-            that would have saved most steps in the rollouts so far, or 0, which is no probe, where none has saved 2%.
+            one prompt apart (Infinite Sampling, arXiv 2506.22950); with a list, to each of its numbers of tokens in
+            turn, so that all completions share the slots evenly. ``auto`` takes what would have saved most steps in the
+            rollouts so far: one of ``prediction_points``, time slices, or 0, which is no probe.
     """
 
     def __init__(
@@ -50,19 +51,16 @@ class RolloutScheduler(pl.Callback):
         predict_lengths: bool = True,
         prediction_points: list[int] | None = None,
         min_correlation: float = 0.2,
-        probe_tokens: int | Literal["auto"] = "auto",
+        probe_tokens: int | list[int] | Literal["auto"] = "auto",
     ) -> None:
         make_plan(plan, LengthPredictor(), num_slots=1)
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
-        if probe_tokens == "auto":
-            self._choice = ProbeChoice(min_correlation)
-        elif probe_tokens < 0:
-            raise ValueError(f"probe_tokens must be auto or a number of tokens, not {probe_tokens}; 0 is no probe.")
-        elif probe_tokens and (plan in BLIND or not predict_lengths):
-            why = f"the plan {plan} does not follow lengths" if predict_lengths else "predict_lengths is false"
-            raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
-        self.probe_tokens: int | Literal["auto"] = probe_tokens
-        self._probe_now, self._num_slots = 0, 0
+        self.probe_tokens = probe_tokens
+        self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
+        self._points: Points = ()
+        self._num_slots = 0
+        if probe_tokens != "auto":
+            self._points = _check_probe(probe_tokens, plan, predict_lengths)
         self.plan = plan
         self.predict_lengths = predict_lengths
         self.prediction_points = prediction_points
@@ -87,7 +85,7 @@ class RolloutScheduler(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt of lengths, and what has been sampled and not yet learnt from."""
         lengths = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
-        if self.probe_tokens == "auto":
+        if self._choice is not None:
             lengths["probe"] = self._choice.state_dict()
         return lengths | {"buffer": self._buffer.state_dict()}
 
@@ -95,7 +93,7 @@ class RolloutScheduler(pl.Callback):
         """Go on with what had been learnt."""
         if self._lengths is not None and "lengths" in state_dict:
             self._lengths.load_state_dict(state_dict["lengths"])
-        if self.probe_tokens == "auto" and "probe" in state_dict:
+        if self._choice is not None and "probe" in state_dict:
             self._choice.load_state_dict(state_dict["probe"])
         self._buffer.load_state_dict(state_dict["buffer"])
 
@@ -114,8 +112,9 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         if self._lengths is not None:
             self._lengths.end(commit=False)  # of a rollout whose update was interrupted
-        self._num_slots, probe = pl_module.generator.capacity().slots, self._choose_probe()
-        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners, probe)
+        self._choose_points()
+        self._num_slots = pl_module.generator.capacity().slots
+        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners, self._points)
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling)
         batch.metrics |= pl_module.generator.sleep()
         pl_module.log_dict(batch.metrics)
@@ -124,9 +123,12 @@ class RolloutScheduler(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
         """Learn from the lengths, now that the update has been made."""
+        assert isinstance(pl_module, GRPOModule)
         if self._lengths is not None:
-            if self.probe_tokens == "auto":
-                self._choice.learn(self._lengths.outcome(), self._num_slots, self._lengths.informative)
+            if self._choice is not None:
+                outcome, limit = self._lengths.outcome(), pl_module.sampling.max_tokens
+                self._choice.learn(outcome, limit, self._num_slots, self._lengths.informative)
+                pl_module.log_dict(self._choice.metrics())
             self._lengths.end(commit=True)
             pl_module.log_dict(self._lengths.metrics())
 
@@ -158,37 +160,32 @@ class RolloutScheduler(pl.Callback):
     def _listeners(self) -> list[Listener]:
         return [] if self._rewards is None else [Rewarding(self._rewards)]
 
-    def _choose_probe(self) -> int:
-        """Return the tokens of the next probe, and say so where they have changed."""
-        if self._lengths is None or self.plan in BLIND:
-            return 0
-        if self.probe_tokens != "auto":
-            return self.probe_tokens
-        correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points}
-        tokens = self._choice.tokens(correlations)
-        if tokens != self._probe_now:
-            saved = f"which would have saved {self._choice.savings.get(tokens, 0.0):.0%} of the steps of late"
-            what = f"with a probe of {tokens} tokens, {saved}" if tokens else "without a probe"
-            rank_zero_info(f"Rollouts begin {what}.")
-        self._probe_now = tokens
-        return tokens
+    def _choose_points(self) -> None:
+        """Choose the points of the next rollout, and say so where they have changed."""
+        if self._lengths is None or self._choice is None or self.plan in BLIND:
+            return
+        correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points if point}
+        points = self._choice.points(correlations)
+        if points != self._points:
+            share, first = self._choice.savings.get(points, 0.0), max(points, default=0)
+            what = "in time slices" if len(points) > 1 else f"with a probe of {first} tokens" if first else "unprobed"
+            rank_zero_info(f"Rollouts go on {what}: of late {share:.0%} of the steps would have been saved by it.")
+        self._points = points
 
     def _make_lengths(self, max_tokens: int) -> LengthPredictor:
         points = self.prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
-        if self.probe_tokens != "auto" and self.probe_tokens:
-            if self.probe_tokens > max_tokens - 2:
-                raise ValueError(
-                    f"probe_tokens is {self.probe_tokens}, but sampling.max_tokens is {max_tokens}: "
-                    f"{max(max_tokens - 2, 0)} is the largest that leaves anything to order."
-                )
-            points = sorted({*points, self.probe_tokens})
+        if self._points and self._points[-1] > max_tokens - 2:
+            raise ValueError(
+                f"probe_tokens names {self._points[-1]}, but sampling.max_tokens is {max_tokens}: "
+                f"{max(max_tokens - 2, 0)} is the largest that leaves anything to order."
+            )
+        if len(self._points) == 1:
+            points = sorted({*points, *self._points})
         return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
 
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         if self._started:
             return
-        if self._lengths is not None:
-            module.generator.feature_points = self._lengths.points
         module.generator.start(PolicySpec(module.policy, module.tokenizer))
         if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
             self._rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
@@ -210,6 +207,21 @@ class RolloutScheduler(pl.Callback):
             rank_zero_warn(message)
         if self._rewards is not None:
             batch.metrics["rewards/errors"] = float(self._rewards.num_errors)
+
+
+def _check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> Points:
+    """Return the points that a user has named, or none."""
+    points = (probe_tokens,) if isinstance(probe_tokens, int) else tuple(probe_tokens)
+    if points == (0,):
+        return ()
+    if not points or min(points) < 1 or list(points) != sorted(set(points)):
+        raise ValueError(
+            f"probe_tokens must be auto, 0 for no probe, or ascending numbers of tokens from 1 on, not {probe_tokens}."
+        )
+    if plan in BLIND or (len(points) == 1 and not predict_lengths):
+        why = f"the plan {plan} does not follow lengths" if plan in BLIND else "predict_lengths is false"
+        raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
+    return points
 
 
 def _can_score(module: GRPOModule, prompts: list[Prompt]) -> bool:

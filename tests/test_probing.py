@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths
+from lit_grpo.scheduling.lengths import Outcome
+from lit_grpo.scheduling.lengths.probe import ProbeChoice, count_steps, time_slices
 from lit_grpo.scheduling.plans.plan import BLIND, PLANS
 from lit_grpo.scheduling.plans.probing import Probing
-from lit_grpo.scheduling.probe import ProbeChoice, probed_steps
 from lit_grpo.scheduling.replay.known import KnownLengths
-from lit_grpo.scheduling.replay.simulator import Engine, ReplayGenerator, simulate
+from lit_grpo.scheduling.replay.simulator import Engine, simulate
 from lit_grpo.scheduling.replay.traces import load_trace
 from lit_grpo.types import Key
 
@@ -119,12 +120,6 @@ def test_one_prompt_takes_fewer_steps_where_a_probe_tells_its_completions_apart(
     assert steps["behind a probe"] < 1.08 * steps["bound"] and steps["fcfs"] > 1.2 * steps["bound"]
 
 
-def test_a_point_that_nobody_looks_at_is_refused() -> None:
-    generator = ReplayGenerator(Engine(4), {}, (8, 16))
-    with pytest.raises(ValueError, match=r"points names 32 tokens, but completions are looked at after \(8, 16\)"):
-        RolloutLoop(generator, points=[32])
-
-
 # ---- the choice ---------------------------------------------------------------------------------------
 
 
@@ -141,47 +136,58 @@ def test_steps_without_a_probe_are_those_of_list_scheduling() -> None:
     totals, said = rng.integers(1, 200, 40), rng.uniform(1, 200, 40)
     said[rng.random(40) < 0.2] = np.nan
     order = np.argsort(-np.nan_to_num(said, nan=0.0), kind="stable")
-    assert probed_steps(totals, said, 0, 6) == slots_in_turn(totals, order, 6)
-    assert probed_steps(totals, np.full(40, np.nan), 0, 6) == slots_in_turn(totals, np.arange(40), 6)
+    assert count_steps(totals, said, (), 6) == (slots_in_turn(totals, order, 6), 0)
+    assert count_steps(totals, np.full(40, np.nan), (), 6)[0] == slots_in_turn(totals, np.arange(40), 6)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_steps_with_a_probe_are_those_of_the_simulated_rollout(seed: int) -> None:
+@pytest.mark.parametrize("points", [(32,), (8,), (16, 32, 48, 64), (10, 100)])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_with_points_are_those_of_the_simulated_rollout(seed: int, points: tuple[int, ...]) -> None:
     trace = load_trace(f"lognormal_heavy:prompts=2,group=24,max_tokens=400,seed={seed}")
-    said = trace.lengths * np.exp(0.4 * np.random.default_rng(seed).standard_normal(48))
-    simulated = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, said), points=[32])
-    estimate = probed_steps(trace.lengths, np.minimum(said, 400), 33, 8)
-    assert estimate == pytest.approx(simulated.steps, rel=0.03)  # one that is ready late is not passed over
+    said = np.minimum(trace.lengths * np.exp(0.4 * np.random.default_rng(seed).standard_normal(48)), 400)
+    simulated = simulate(trace, "lpt", Engine(8), KnownLengths(trace.jobs, said), points)
+    steps, num_parked = count_steps(trace.lengths, said, points, 8)
+    assert steps == simulated.steps
+    assert num_parked >= len(simulated.spans) - 48  # those that are parked and go on at once have one span or two
 
 
-def outcome(noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Totals of 32 completions, and what was said of them: nothing before decoding, then something after 8 tokens."""
+def test_time_slices_end_before_the_limit() -> None:
+    assert time_slices(1024)[:3] == (64, 128, 192) and time_slices(1024)[-1] == 960
+    assert time_slices(17) == () and time_slices(18) == (16,)
+
+
+def outcome(noise: float, seed: int, spread: float) -> Outcome:
+    """Of 32 completions: nothing was known before decoding, then something after 8 tokens."""
     rng = np.random.default_rng(seed)
-    totals = np.clip(np.exp(rng.normal(4, 0.8, 32)), 10, 1000).astype(np.int64)
+    totals = np.clip(np.exp(rng.normal(4, spread, 32)), 10, 1000).astype(np.int64)
     after = totals * np.exp(noise * rng.standard_normal(32))
-    return totals, np.column_stack([np.full(32, 100.0), after])
+    return Outcome((0, 8), np.column_stack([np.full(32, 100.0), after]), totals, np.zeros(32, dtype=np.int64))
 
 
-def learned(noise: float, num_slots: int = 8) -> ProbeChoice:
-    from lit_grpo.scheduling.lengths import Outcome
-
+def learned(noise: float, num_slots: int = 8, max_tokens: int = 16, spread: float = 0.8) -> ProbeChoice:
     choice = ProbeChoice()
     for seed in range(10):
-        totals, said = outcome(noise, seed)
-        choice.learn(Outcome((0, 8), said, totals, np.zeros(32, dtype=np.int64)), num_slots, follows=True)
+        choice.learn(outcome(noise, seed, spread), max_tokens, num_slots, follows=True)
     return choice
 
 
 def test_a_probe_is_chosen_where_it_would_have_saved_steps() -> None:
     choice = learned(noise=0.1)
-    assert choice.savings[8] > 0.1
-    assert choice.tokens({8: 0.9}) == 8
-    assert choice.tokens({8: 0.1}) == 0  # its ranks within groups are worth nothing
+    assert choice.savings[8,] > 0.1
+    assert choice.points({8: 0.9}) == (8,)
+    assert choice.points({8: 0.1}) == ()  # its ranks within groups are worth nothing
 
 
-def test_no_probe_is_chosen_where_what_it_says_is_worth_nothing() -> None:
+def test_what_says_nothing_saves_nothing() -> None:
     choice = learned(noise=100.0)
-    assert abs(choice.savings[8]) < 0.1 and choice.tokens({8: 0.0}) == 0
+    assert abs(choice.savings[8,]) < 0.1 and choice.points({8: 0.0}) == ()
+
+
+def test_time_slices_save_steps_where_no_completion_is_much_longer_than_all_others() -> None:
+    slices = time_slices(256)
+    choice = learned(noise=100.0, max_tokens=256, spread=0.2)
+    assert choice.savings[slices] > 0.02 and choice.points({8: 0.0}) == slices
+    assert learned(noise=100.0, max_tokens=256, spread=1.0).points({8: 0.0}) == ()  # the longest would be held up
 
 
 def test_nothing_is_learned_where_every_completion_has_a_slot() -> None:
@@ -189,6 +195,9 @@ def test_nothing_is_learned_where_every_completion_has_a_slot() -> None:
 
 
 def test_the_choice_goes_into_a_checkpoint() -> None:
-    choice, other = learned(noise=0.1), ProbeChoice()
-    other.load_state_dict(choice.state_dict())
-    assert other.savings == choice.savings
+    choice, other = learned(noise=0.1, max_tokens=512), ProbeChoice()
+    other.load_state_dict(json.loads(json.dumps(choice.state_dict())))
+    assert other.savings == choice.savings and set(choice.metrics()) == {
+        "lengths/saving_of_probe_8",
+        "lengths/saving_of_slices",
+    }

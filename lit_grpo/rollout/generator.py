@@ -75,7 +75,8 @@ class StepEvents:
 class Decoder(Protocol):
     """Decodes submitted requests step by step: what the rollout loop, its only caller, needs of a generator.
 
-    ``feature_points`` are the numbers of tokens at which its steps report observations.
+    ``feature_points`` are the numbers of tokens at which its steps report observations; they may be set while nothing
+    is in flight.
     """
 
     feature_points: tuple[int, ...]
@@ -118,8 +119,6 @@ class Decoder(Protocol):
 @runtime_checkable
 class Generator(Decoder, Protocol):
     """Decodes with a policy's weights, which it is sent.
-
-    ``feature_points`` are set before ``start``.
 
     The life of a generator: ``start`` once, then ``load_weights`` before the first rollout and after
     every policy update, ``submit``/``step`` in between, and ``close`` at the end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.length_reports import LengthReports
@@ -93,10 +93,7 @@ class RolloutLoop:
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.
         points: Where there are more completions than slots, all are decoded to so many tokens before any goes on
-            (:class:`Probing`); numbers of the generator's ``feature_points``, ascending, or none to do without.
-
-    Raises:
-        ValueError: The generator does not look at completions that have come to one of ``points``.
+            (:class:`Probing`): numbers of tokens, ascending, or none to do without.
     """
 
     def __init__(
@@ -108,11 +105,6 @@ class RolloutLoop:
         listeners: Sequence[Listener] = (),
         points: Sequence[int] = (),
     ) -> None:
-        if missing := [point for point in points if point not in generator.feature_points]:
-            raise ValueError(
-                f"points names {missing[0]} tokens, but completions are looked at after {generator.feature_points}: "
-                "take of these, or none to do without a probe."
-            )
         self.points = tuple(points)
         self.generator = generator
         self.buffer = RolloutBuffer() if buffer is None else buffer
@@ -156,6 +148,7 @@ class _Rollout:
         self._start = time.perf_counter()
         self._generator, self._buffer = loop.generator, loop.buffer
         self._lengths, self._listeners = loop.lengths, loop.listeners
+        self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
         capacity = self._capacity = self._generator.capacity()
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
@@ -275,9 +268,9 @@ class _Rollout:
 
     def _park(self, probe: Probing, observations: Iterable[Observation]) -> None:
         """Take out of their slots those that have come to a point, so that the plan can say which of all goes on."""
-        points = [each.num_tokens for each in observations if each.num_tokens in probe.points]
-        stops = {point for point in points if probe.stops(point)}
-        reached = {key: each.num_tokens for each in observations if each.num_tokens in stops for key in each.keys}
+        there = {each.num_tokens: each for each in observations if each.num_tokens in probe.points}
+        stopping = [each for point, each in there.items() if probe.stops(point)]
+        reached = {cast("Key", key): each.num_tokens for each in stopping for key in each.keys}
         if not reached:
             return
         for request in self._generator.abort([key for key in reached if self._flight.is_active(key)]):

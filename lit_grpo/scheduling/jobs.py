@@ -29,14 +29,17 @@ class Job:
 
 
 class Lengths(Protocol):
-    """What is thought of the lengths of completions.
+    """What is thought of the lengths of completions."""
 
-    ``revision`` changes when estimates have changed, so that a plan knows when to sort anew.
-    ``informative`` says whether they have been worth following; where not, plans fall back to first come.
-    """
+    @property
+    def revision(self) -> int:
+        """It changes when estimates have changed, so that a plan knows when to sort anew."""
+        ...
 
-    revision: int
-    informative: bool
+    @property
+    def informative(self) -> bool:
+        """Whether they have been worth following; where not, plans fall back to first come."""
+        ...
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
         """Return the completion tokens expected of each job in all, float64, shape (jobs,)."""

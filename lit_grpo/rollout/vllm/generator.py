@@ -126,7 +126,7 @@ class EngineGenerator(Versioned, ABC):
             self._made_for = made_for
         self.abort([stream.request.key for stream in self._streams])
         self._policy = policy
-        self._streams = Streams(policy, self.feature_points)
+        self._streams = Streams(policy)
         self.distrust()
 
     def weights(self) -> PolicyWeights:
@@ -188,6 +188,7 @@ class EngineGenerator(Versioned, ABC):
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Hand requests on, all or none."""
         self._check_free(len(requests), self.capacity().free_slots)
+        self._streams.look_at(self.feature_points)
         room = self._room()
         for request in requests:
             check_fits(request, room.context, room.figure(min))

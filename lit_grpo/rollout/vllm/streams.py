@@ -25,25 +25,27 @@ _tickets = itertools.count()
 class TextFeatures:
     """The policy's input embeddings of a text, averaged over all of it and over its end, and the log-probs so far.
 
+    ``points`` are the numbers of tokens at which a completion is looked at; 0 is its prompt.
+
     Args:
         embeddings: The policy's, which are read where they lie.
-        points: The numbers of tokens at which a completion is looked at; 0 is its prompt.
     """
 
-    def __init__(self, embeddings: torch.nn.Module, points: tuple[int, ...]) -> None:
+    points: tuple[int, ...] = ()
+
+    def __init__(self, embeddings: torch.nn.Module) -> None:
         self._embeddings: Any = embeddings
-        self._points = tuple(sorted(points))
 
     def of_prompts(self, prompts: Sequence[Prompt]) -> list[Observation]:
         """Observe prompts; the list is empty where they are not to be looked at."""
-        if 0 not in self._points or not prompts:
+        if 0 not in self.points or not prompts:
             return []
         rows = [self._rows(torch.tensor([prompt.token_ids]), np.zeros((1, 1))) for prompt in prompts]
         return [Observation([(prompt.prompt_id, prompt.visit) for prompt in prompts], 0, np.concatenate(rows))]
 
     def reached(self, num_before: int, num_tokens: int) -> int | None:
         """Return the last point that a completion has come to since it had ``num_before`` tokens."""
-        return next((point for point in reversed(self._points) if num_before < point <= num_tokens), None)
+        return next((point for point in sorted(self.points, reverse=True) if num_before < point <= num_tokens), None)
 
     def of_completions(self, streams: Sequence[Stream], point: int) -> Observation:
         """Observe completions as they were at ``point`` tokens."""
@@ -104,12 +106,11 @@ class Streams:
 
     Args:
         policy: Whose tokenizer makes texts, and whose embeddings are shown for the prediction of lengths.
-        points: At how many tokens they are.
     """
 
-    def __init__(self, policy: PolicySpec | None = None, points: tuple[int, ...] = ()) -> None:
+    def __init__(self, policy: PolicySpec | None = None) -> None:
         self._tokenizer: Any = None if policy is None else policy.tokenizer
-        self._features = None if policy is None else TextFeatures(policy.embeddings, points)
+        self._features = None if policy is None else TextFeatures(policy.embeddings)
         self._streams: dict[Key, Stream] = {}
         self._asked: dict[int, Stream] = {}
         self._reached: dict[int, list[Stream]] = {}
@@ -215,6 +216,11 @@ class Streams:
         limits = np.array([stream.request.sampling.max_tokens for stream in streams])
         own = int(layout.completion(lengths, tokens, limits).sum())
         return own + sum(layout.prompt(len(prompt.token_ids)) for prompt in prompts.values())
+
+    def look_at(self, points: Sequence[int]) -> None:
+        """Show completions from now on that have come to so many tokens; with 0, prompts."""
+        assert self._features is not None
+        self._features.points = tuple(points)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
         """Show these prompts the next time."""

@@ -108,14 +108,14 @@ class ReplayGenerator:
     Args:
         engine: What decodes.
         lengths: Tokens that each completion comes to.
-        feature_points: Numbers of tokens at which completions are reported, with nothing to show.
     """
 
     version = 0
+    feature_points: tuple[int, ...] = ()
     decodes_on_policy = True
 
-    def __init__(self, engine: Engine, lengths: dict[Key, int], feature_points: tuple[int, ...] = ()) -> None:
-        self._engine, self._lengths, self.feature_points = engine, lengths, feature_points
+    def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
+        self._engine, self._lengths = engine, lengths
         self._rows: dict[Key, tuple[Request, int, int]] = {}  # with its tokens less the step, and the step of its end
         self._ends: list[tuple[int, Key]] = []  # a heap; of those that were taken away too
         self._num_waiting = len(lengths)
@@ -238,7 +238,7 @@ def simulate(
     """
     engine.check(trace)
     recorder, buffer = _Recorder(), RolloutBuffer()
-    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), tuple(points))
+    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
     buffer.open(_requests(trace))
     stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])

@@ -1,0 +1,134 @@
+"""At which tokens completions wait for the others: learned from what that would have saved so far."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lit_grpo.scheduling.lengths.predictor import Outcome
+
+FORGETTING = 0.8  # the weight of all earlier rollouts, at each new one
+MOST_JOBS = 10_000  # of a rollout that are decoded in thought
+NUM_SLICES = 16  # of the limit
+SMALLEST_SLICE = 16
+PARK_STEPS = 0.05
+"""What taking a completion out of its slot and back costs, in decode steps: measured on the smallest of policies."""
+WORTH_IT = 0.01
+
+Points = tuple[int, ...]
+
+
+def time_slices(max_tokens: int) -> Points:
+    """Return the points at which completions of at most ``max_tokens`` share their slots evenly."""
+    step = max(max_tokens // NUM_SLICES, SMALLEST_SLICE)
+    return tuple(range(step, max_tokens - 1, step))
+
+
+class ProbeChoice:
+    """Chooses the points at which completions wait for the others (:class:`Probing`): none, a probe, or time slices.
+
+    All completions pass every point at which lengths are foretold, probe or not. So after each rollout it is known what
+    would have been said of them at a probe, and the steps that they would have taken are counted: in the order
+    of arrival or by what was said before decoding, behind a probe of each of the predictor's points, and in time
+    slices, for which nothing need be foretold. What has saved most is taken, where that is more than it costs.
+    A probe has to rank the completions of one prompt, too: a correlation over all would mostly be that of the prompts,
+    which are told apart before decoding.
+
+    Args:
+        min_correlation: Rank correlation within groups from which on a probe is considered.
+    """
+
+    def __init__(self, min_correlation: float = 0.2) -> None:
+        self.min_correlation = min_correlation
+        self.savings: dict[Points, float] = {}  # share of the steps that points would have saved of late
+
+    def points(self, correlations: Mapping[int, float]) -> Points:
+        """Return the points of the next rollout.
+
+        Args:
+            correlations: Within groups, by point.
+        """
+        worth = {
+            points: saving
+            for points, saving in self.savings.items()
+            if saving >= WORTH_IT and (len(points) > 1 or correlations[max(points)] >= self.min_correlation)
+        }
+        return max(worth, key=worth.__getitem__, default=())
+
+    def learn(self, outcome: Outcome, max_tokens: int, num_slots: int, follows: bool) -> None:
+        """Take what was said in a rollout, and what came.
+
+        Args:
+            outcome: Of a rollout that is learned from.
+            max_tokens: The most tokens of a completion.
+            num_slots: Slots that it was decoded in.
+            follows: Whether what is said before decoding is followed.
+        """
+        done = np.flatnonzero(outcome.totals > 0)[:MOST_JOBS]
+        if len(done) <= num_slots:
+            return
+        totals, said, nothing = outcome.totals[done], outcome.said[done], np.full(len(done), np.nan)
+        usual, _ = count_steps(totals, said[:, 0] if follows else nothing, (), num_slots)
+        candidates = [((point,), of_point) for point, of_point in zip(outcome.points[1:], said.T[1:], strict=True)]
+        for points, foretold in [*candidates, (time_slices(max_tokens), nothing)]:
+            if points:
+                steps, num_parked = count_steps(totals, foretold, points, num_slots)
+                saving = 1 - (steps + PARK_STEPS * num_parked) / usual
+                self.savings[points] = saving + FORGETTING * (self.savings.get(points, saving) - saving)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what probes and time slices would have saved of late."""
+        named = {f"probe_{points[0]}" if len(points) == 1 else "slices": points for points in self.savings}
+        return {f"lengths/saving_of_{name}": self.savings[points] for name, points in named.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learned, as lists."""
+        return {"savings": [[list(points), saving] for points, saving in self.savings.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+        self.savings = {tuple(points): saving for points, saving in state["savings"]}
+
+
+def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num_slots: int) -> tuple[int, int]:
+    """Return the steps of a rollout that waits at points, longest foretold first, and how often a job is parked.
+
+    Args:
+        totals: Tokens of each job, in the order of arrival, shape (jobs,).
+        said: Tokens that are foretold behind the first point, or without points before decoding, shape (jobs,); jobs of
+            which nothing is, NaN, come last, as they have arrived.
+        points: Numbers of tokens, ascending, as for :class:`Probing`.
+        num_slots: Slots that decode.
+    """
+    stops = [point + 1 for point in points]  # a job is looked at when it has a token more
+    rank = np.argsort(np.argsort(-np.nan_to_num(said, nan=0.0), kind="stable")).tolist()
+    lengths = totals.tolist()
+    waiting = [(0, job if points else rank[job], job) for job in range(len(lengths))]
+    heapq.heapify(waiting)
+    active: list[tuple[int, int, int]] = []  # the step at which it stops, its stage, and the job
+    has = [0] * len(lengths)
+    step = num_parked = 0
+    while waiting or active:
+        while waiting and len(active) < num_slots:
+            stage, _, job = heapq.heappop(waiting)
+            heapq.heappush(active, (step + _until(lengths[job], stops, stage) - has[job], stage, job))
+        step = active[0][0]
+        while active and active[0][0] == step:
+            _, stage, job = heapq.heappop(active)
+            has[job] = _until(lengths[job], stops, stage)
+            if has[job] == lengths[job]:
+                continue
+            if (waiting and waiting[0][0] <= stage + 1) or (active and active[0][0] == step):
+                heapq.heappush(waiting, (stage + 1, rank[job], job))
+                num_parked += 1
+            else:
+                heapq.heappush(active, (step + _until(lengths[job], stops, stage + 1) - has[job], stage + 1, job))
+    return step, num_parked
+
+
+def _until(length: int, stops: Sequence[int], stage: int) -> int:
+    """The tokens at which a job stops next."""
+    return min(length, stops[stage]) if stage < len(stops) else length
