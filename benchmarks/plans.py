@@ -29,8 +29,8 @@ RECORDED_SLOTS = (8, 32)
 RECORDED_BATCHES = 32  # spread evenly over the run
 NOISES: dict[str, float | None] = {"true": 0.0, "0.35": 0.35, "0.7": 0.7, "nothing": None}
 PREDICTIONS = (*NOISES, "misleading")
-BLIND = ("micro_rounds", "fcfs")
-FOLLOWING = ("sjf", "lpt", "short_last", "fptas", "infinite_sampling")
+BLIND = ("micro_rounds", "fixed_slot", "fcfs")
+FOLLOWING = ("sjf", "lpt", "short_last", "balanced", "infinite_sampling")
 PLANS = (*BLIND, *FOLLOWING)
 WORTHLESS = ("fcfs", "lpt", "short_last")  # compared on misleading predictions with more seeds
 

@@ -21,7 +21,7 @@ from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
 NOISE = 0.35
 NUM_SLOTS = 64
 BUDGETS = (0.5, 0.75, 1.0)
-PLANS = ("micro_rounds", "fcfs", "sjf", "lpt", "short_last", "fptas", "infinite_sampling")
+PLANS = ("micro_rounds", "fixed_slot", "fcfs", "sjf", "lpt", "short_last", "balanced", "infinite_sampling")
 WORKLOADS = ((32, 16), (64, 32))  # prompts x group
 
 
