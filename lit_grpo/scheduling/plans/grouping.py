@@ -27,8 +27,8 @@ def fptas_lanes(lengths: np.ndarray, num_lanes: int, epsilon: float, known: np.n
 
     Where it answers, measured with :func:`packed_lanes` as what is known: all of 40 random instances of 12 jobs on 2
     to 4 lanes with each epsilon from 0.001 to 0.3, and of 24 jobs on 4 lanes with 0.01 or more. Of 200 made-up groups
-    of 32 jobs (40 of each family in ``replay.traces``) all 200 on 4 lanes with 0.01 or more; on 8 lanes 154 with
-    0.01, 195 with 0.02 and all with 0.05. Longest first alone is as good in 68, 113 and 174 of the latter.
+    of 32 jobs (40 of each family in ``replay.traces``) all 200 on 4 lanes with 0.01 or more; on 8 lanes 153 with
+    0.01, 196 with 0.02 and all with 0.05. Longest first alone is as good in 68, 113 and 174 of the latter.
 
     Args:
         lengths: Tokens expected of each job, whole numbers, shape (jobs,).
@@ -58,7 +58,8 @@ def _rounded(lengths: np.ndarray, below: float, error: float) -> tuple[np.ndarra
     Returns the lengths in units, and the most units that are less than ``below``. Lengths are in descending order.
     """
     most_jobs = int(np.searchsorted(np.cumsum(lengths[::-1]), below + error, side="right"))
-    unit = max(error / max(most_jobs, 1), 1.0)  # whole numbers are exact with a unit of 1
+    # One job more than that is over ``below`` in units too; and whole numbers are exact with a unit of 1.
+    unit = max(error / (most_jobs + 1), 1.0)
     return np.floor(lengths / unit).astype(np.int64), math.ceil(below / unit) - 1
 
 
