@@ -2,13 +2,15 @@
 
 The model has the configuration of Qwen3-1.7B and random weights in bfloat16. One prompt of 512 tokens has 32 or 512
 completions, of log-normal lengths with a heavy tail and up to 1,024 tokens. *Full group* decodes all of them at once,
-on our engine; naive micro groups, first come and our default in a quarter or an eighth as many slots, the default with
-predictions that have an error of 0.35 in the logarithm; ``generate`` (as TRL calls it) all of them at once, on
-transformers. Infinite Sampling (arXiv 2506.22950) reports 21.55 GB for the full group and 10.64 GB for micro groups.
+on our engine; naive micro groups, first come and our default in a quarter or an eighth as many slots, the default
+told the lengths with an assumed error of 0.35 in the logarithm, and of 0.7 in a row beside it; ``generate`` (as TRL
+calls it) all of them at once, on transformers.
 
-Memory is the allocator's peak above the loaded model. The limit that the memory's bandwidth sets is the time to read,
-in every step, the weights once and the keys and values of the rows once, the shared prompt counted once; the bandwidth
-is that of copies of 1 GiB on the device.
+Memory is the allocator's peak: ``total_gib`` with the model's weights, ``peak_gib`` above them. Infinite Sampling
+(arXiv 2506.22950) reports 21.55 GB for the full group and 10.64 GB for micro groups of Qwen3-1.7B. Those are totals,
+so the claim compares totals; weights in float32, if that is what the paper has, would count twice as much as here.
+The limit that the memory's bandwidth sets is the time to read, in every step, the weights once and the keys and
+values of the rows once, the shared prompt counted once; the bandwidth is that of copies of 1 GiB on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_systems import NOISE, Run, Steps, Work, generate, naive, ours
+from benchmarks.decode_systems import LARGE_NOISE, NOISE, Run, Steps, Work, generate, naive, ours
 from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, kv_bytes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import long_tailed
@@ -31,7 +33,7 @@ from lit_grpo.types import Prompt
 
 CASES = {32: 8, 512: 64}  # group size: slots
 BANDWIDTH_SHARE = 0.6
-LEAST_MEMORY_RATIO = 2.025  # of the full group over micro groups: 21.55 over 10.64 GB in the paper
+PAPERS = 2.025  # total memory of the full group over that of micro groups: 21.55 over 10.64 GB
 Figures = dict[str, float]
 
 
@@ -56,7 +58,8 @@ def main(options: Options) -> int:
         "prompt tokens": prompt_tokens,
         "longest completion": limit,
         "bandwidth_gb_per_s": round(bytes_per_s / 1e9, 1),
-        "prediction error (log)": NOISE,
+        "error of what is told (log)": NOISE,
+        "larger error (log)": LARGE_NOISE,
     }
     return finish("decode_gpu", options, settings, rows, claims)
 
@@ -72,6 +75,7 @@ def _all_systems(work: Work, bytes_per_s: float) -> dict[str, Figures]:
     steps = {name: Steps([], [], []) for name in ("default", "first come", "full group")}
     systems: dict[str, Run] = {
         "default": ours(work, "short_last", steps["default"]),
+        "default, larger error": ours(work, "short_last", noise=LARGE_NOISE),
         "first come": ours(work, "fcfs", steps["first come"]),
         "naive micro groups": naive(work),
         "full group": ours(whole, "full_group", steps["full group"]),
@@ -97,12 +101,13 @@ def _measure(work: Work, run: Run) -> Figures:
     idle_gib = memory.current_gib()
     memory.reset()
     num_steps, elapsed_s = run()
-    peak_gib = memory.peak_gib() - idle_gib
+    total_gib = memory.peak_gib()
     return {
         "seconds": elapsed_s,
         "steps": num_steps,
         "tokens_per_s": work.num_tokens / elapsed_s,
-        "peak_gib": peak_gib,
+        "total_gib": total_gib,
+        "peak_gib": total_gib - idle_gib,
     }
 
 
@@ -133,9 +138,9 @@ def _claims(group_size: int, figures: dict[str, Figures]) -> list[Claim]:
     share = default["bandwidth_share"]
     claims = [Claim(f"{where}: tokens/s over what the memory's bandwidth allows", share, ">=", BANDWIDTH_SHARE)]
     if full:
-        ratio = full["peak_gib"] / max(default["peak_gib"], 1e-6)
+        totals = full["total_gib"] / default["total_gib"]
         claims.append(
-            Claim(f"{where}: peak memory of the full group over the default's", ratio, ">=", LEAST_MEMORY_RATIO)
+            Claim(f"{where}: peak memory of the full group over the default's, weights included", totals, ">=", PAPERS)
         )
     for peer, limit in {"naive micro groups": 1.8, "generate": 1.0}.items():
         if figures[peer]:

@@ -15,8 +15,8 @@ from benchmarks.rollouts import ForetoldLengths, kv_tokens, roll_out, slots
 from lit_grpo.scheduling.replay.traces import noisy
 from lit_grpo.types import Key, Prompt, SamplingParams
 
-NOISE = 0.35
-"""The error of predictions, in their logarithm."""
+NOISE, LARGE_NOISE = 0.35, 0.7
+"""The errors that our plan's predictions are given, in their logarithm; both are assumed."""
 
 Run = Callable[[], tuple[int, float]]
 """Decodes everything; returns the number of decode steps, 0 where it is not known, and the seconds."""
@@ -53,10 +53,10 @@ class Steps:
     seconds: list[float]
 
 
-def ours(work: Work, plan: str, steps: Steps | None) -> Run:
-    """Return our generator with a plan; ``steps`` takes down what its steps cost."""
+def ours(work: Work, plan: str, steps: Steps | None = None, noise: float = NOISE) -> Run:
+    """Return our generator with a plan that is told the lengths with an error; ``steps`` takes down what steps cost."""
     generator = slots(work.policy, work.tokenizer, work.num_rows, work.lengths)
-    expected = noisy(np.array(list(work.lengths.values()), dtype=float), NOISE)
+    expected = noisy(np.array(list(work.lengths.values()), dtype=float), noise)
     foretold = ForetoldLengths(dict(zip(work.lengths, expected.tolist(), strict=True)))
     begin = 0.0
 
@@ -92,7 +92,10 @@ def _rounds(work: Work) -> list[list[Key]]:
 
 
 def naive(work: Work) -> Run:
-    """Return rounds on our generator, whose rows all go on to the end of the longest."""
+    """Return rounds on our generator, whose rows all go on to the end of the longest, as in a padded batch.
+
+    The plan ``micro_rounds`` by itself would leave out the rows that have ended, and take less time.
+    """
     kept = {key: max(work.lengths[k] for k in keys) for keys in _rounds(work) for key in keys}
     generator = slots(work.policy, work.tokenizer, work.num_rows, kept)
     rounds = partial(roll_out, generator, work.prompts, work.group_size, work.sampling, "micro_rounds")

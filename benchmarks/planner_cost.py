@@ -1,7 +1,8 @@
 """What planning costs: 100,000 waiting completions, arranged and then handed out one for each that finishes.
 
-The plans are those that a rollout uses. Lengths are known, with an error of 0.35 in their logarithm; looking them up is
-part of the cost. Those admitted first finish first. Seconds are those that the process had a core for.
+The plans are those that a rollout uses. Lengths are told with an assumed error of 0.35 in their logarithm, on which
+the cost does not depend; looking them up is part of it. Those admitted first finish first. Seconds are those that the
+process had a core for.
 
 The share of scheduling (plan, predictor, bookkeeping) in the time of a rollout is measured in real rollouts of the
 demo's policy, whose steps are as short as steps get, and of a random Qwen3 of 31 million parameters.

@@ -2,10 +2,15 @@
 
 Five families of lengths, five workloads (prompts x group on slots), and predictions of several qualities: the true
 lengths, errors of 0.35 and 0.7 in the logarithm, nothing known, and lengths of other completions that claim to be
-those of these (``misleading``). Figures are steps over the lower bound, means over families, workloads and seeds;
-those with a star have seeds of their own, and more of them. The paper is Infinite Sampling, arXiv 2506.22950; its
-baseline is naive micro groups (``micro_rounds``). ``full_group`` would need a slot for each completion, and is no plan
-for these workloads.
+those of these (``misleading``). The errors are assumed: ``length_prediction`` measures those of our predictor.
+Figures are steps over the lower bound, means over families, workloads and seeds; those with a star have seeds of
+their own, and more of them. Lengths recorded in the demo have rows of their own and are part of no mean and no claim:
+with few long completions on few slots there is little to win, and naive rounds are much nearer to the bound.
+
+The paper is Infinite Sampling, arXiv 2506.22950; its baseline is naive micro groups (``micro_rounds``), and it
+reports 45% fewer steps than those. Claims on that are made on all workloads and on the one like the paper's own (one
+prompt, a group of 32 on 8 slots). ``full_group`` would need a slot for each completion, and is no plan for these
+workloads.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ RECORDED_SLOTS = (8, 32)
 RECORDED_BATCHES = 32  # spread evenly over the run
 NOISES: dict[str, float | None] = {"true": 0.0, "0.35": 0.35, "0.7": 0.7, "nothing": None}
 PREDICTIONS = (*NOISES, "misleading")
-BLIND = ("micro_rounds", "fcfs")
-FOLLOWING = ("sjf", "lpt", "short_last", "fptas", "infinite_sampling")
+BLIND = ("micro_rounds", "fixed_slot", "fcfs")
+FOLLOWING = ("sjf", "lpt", "short_last", "balanced", "infinite_sampling")
 PLANS = (*BLIND, *FOLLOWING)
 WORTHLESS = ("fcfs", "lpt", "short_last")  # compared on misleading predictions with more seeds
 
@@ -118,7 +123,7 @@ def _claims(figures: Figures, worthless: Figures, paper: str) -> list[Claim]:
             text = f"{plan}, predictions {case}: steps over those of first come"
             ratio = measured.mean(plan, case) / measured.mean("fcfs", case)
             claims.append(Claim(text, ratio, "<=", 1.01))
-    for case in ("true", "0.35"):
+    for case in ("true", "0.35", "0.7"):
         steps, steps_paper = figures.mean("infinite_sampling", case), figures.mean("infinite_sampling", case, paper)
         name = f"infinite_sampling, predictions {case}"
         claims += [

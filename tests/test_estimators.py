@@ -14,6 +14,7 @@ import torch
 
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import (
+    globally_normalized_advantages,
     group_advantages,
     leave_one_out_advantages,
     median_advantages,
@@ -154,6 +155,30 @@ def test_where_the_median_distance_is_zero_mc_grpo_divides_by_the_mean_distance(
     result = rows(median_advantages, tensor([rewards]))[0]
     assert float(result[0]) == pytest.approx(1 / (1 / size + 1e-3))
     assert int(result.isnan().sum()) == 1 and result[1:].nan_to_num(0.0).tolist() == [0.0] * (size - 1)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_reinforce_plus_plus_is_normalised_over_the_whole_step(seed: int, baseline: bool) -> None:
+    rng = random.Random(seed)
+    groups = [[rng.gauss(number, 2) for _ in range(rng.randint(1, 9))] for number in range(rng.randint(2, 6))]
+    values = [value - baseline * statistics.fmean(group) for group in groups for value in group]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    groups_R = torch.tensor([number for number, group in enumerate(groups) for _ in group])
+    result = globally_normalized_advantages(tensor([v for group in groups for v in group]), groups_R, baseline)
+    assert_close(result, [(value - mean) / (deviation + 1e-4) for value in values])
+
+
+def test_only_without_the_groups_mean_an_equal_group_teaches() -> None:
+    rewards = [[1.0, 1.0], [0.0, 1.0]]  # deviations: of the rewards 0.5, of what is left of them sqrt(1/6)
+    assert_close(
+        rows(globally_normalized_advantages, tensor(rewards), False),
+        [[0.25 / 0.5001] * 2, [-0.75 / 0.5001, 0.25 / 0.5001]],
+    )
+    half = 0.5 / (math.sqrt(1 / 6) + 1e-4)
+    assert_close(rows(globally_normalized_advantages, tensor(rewards), True), [[0.0, 0.0], [-half, half]])
+    # the group scaled by the batch divides by the deviation of the rewards themselves
+    assert_close(rows(group_advantages, tensor(rewards), "batch"), [[0.0, 0.0], [-0.5 / 0.5001, 0.5 / 0.5001]])
 
 
 def test_ngrpo_of_literal_numbers() -> None:

@@ -84,7 +84,7 @@ def test_longest_and_shortest_first_go_by_length_and_among_equals_by_arrival() -
     assert samples(made("sjf", lengths, 2)[0].admit(5)) == [2, 0, 4, 1, 3]
 
 
-@pytest.mark.parametrize("name", ["sjf", "lpt", "short_last", "fptas", "infinite_sampling"])
+@pytest.mark.parametrize("name", ["sjf", "lpt", "short_last", "balanced", "infinite_sampling"])
 def test_plans_fall_back_to_first_come_where_lengths_say_nothing(name: str) -> None:
     plan, _ = made(name, [5, 9, 2, 9, 7], 2, informative=False)
     assert samples(plan.admit(3)) == [0, 1, 2]
@@ -171,7 +171,7 @@ def test_a_full_group_needs_memory_for_all_of_it() -> None:
 
 
 def test_a_lane_keeps_to_its_own_list_until_that_is_empty() -> None:
-    plan, waiting = made("fptas", [6, 5, 4, 3], 2)  # lanes 6 + 3 and 5 + 4
+    plan, waiting = made("balanced", [6, 5, 4, 3], 2)  # lanes 6 + 3 and 5 + 4
     assert samples(plan.admit(2)) == [0, 1]
     plan.finish(waiting[0], 1)
     assert samples(plan.admit(1)) == [3]  # longest first alone would take 2
@@ -188,7 +188,7 @@ def test_the_two_stage_plan_balances_groups_and_decodes_each_shortest_first() ->
 
 
 def test_a_set_aside_job_frees_its_lane() -> None:
-    plan, waiting = made("fptas", [6, 5, 4, 3], 2)
+    plan, waiting = made("balanced", [6, 5, 4, 3], 2)
     plan.admit(2)
     plan.set_aside(waiting[1])
     plan.finish(waiting[0], 6)
@@ -196,7 +196,7 @@ def test_a_set_aside_job_frees_its_lane() -> None:
 
 
 def test_more_slots_than_lanes_are_filled_too() -> None:
-    plan, _ = made("fptas", [6, 5, 4, 3], 2)
+    plan, _ = made("balanced", [6, 5, 4, 3], 2)
     assert sorted(samples(plan.admit(4))) == [0, 1, 2, 3]
 
 
@@ -218,7 +218,7 @@ def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str
     plan.finish(admitted[0], 3)
     rest = plan.admit(4)
     assert {job.key for job in rest} == {job.key for job in waiting} - {admitted[0].key}
-    assert name == "fptas" or name == "infinite_sampling" or rest[0] == asked[1]
+    assert name in ("balanced", "infinite_sampling") or rest[0] == asked[1]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -226,12 +226,13 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
     rng = random.Random(1)
     for _ in range(10):
         num_slots = 200 if name == "full_group" else rng.randint(1, 6)
-        everything = [job for number in range(8) for job in jobs(f"p{number}", rng.randint(0, 6))]
+        everything = [job for number in range(8) for job in jobs(f"p{number}", rng.randint(1, 6))]
         lengths = KnownLengths(everything, np.array([rng.randint(1, 90) for _ in everything]))
         plan = make_plan(name, lengths, num_slots)
         unseen, active, finished = list(everything), [], []
         while len(finished) < len(everything):
-            arriving = rng.randint(0, len(unseen))
+            least = num_slots if name == "fixed_slot" and len(unseen) == len(everything) else 0
+            arriving = rng.randint(least, len(unseen))
             plan.add(unseen[:arriving])
             del unseen[:arriving]
             free = num_slots - len(active)
@@ -251,8 +252,84 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
         assert len(plan) == 0 and plan.admit(num_slots) == []
 
 
+def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() -> None:
+    plan, waiting = made("fixed_slot", [9, 1, 9, 1, 9], 2)  # lists 0, 2, 4 and 1, 3
+    assert samples(plan.admit(2)) == [0, 1]
+    plan.finish(waiting[1], 1)
+    assert samples(plan.admit(1)) == [3]
+    plan.finish(waiting[3], 1)
+    assert plan.admit(1) == [] and len(plan) == 2  # first come would take 2
+    plan.finish(waiting[0], 9)
+    assert samples(plan.admit(2)) == [2]
+
+
+def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> None:
+    plan = make_plan("fixed_slot", NoLengths(), 2)
+    first, second = jobs("a", 3), jobs("b", 2)
+    plan.add(first)
+    assert plan.admit(2) == first[:2]
+    plan.add(second)  # onto the second slot, then the first
+    plan.finish(first[1], 1)
+    assert plan.admit(1) == [second[0]]
+    plan.finish(first[0], 1)
+    assert plan.admit(1) == [first[2]]
+
+
+def test_what_a_fixed_slot_set_aside_comes_back_in_its_own_slot_before_all_others() -> None:
+    plan, waiting = made("fixed_slot", [1] * 6, 3)  # lists 0, 3 and 1, 4 and 2, 5
+    plan.admit(3)
+    plan.set_aside(waiting[2])
+    plan.finish(waiting[0], 1)
+    assert len(plan) == 4
+    assert samples(plan.admit(1)) == [2]
+    assert samples(plan.admit(1)) == [3]
+
+
+def test_fixed_slots_are_no_more_than_the_jobs() -> None:
+    sentence = (
+        r"^The plan fixed_slot deals 3 jobs onto 4 slots, .*: lower the number of slots to 3, or take another plan\.$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        made("fixed_slot", [1] * 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [
+        ("balanced", {0, 2}),  # lists 3 + 3 and 2 + 2 + 2, the best
+        ("balanced:epsilon=0.1", {0, 2}),
+        ("balanced:epsilon=0.2", {0, 1}),  # lists 3 + 2 + 2 and 3 + 2, which longest first makes, are within 1.2
+        ("infinite_sampling:epsilon=0.1", {0, 2}),
+        ("infinite_sampling:epsilon=0.2", {2, 3}),
+    ],
+)
+def test_epsilon_says_when_lists_are_even_enough(spec: str, first: set[int]) -> None:
+    assert set(samples(made(spec, [3, 3, 2, 2, 2], 2)[0].admit(2))) == first
+
+
+@pytest.mark.parametrize("epsilon", ["0", "1", "-0.1", "nan"])
+def test_an_epsilon_that_is_no_fraction_is_refused(epsilon: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^The plan's epsilon is .*: give a fraction between 0 and 1, such as 0\.02\.$"
+    ):
+        make_plan(f"balanced:epsilon={epsilon}", NoLengths(), 4)
+
+
+def test_options_that_a_plan_does_not_have_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^The plan lpt has no option 'epsilon': leave it out \(its options: none\)\.$"
+    ):
+        make_plan("lpt:epsilon=0.1", NoLengths(), 4)
+    with pytest.raises(ValueError, match=r"^The plan balanced has no option 'delta': .* \(its options: epsilon\)\.$"):
+        make_plan("balanced:delta=0.1", NoLengths(), 4)
+    with pytest.raises(ValueError, match=r"^The plan balanced sets epsilon to 'small': give a number\.$"):
+        make_plan("balanced:epsilon=small", NoLengths(), 4)
+
+
 def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^There is no plan 'ltp': take one of full_group, micro_rounds, fcfs, sjf,"):
+    with pytest.raises(
+        ValueError, match=r"^There is no plan 'ltp': take one of full_group, micro_rounds, fixed_slot, fcfs,"
+    ):
         make_plan("ltp", NoLengths(), 4)
     with pytest.raises(ValueError, match=r"^The number of slots is 0: a plan needs 1 or more\.$"):
-        make_plan("fptas", NoLengths(), 0)
+        make_plan("balanced", NoLengths(), 0)

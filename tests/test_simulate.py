@@ -40,6 +40,8 @@ def test_all_plans_that_apply_are_told_in_a_table(capsys: pytest.CaptureFixture[
     assert "8 completions" in printed and "4 slots" in printed
     main(["--trace", SMALL, "--slots", "8"])
     assert list(rows(capsys.readouterr().out)) == list(PLANS)
+    main(["--trace", SMALL, "--slots", "9"])
+    assert list(rows(capsys.readouterr().out)) == [name for name in PLANS if name != "fixed_slot"]
 
 
 def test_batches_of_a_recorded_trace_are_decoded_one_after_the_other(
@@ -85,7 +87,9 @@ def test_the_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "sentence"),
     [
         ("--trace lognormal", "'lognormal' is neither a file nor a family of traces: the families are lognormal_mild"),
-        ("--plans ltp", "There is no plan 'ltp': take one of full_group, micro_rounds, fcfs, sjf, lpt, short_last,"),
+        ("--plans ltp", "There is no plan 'ltp': take one of full_group, micro_rounds, fixed_slot, fcfs, sjf, lpt,"),
+        ("--plans balanced:epsilon=2", "The plan's epsilon is 2.0: give a fraction between 0 and 1, such as 0.02."),
+        ("--plans fixed_slot --slots 999", "The plan fixed_slot deals 512 jobs onto 999 slots, of which some would"),
         ("--plans full_group", "The plan full_group decodes everything at once, and 512 jobs wait for 64 slots: give"),
         ("--noise -0.5", "argument --noise: -0.5 is no spread: give 0 or more, none or recorded."),
         ("--noise much", "argument --noise: 'much' is no number: give 0 or more, none or recorded."),

@@ -142,7 +142,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="Spread of the logarithm of the prediction's errors: 0 for true lengths, none where nothing is known, "
         "recorded for the predictions in the file. Default: 0.",
     )
-    add("--plans", nargs="+", metavar="PLAN", help=f"Plans: {', '.join(PLANS)}. Default: all that apply.")
+    add(
+        "--plans",
+        nargs="+",
+        metavar="PLAN",
+        help=f"Plans: {', '.join(PLANS)}; balanced and infinite_sampling with an option, as in balanced:epsilon=0.05. "
+        "Default: all that apply.",
+    )
     add(
         "--step_cost",
         type=_parse_step_cost,
@@ -181,14 +187,22 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     batches = trace.batches()
     for batch in batches:
         engine.check(batch)
-    most = max(len(batch) for batch in batches)
-    fits_at_once = most <= engine.num_slots and engine.kv_tokens is None
-    plans = options.plans or [name for name in PLANS if name != "full_group" or fits_at_once]
+    plans = options.plans or _plans_that_apply(batches, engine)
     known = [(batch, _lengths(batch, options.noise)) for batch in batches]
     bound = sum(_bound(batch, engine) for batch in batches)
     return [
         Outcome(name, bound, [simulate(batch, name, engine, lengths) for batch, lengths in known]) for name in plans
     ]
+
+
+def _plans_that_apply(batches: Sequence[Trace], engine: Engine) -> list[str]:
+    """All plans but those that would refuse so few slots or so many."""
+    sizes = [len(batch) for batch in batches]
+    applies = {
+        "full_group": max(sizes) <= engine.num_slots and engine.kv_tokens is None,
+        "fixed_slot": min(sizes) >= engine.num_slots,
+    }
+    return [name for name in PLANS if applies.get(name, True)]
 
 
 def _lengths(trace: Trace, noise: Noise) -> LearntLengths:

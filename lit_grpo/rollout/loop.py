@@ -88,7 +88,7 @@ class RolloutLoop:
     Args:
         generator: Decodes; started, and with weights loaded.
         buffer: Owns the groups; a buffer of its own by default.
-        plan: The name of a plan (:data:`lit_grpo.scheduling.plans.PLANS`).
+        plan: What :func:`lit_grpo.scheduling.plans.make_plan` takes: a name, with options or without.
         lengths: What the plan and the memory are told of lengths; it is told what happens, and learns from it once its
             ``end(commit=True)`` is called.
         listeners: Hear what happens, in this order.

@@ -57,3 +57,22 @@ def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, pl
     assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides
     assert kv_tokens is None or stats.kv_tokens_peak <= kv_tokens
     assert stats.num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
+
+
+def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(policy_folder: Path) -> None:
+    computed: list[int] = []
+
+    class Counting(ForcedGenerator):
+        def _decode(self, rows: Any, cache: Any) -> Any:
+            computed.append(len(rows))
+            return super()._decode(rows, cache)
+
+    lengths = {("0", 0, (sample,)): length for sample, length in enumerate([4, 1, 2, 1, 3])}
+    policy: Any = random_policy()
+    generator = Counting(lengths, 3)
+    generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+    generator.load_weights(policy.named_parameters(), 0)
+    loop = RolloutLoop(generator, plan="micro_rounds")
+    _, stats = loop.collect([Prompt("0", (5,) * 3, "")], 5, SamplingParams(max_tokens=LIMIT), seed=0)
+    assert stats.num_steps == 4 + 3  # the first step of a round is that of the prompt
+    assert computed == [2, 1, 1, 1, 1]

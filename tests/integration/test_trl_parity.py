@@ -32,6 +32,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, ScaleBy
+from lit_grpo.update.advantages.functions import globally_normalized_advantages
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
@@ -211,3 +212,19 @@ def test_advantages_of_several_rewards_are_those_of_trl(policy_folder: Path, pol
     ours = recorded[0].flatten()
     assert ours.isnan().tolist() == [index == 2 for index in range(16)]  # no function had a value
     torch.testing.assert_close(ours.nan_to_num(0.0), inputs["advantages"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_reinforce_plus_plus_is_what_trl_normalises_over_the_step(baseline: bool) -> None:
+    """With the group's mean that is RLOO with ``normalize_advantages``, whose factor n / (n - 1) cancels."""
+    from trl.trainer.utils import nanstd
+
+    rewards_PG = torch.tensor(REWARDS, dtype=torch.float64)
+    groups_R = torch.arange(4).repeat_interleave(4)
+    values_PG = rewards_PG
+    if baseline:
+        values_PG = rewards_PG - (rewards_PG.sum(dim=1, keepdim=True) - rewards_PG) / 3
+    expected_R = ((values_PG - values_PG.nanmean()) / (nanstd(values_PG) + 1e-4)).flatten()
+    result_R = globally_normalized_advantages(rewards_PG.flatten(), groups_R, baseline)
+    # TRL's n / (n - 1) of the deviation is in float32; and its 1e-4 is added to a deviation that is 4/3 of ours.
+    torch.testing.assert_close(result_R, expected_R, rtol=1e-4 if baseline else 1e-7, atol=1e-12)

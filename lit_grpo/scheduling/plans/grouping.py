@@ -1,4 +1,4 @@
-"""The FPTAS for few slots: a dynamic program over the loads that the slots can have."""
+"""Dealing jobs onto slots evenly: longest first, MULTIFIT, and a dynamic program with a guarantee."""
 
 from __future__ import annotations
 
@@ -9,71 +9,123 @@ import numpy as np
 
 from lit_grpo.scheduling.bounds import slot_bound
 
-MAX_STATES = 100_000
-"""Load vectors kept over all jobs before the program gives up: under a tenth of a second of work."""
+MOST_LOADS = 4_000_000
+"""Load vectors that the dynamic program keeps, times jobs x lanes x lanes: up to a fifth of a second of work."""
 
 
-def best_lanes(lengths: np.ndarray, num_lanes: int, epsilon: float, limit: float) -> np.ndarray | None:
-    """Return a lane for each job with a makespan of at most ``1 + epsilon`` times the best, or None.
+def fptas_lanes(lengths: np.ndarray, num_lanes: int, epsilon: float, known: np.ndarray) -> np.ndarray | None:
+    """Return a lane for each job with a makespan of at most ``1 + epsilon`` times the best, or None for no answer.
 
-    Horowitz and Sahni (1976): lengths are rounded down to multiples of ``epsilon x limit / (2 x jobs)``, and for one
-    job after another all load vectors that can be reached are listed, each once, lanes in ascending order. Those are
-    up to ``(jobs / epsilon) ** (lanes - 1)``, polynomial only where the number of lanes is fixed. None stands for more
-    than ``MAX_STATES`` of them.
+    The dynamic program of Horowitz and Sahni (1976) for a fixed number of lanes: lengths are rounded down to a unit,
+    and for one job after another, the longest first, all load vectors that can be reached are listed, each once. Those
+    are up to ``(jobs / epsilon) ** (lanes - 1)``, so three things make fewer of them. Jobs of at most ``epsilon`` times
+    the lower bound are left out and dealt at the end, the longest first, to the lane with the least. A vector is
+    dropped where it cannot come to less than ``1 / (1 + epsilon)`` of the schedule that is known, because a lane is too
+    full or the lanes with room have too little of it for what is left: where none remains, what is known is good
+    enough. And of more vectors than there is time for (``MOST_LOADS``) those with the fullest lanes are kept. Once any
+    were cut so, the result is an answer only if it is within ``1 + epsilon`` of the lower bound.
+
+    Where it answers, measured with :func:`packed_lanes` as what is known: all of 40 random instances of 12 jobs on 2
+    to 4 lanes with each epsilon from 0.001 to 0.3, and of 24 jobs on 4 lanes with 0.01 or more. Of 200 made-up groups
+    of 32 jobs (40 of each family in ``replay.traces``) all 200 on 4 lanes with 0.01 or more; on 8 lanes 153 with
+    0.01, 196 with 0.02 and all with 0.05. Longest first alone is as good in 68, 113 and 174 of the latter.
 
     Args:
-        lengths: Tokens expected of each job, shape (jobs,).
+        lengths: Tokens expected of each job, whole numbers, shape (jobs,).
         num_lanes: Slots that the jobs are dealt onto.
-        epsilon: What the makespan may exceed the best by, relative to it.
-        limit: The makespan of a schedule that is known and at most twice the best; what is worse is not looked at.
+        epsilon: What the makespan may exceed the best by, relative to it; between 0 and 1.
+        known: A lane for each job, of any schedule; the better it is, the less there is to look at.
     """
-    unit = max(epsilon * limit / (2 * len(lengths)), 1e-9)
-    if (num_lanes - 1) * math.log2(limit / unit + 1) > 62:  # more than a whole number tells apart
-        return None
+    bound, most = slot_bound(lengths, num_lanes), makespan(lengths, known, num_lanes)
+    if most <= (1 + epsilon) * bound:
+        return known
     order = np.argsort(-lengths, kind="stable")
-    sizes = np.floor(lengths[order] / unit).astype(np.int64)
-    steps = _reachable(sizes, num_lanes, int(limit / unit))
-    return None if steps is None else _trace_back(steps, sizes, order, num_lanes)
+    large, small = np.split(order, [np.count_nonzero(lengths > epsilon * bound)])
+    sizes, limit = _rounded(lengths[large], most / (1 + epsilon), epsilon * bound)
+    most_loads = MOST_LOADS // (len(order) * num_lanes**2) + 1
+    steps, cut = _reachable(sizes, num_lanes, limit, most_loads)
+    if steps is None:
+        return None if cut else known
+    lanes = np.zeros(len(lengths), dtype=np.int64)
+    lanes[large] = _trace_back(steps, sizes, num_lanes)
+    _fill_up(lanes, lengths, large, small, num_lanes)
+    return None if cut and makespan(lengths, lanes, num_lanes) > (1 + epsilon) * bound else lanes
+
+
+def _rounded(lengths: np.ndarray, below: float, error: float) -> tuple[np.ndarray, int]:
+    """Round down to a unit so that a lane with less than ``below`` is off by at most ``error`` in all.
+
+    Returns the lengths in units, and the most units that are less than ``below``. Lengths are in descending order.
+    """
+    most_jobs = int(np.searchsorted(np.cumsum(lengths[::-1]), below + error, side="right"))
+    # One job more than that is over ``below`` in units too; and whole numbers are exact with a unit of 1.
+    unit = max(error / (most_jobs + 1), 1.0)
+    return np.floor(lengths / unit).astype(np.int64), math.ceil(below / unit) - 1
 
 
 Step = tuple[np.ndarray, np.ndarray]
 """For each load vector after a job: the vector that it came from, and the lane that took the job."""
 
 
-def _reachable(sizes: np.ndarray, num_lanes: int, limit: int) -> list[Step] | None:
-    """List the steps to all load vectors up to ``limit``; the last step is that of the best vector alone."""
-    loads = np.zeros((1, num_lanes), dtype=np.int64)
-    weights = (limit + 1) ** np.arange(num_lanes - 1, dtype=np.int64)
+def _reachable(sizes: np.ndarray, num_lanes: int, limit: int, most_loads: int) -> tuple[list[Step] | None, bool]:
+    """List the steps to the load vectors up to ``limit``; the last step is that of the best vector alone.
+
+    Returns None for the steps where no vector remains, and whether any were cut for being more than ``most_loads``.
+    """
+    loads = np.zeros((1, num_lanes), dtype=np.int64)  # each in ascending order
+    left = sizes.sum() - np.cumsum(sizes)  # after each job
     steps: list[Step] = []
-    kept = 0
-    for size in sizes:
-        parents = np.tile(np.arange(len(loads)), num_lanes)
-        chosen = np.repeat(np.arange(num_lanes), len(loads))
+    cut = False
+    for size, rest in zip(sizes.tolist(), left.tolist(), strict=True):
+        is_first = np.diff(loads, axis=1, prepend=-1) > 0  # of lanes with equal loads
+        parents, chosen = np.nonzero(is_first & (loads + size <= limit))
         grown = loads[parents]
         grown[np.arange(len(grown)), chosen] += size
-        within = np.flatnonzero(grown.max(axis=1) <= limit)
-        grown = np.sort(grown[within], axis=1)
-        # The last load is the rest of the total, so the others tell vectors apart.
-        _, first = np.unique(grown[:, :-1] @ weights, return_index=True)
+        room = limit - grown
+        keep = np.flatnonzero(np.where(room >= sizes[-1], room, 0).sum(axis=1) >= rest)
+        grown = np.sort(grown[keep], axis=1)
+        first = _distinct(grown, limit)
+        if len(first) > most_loads:
+            cut = True
+            first = first[np.argsort(-np.square(grown[first]).sum(axis=1), kind="stable")[:most_loads]]
+        if not len(first):
+            return None, cut
         loads = grown[first]
-        steps.append((parents[within[first]], chosen[within[first]]))
-        kept += len(loads)
-        if kept > MAX_STATES or not len(loads):
-            return None
-    best = [int(loads[:, -1].argmin())]
-    steps[-1] = (steps[-1][0][best], steps[-1][1][best])
-    return steps
+        steps.append((parents[keep[first]], chosen[keep[first]]))
+    if steps:
+        best = [int(loads[:, -1].argmin())]
+        steps[-1] = (steps[-1][0][best], steps[-1][1][best])
+    return steps, cut
 
 
-def _trace_back(steps: list[Step], sizes: np.ndarray, order: np.ndarray, num_lanes: int) -> np.ndarray:
+def _distinct(loads: np.ndarray, limit: int) -> np.ndarray:
+    """Return the number of one row of each kind. All rows have the same total, so that the last lane tells nothing."""
+    bits = limit.bit_length()
+    width = max(62 // bits, 1)  # lanes that go into one number
+    weights = 1 << (bits * np.arange(width, dtype=np.int64))
+    parts = [loads[:, lane : min(lane + width, loads.shape[1] - 1)] for lane in range(0, loads.shape[1] - 1, width)]
+    numbers = np.array([part @ weights[: part.shape[1]] for part in parts])
+    order = np.lexsort(numbers)
+    return order[np.any(np.diff(numbers[:, order], axis=1, prepend=-1) != 0, axis=0)]
+
+
+def _fill_up(lanes: np.ndarray, lengths: np.ndarray, dealt: np.ndarray, jobs: np.ndarray, num_lanes: int) -> None:
+    """Give each of some jobs to the lane with the least, beside those that have been dealt; writes to ``lanes``."""
+    loads = np.bincount(lanes[dealt], weights=lengths[dealt], minlength=num_lanes)
+    for job in jobs.tolist():
+        lanes[job] = loads.argmin()
+        loads[lanes[job]] += lengths[job]
+
+
+def _trace_back(steps: list[Step], sizes: np.ndarray, num_lanes: int) -> np.ndarray:
     """Follow the best vector back to the start, then deal the jobs along the way."""
     state, path = 0, []
     for parents, chosen in reversed(steps):
         path.append(int(chosen[state]))
         state = int(parents[state])
-    lanes = np.zeros(len(order), dtype=np.int64)
+    lanes = np.zeros(len(sizes), dtype=np.int64)
     sorted_lanes = [(0, lane) for lane in range(num_lanes)]
-    for place, job, size in zip(reversed(path), order.tolist(), sizes.tolist(), strict=True):
+    for job, (place, size) in enumerate(zip(reversed(path), sizes.tolist(), strict=True)):
         load, lane = sorted_lanes[place]
         lanes[job] = lane
         sorted_lanes[place] = (load + size, lane)
@@ -82,17 +134,17 @@ def _trace_back(steps: list[Step], sizes: np.ndarray, order: np.ndarray, num_lan
 
 
 MULTIFIT_ROUNDS = 10
-MULTIFIT_WORK = 50_000
-"""MULTIFIT is tried up to this many jobs x lanes: it costs their product, and with many jobs LPT is as good."""
+MOST_WORK = 50_000
+"""More than LPT is tried up to this many jobs x lanes: it costs their product, and with many jobs LPT is as good."""
 
 
 def balanced_lanes(lengths: np.ndarray, num_lanes: int, epsilon: float) -> np.ndarray:
     """Return a lane for each job, int64, shape (jobs,), so that the largest total length of a lane is small.
 
-    Longest-first is taken where it is within ``1 + epsilon`` of the lower bound. Else the exact dynamic program over
-    rounded load vectors (:func:`best_lanes`), within ``1 + epsilon`` of the best, where the lanes are few; else the
-    better of longest-first and MULTIFIT (Coffman, Garey, Johnson 1978: at most 13/11 of the best), for which there
-    is no such bound: for any number of lanes the problem is strongly NP-hard and has no FPTAS.
+    Longest-first is taken where it is within ``1 + epsilon`` of the lower bound. Else that of :func:`fptas_lanes`,
+    within ``1 + epsilon`` of the best, where it has an answer; else the better of longest-first and MULTIFIT (Coffman,
+    Garey, Johnson 1978: at most 13/11 of the best), for which there is no such bound: for any number of lanes the
+    problem is strongly NP-hard and has no FPTAS.
 
     Args:
         lengths: Tokens of each job, whole numbers, shape (jobs,).
@@ -101,16 +153,13 @@ def balanced_lanes(lengths: np.ndarray, num_lanes: int, epsilon: float) -> np.nd
     """
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
-    lanes = _longest_first(lengths, num_lanes)
+    lanes = longest_first_lanes(lengths, num_lanes)
     target = (1.0 + epsilon) * slot_bound(lengths, num_lanes)
-    if makespan(lengths, lanes, num_lanes) <= target:
+    if makespan(lengths, lanes, num_lanes) <= target or len(lengths) * num_lanes > MOST_WORK:
         return lanes
-    best = best_lanes(lengths, num_lanes, epsilon, makespan(lengths, lanes, num_lanes))
-    if best is not None:
-        return min(best, lanes, key=lambda candidate: makespan(lengths, candidate, num_lanes))
-    if len(lengths) * num_lanes > MULTIFIT_WORK:
-        return lanes
-    return _multifit(lengths, num_lanes, lanes)
+    lanes = packed_lanes(lengths, num_lanes, lanes)
+    answer = fptas_lanes(lengths, num_lanes, epsilon, lanes)
+    return lanes if answer is None else min(answer, lanes, key=lambda each: makespan(lengths, each, num_lanes))
 
 
 def makespan(lengths: np.ndarray, lanes: np.ndarray, num_lanes: int) -> float:
@@ -118,7 +167,7 @@ def makespan(lengths: np.ndarray, lanes: np.ndarray, num_lanes: int) -> float:
     return float(np.bincount(lanes, weights=lengths, minlength=num_lanes).max())
 
 
-def _longest_first(lengths: np.ndarray, num_lanes: int) -> np.ndarray:
+def longest_first_lanes(lengths: np.ndarray, num_lanes: int) -> np.ndarray:
     """Give each job, the longest first, to the lane with the least so far."""
     lanes = np.zeros(len(lengths), dtype=np.int64)
     loads = [(0.0, lane) for lane in range(num_lanes)]
@@ -130,8 +179,8 @@ def _longest_first(lengths: np.ndarray, num_lanes: int) -> np.ndarray:
     return lanes
 
 
-def _multifit(lengths: np.ndarray, num_lanes: int, lanes: np.ndarray) -> np.ndarray:
-    """Search for the least capacity with which first-fit decreasing needs no more lanes, below that of ``lanes``."""
+def packed_lanes(lengths: np.ndarray, num_lanes: int, lanes: np.ndarray) -> np.ndarray:
+    """Return what MULTIFIT finds: the least capacity, below that of ``lanes``, that first-fit decreasing needs."""
     low, high = slot_bound(lengths, num_lanes), makespan(lengths, lanes, num_lanes)
     for _ in range(MULTIFIT_ROUNDS):
         middle = (low + high) / 2

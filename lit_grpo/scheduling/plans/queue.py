@@ -149,9 +149,12 @@ class Queue:
 
 
 class MicroRounds(Queue):
-    """Naive micro groups: rounds in the order of arrival, each of which keeps its rows until its longest is done.
+    """Naive micro groups: rounds in the order of arrival; a new one starts when the longest of the last is done.
 
-    The baseline of Infinite Sampling (arXiv 2506.22950).
+    The baseline of Infinite Sampling (arXiv 2506.22950). No slot is refilled within a round, but in real decoding the
+    rows that have finished are left out of the computation until it ends: later steps of a round are of fewer rows. So
+    in time, though not in steps, it is a stronger baseline than a padded ``generate`` of each round, which computes
+    all rows to the last step.
     """
 
     def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:

@@ -12,6 +12,7 @@ import torch
 
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import (
+    globally_normalized_advantages,
     group_advantages,
     leave_one_out_advantages,
     median_advantages,
@@ -20,7 +21,9 @@ from lit_grpo.update.advantages.functions import (
 )
 from lit_grpo.update.advantages.smoothing import RewardHistory
 
-Estimator = Literal["grpo", "rloo", "mc_grpo", "ngrpo", "gdpo", "dcpo"]
+Estimator = Literal[
+    "grpo", "rloo", "mc_grpo", "ngrpo", "gdpo", "dcpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+]
 ScaleBy = Literal["group", "batch", "mad", "none"]
 SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
     "grpo": ("group", "batch", "none"),
@@ -29,6 +32,8 @@ SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
     "ngrpo": ("group", "none"),
     "gdpo": ("batch",),
     "dcpo": ("group",),
+    "reinforce_plus_plus": ("batch",),
+    "reinforce_plus_plus_baseline": ("batch",),
 }
 KL_HAS_NO_PLACE: Mapping[str, str] = {
     "gdpo": "gdpo normalises each reward function by itself, and the KL term is none",
@@ -88,10 +93,11 @@ class Advantages:
     Args:
         estimator: ``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others), ``mc_grpo`` (minus the
             median), ``ngrpo`` (with a virtual member of the best reward), ``gdpo`` (each reward function normalised
-            by itself) or ``dcpo`` (smoothed over the visits of a prompt).
+            by itself), ``dcpo`` (smoothed over the visits of a prompt), ``reinforce_plus_plus`` (minus the batch's
+            mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch).
         scale: What they are divided by: the standard deviation of the ``group`` or of the ``batch``, the
             median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo and dcpo, ``none`` for
-            rloo, ``mad`` for mc_grpo and ``batch`` for gdpo.
+            rloo, ``mad`` for mc_grpo and ``batch`` for the others.
         max_reward: The highest reward that a completion can get, for ``ngrpo``.
     """
 
@@ -153,5 +159,7 @@ class Advantages:
             return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, weights_K)
         if self.estimator == "dcpo":
             return history.advantages(*of, rewards.prompt_ids)
+        if self.estimator.startswith("reinforce_plus_plus"):
+            return globally_normalized_advantages(*of, baseline=self.estimator.endswith("baseline"))
         functions = {"grpo": group_advantages, "rloo": leave_one_out_advantages, "mc_grpo": median_advantages}
         return functions[self.estimator](*of, scale)

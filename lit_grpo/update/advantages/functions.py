@@ -48,6 +48,30 @@ def leave_one_out_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, sc
     return _scaled(centred_R, exact_R, groups_R, scale).to(rewards_R.dtype)
 
 
+def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool) -> torch.Tensor:
+    """Normalise over all completions of the step: ``A = (x - mean(x)) / (std(x) + 1e-4)`` (REINFORCE++).
+
+    ``x`` is the reward, or with ``baseline`` the reward minus its group's mean ("REINFORCE++ w/ baseline"; arXiv
+    2501.03262, version 9). Unlike :func:`group_advantages` with ``scale="batch"`` it divides by the deviation of what
+    was centred. Without ``baseline`` a group whose rewards are all equal has an advantage other than 0.
+
+    Mean and deviation are over completions, each alike, as in TRL's ``normalize_advantages``; verl whitens over tokens,
+    so that long completions count more, and takes the mean of a group of one as 0. Which of these the paper means, and
+    its epsilon, could not be verified. The paper's KL terms are fields of the objective: with ``baseline``
+    ``kl.estimator: k2`` in the loss; without it k1 in the reward, which the paper adds up from each token to the
+    completion's end and ``kl.place: reward`` over the whole completion.
+
+    Args:
+        rewards_R: On several ranks all of the step's.
+        groups_R: The number of the group that each belongs to.
+        baseline: Whether each group's mean is subtracted first.
+    """
+    exact_R, step_R = rewards_R.double(), torch.zeros_like(groups_R)
+    # Less its groups' means, the mean of the step is 0, and what is 0 stays exactly 0.
+    centred_R = less_group_mean(exact_R, groups_R if baseline else step_R)
+    return _scaled(centred_R, centred_R, step_R, "group").to(rewards_R.dtype)
+
+
 def median_advantages(
     rewards_R: torch.Tensor, groups_R: torch.Tensor, scale: Literal["mad", "none"] = "mad"
 ) -> torch.Tensor:
