@@ -63,6 +63,17 @@ def make_learner(lr: float = 0.0, double: bool = True, **changes: Any) -> tuple[
     return Learner(policy, steps, Settings(**(defaults | changes))), steps
 
 
+def gradient_of(groups: Sequence[RolloutGroup]) -> torch.Tensor:
+    """The gradient of one update from rollouts, rewarded by what their lengths leave over."""
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.reward = float(rollout.completion.num_tokens % 3)
+            rollout.rewards = {"exact": rollout.reward}
+    learner, steps = make_learner(max_tokens=128)
+    learner.learn(list(groups))
+    return steps.gradients[0]
+
+
 def member(prompt: Prompt, sample: int, versions: Sequence[int], trained: Sequence[bool], reward: float) -> Rollout:
     """A rollout of random tokens; sampled ones have log-probs near those of the policy."""
     generator = torch.Generator().manual_seed(hash((prompt.token_ids, sample)) % 2**31)

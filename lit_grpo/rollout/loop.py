@@ -282,10 +282,10 @@ class _Rollout:
 
     def _finish(self, completion: Completion) -> list[Answer | None]:
         job = self._flight.leave(completion.request.key)
-        if self._probe is not None:
-            self._release([completion.request])
         self._reports.finish(job, completion.num_tokens, len(self._plan) > 0)
         self._plan.finish(job, completion.num_tokens)
+        if self._probe is not None:
+            self._release([completion.request])
         self.stats.lengths.append(completion.num_tokens)
         answers = [listener.finish(completion) for listener in self._listeners]
         return answers + self._whole(self._buffer.finish(completion))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import full_logprobs
+from hand_made import full_logprobs, relative_error
+from test_learner import gradient_of
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
@@ -157,6 +158,19 @@ def test_the_order_of_admission_does_not_change_what_is_sampled(generator: Any) 
             same = expected.pop(completion.request.key).completion
             assert completion.token_ids_T.tolist() == same.token_ids_T.tolist()
     assert not expected
+
+
+@pytest.mark.parametrize("points", [[8], [4, 8, 12]], ids=["a probe", "time slices"])
+def test_a_probe_changes_neither_what_is_sampled_nor_its_gradient(generator: Any, points: list[int]) -> None:
+    without, _ = RolloutLoop(generator).collect(PROMPTS, 6, SAMPLING, 0)
+    groups, stats = RolloutLoop(generator, plan="lpt", points=points).collect(PROMPTS, 6, SAMPLING, 0)
+    assert len(stats.spans) > 18 + 3  # some gave up their slots
+    assert stats.num_tokens == sum(rollout.completion.num_tokens for group in groups for rollout in group.rollouts)
+    for group, other in zip(groups, without, strict=True):
+        for one, two in zip(group.rollouts, other.rollouts, strict=True):
+            assert one.completion.token_ids_T.tolist() == two.completion.token_ids_T.tolist()
+            assert torch.allclose(one.completion.logprobs_T, two.completion.logprobs_T, atol=1e-5)
+    assert relative_error(gradient_of(groups), gradient_of(without)) < 1e-4
 
 
 def test_seeds_and_visits_sample_anew(generator: Any) -> None:

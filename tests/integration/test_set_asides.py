@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
+from hand_made import relative_error
+from test_learner import gradient_of
 
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.rollout.slots import generator as slots_module
+from lit_grpo.rollout.slots import prompts as prompts_module
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.memory import KVBudget
 from lit_grpo.scheduling.plans.plan import PLANS
@@ -109,6 +112,25 @@ def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     assert samples(controller.collect(PROMPTS, 4, SAMPLING, seed=0)[0]) == samples(expected)
 
 
+@pytest.mark.parametrize("kv_tokens", [None, 600, 350, 200])
+@pytest.mark.parametrize("points", [[8], [64], range(10, 99, 10)], ids=["early", "late", "slices"])
+def test_a_probe_under_scarce_memory_changes_neither_samples_nor_gradient(
+    policy: Any, tokenizer: Any, expected: list[RolloutGroup], points: Any, kv_tokens: int | None
+) -> None:
+    held = []
+    generator = make(policy, tokenizer, 6, kv_tokens)
+    listener = Stepped(lambda _: held.append(generator.capacity().kv_tokens_in_use))
+    loop = RolloutLoop(generator, plan="lpt", listeners=[listener], points=points)
+    groups, stats = loop.collect(PROMPTS, 4, SAMPLING, seed=0)
+    assert len(stats.spans) > 12 and max(held) <= (kv_tokens or 6 * 100 + 100)
+    assert samples(groups) == samples(expected)
+    for group, other in zip(groups, expected, strict=True):
+        for one, two in zip(group.rollouts, other.rollouts, strict=True):
+            assert torch.allclose(one.completion.logprobs_T, two.completion.logprobs_T, atol=1e-5)
+    assert relative_error(gradient_of(groups), gradient_of(expected)) < 1e-4
+    assert generator.capacity().kv_tokens_in_use == 0  # nothing is kept of what has ended
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 @pytest.mark.parametrize("place", ["decode_step", "sample_tokens", "prefill"])
 def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
@@ -120,7 +142,8 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     place: str,
 ) -> None:
     generator, calls = make(policy, tokenizer, 6), 0
-    original = getattr(slots_module, place)
+    module = prompts_module if place == "prefill" else slots_module
+    original = getattr(module, place)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -129,7 +152,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
             raise error
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(slots_module, place, failing)
+    monkeypatch.setattr(module, place, failing)
     groups, stats = RolloutLoop(generator).collect(PROMPTS, 4, SAMPLING, seed=0)
     assert samples(groups) == samples(expected)
     assert stats.num_set_aside > 1

@@ -39,9 +39,24 @@ def make_trace(seed: int) -> Trace:
 @pytest.mark.parametrize("kv_tokens", [None, 1000, 420, 200])
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "full_group"])
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
+    num_set_aside = check(policy_folder, plan, kv_tokens)
+    assert num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 1000, 420])
+@pytest.mark.parametrize("plan", ["lpt", "infinite_sampling"])
+@pytest.mark.parametrize("points", [(8,), (40,), (10, 30, 60)])
+def test_probes_and_time_slices_take_the_same_steps_as_with_a_model(
+    policy_folder: Path, points: tuple[int, ...], plan: str, kv_tokens: int | None
+) -> None:
+    check(policy_folder, plan, kv_tokens, points)
+
+
+def check(policy_folder: Path, plan: str, kv_tokens: int | None, points: tuple[int, ...] = ()) -> int:
+    """Decode a trace with a model and without; return how often a completion was set aside."""
     trace, num_slots = make_trace(len(plan)), 7
     lengths = KnownLengths(trace.jobs, np.ceil(0.3 * noisy(trace.lengths, 0.6)))  # so that memory runs out
-    simulated = simulate(trace, plan, Engine(num_slots, kv_tokens, Pieces()), lengths)
+    simulated = simulate(trace, plan, Engine(num_slots, kv_tokens, Pieces()), lengths, points)
     policy: Any = random_policy()
     generator = ForcedGenerator(dict(zip(trace.keys, trace.lengths.tolist(), strict=True)), num_slots)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
@@ -51,12 +66,12 @@ def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, pl
         size = generator.budget.bytes_per_token
         generator.budget = KVBudget(kv_tokens * size, size, prefill_tokens=8192)
     prompts = [Prompt(str(group), (5,) * tokens, "") for group, tokens in enumerate(PROMPT_TOKENS)]
-    loop = RolloutLoop(generator, plan=plan, lengths=lengths)
+    loop = RolloutLoop(generator, plan=plan, lengths=lengths, points=points)
     _, stats = loop.collect(prompts, GROUP_SIZE, SamplingParams(max_tokens=LIMIT), seed=0)
     assert list(stats.spans) == list(simulated.spans)
     assert stats.num_steps == simulated.steps and stats.num_set_aside == simulated.set_asides
     assert kv_tokens is None or stats.kv_tokens_peak <= kv_tokens
-    assert stats.num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
+    return stats.num_set_aside
 
 
 def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(policy_folder: Path) -> None:

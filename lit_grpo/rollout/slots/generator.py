@@ -391,7 +391,7 @@ class SlotGenerator(Versioned):
         events.set_aside = [*rows, *self._incoming]
         events.finished.clear()
         self._rows = self._cache = None
-        self._incoming = []
+        self._incoming, self._kept = [], KeptCompletions()
         self._prompts.expect_nothing()
 
     def _prompt_key(self, request: Request) -> PromptKey:
