@@ -16,7 +16,7 @@ def teach(model: LengthModel, x: np.ndarray, y: np.ndarray, groups: np.ndarray |
 
 
 def model_of() -> LengthModel:
-    return LengthModel(between=1e9, penalty=0.01)
+    return LengthModel(between=1e9)
 
 
 def batch(rng: np.random.Generator, slopes: list[float], noise: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -57,12 +57,12 @@ def test_columns_that_differ_between_groups_for_other_reasons_still_count_within
     vague = own + rng.normal(0, 1.0, 1024)
     shares = []
     for between in (1, 1e9):
-        model = LengthModel(between, penalty=0.01)
+        model = LengthModel(between)
         for _ in range(3):
             teach(model, np.column_stack([clear, vague]), own, groups)
         nothing, of_clear, of_vague = model.predict(np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
         shares.append((of_clear - nothing) / (of_vague - nothing))
-    assert shares[0] > 2
+    assert shares[0] > 1
     assert shares[1] < 0.5
 
 

@@ -11,7 +11,7 @@ NO_LIMIT = 1e9
 
 
 def model_of(errors: np.ndarray) -> LengthModel:
-    model = LengthModel(between=1, penalty=0.1)
+    model = LengthModel(between=1)
     model.errors = errors
     return model
 
@@ -55,7 +55,7 @@ def test_a_smaller_scale_draws_lengths_together() -> None:
 
 
 def test_only_the_last_errors_are_kept() -> None:
-    model, rows = LengthModel(between=1, penalty=0.1), np.arange(1500)
+    model, rows = LengthModel(between=1), np.arange(1500)
     for value in (1.0, 2.0):
         model.learn(np.empty((1500, 0)), np.full(1500, value), rows, np.ones(1500), rows >= 0)
     assert model.errors.tolist() == [1.0] * 548 + [2.0] * 1500

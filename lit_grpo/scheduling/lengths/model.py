@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 FORGETTING = 0.95  # the weight of all that has been learnt, at each new rollout
+PENALTY = 0.1  # of every slope, where the variance of a column is 1
+LEAST_WORTH = 0.05  # what columns are always taken to be worth, so that they order what is alike otherwise
 NUM_ERRORS, TAIL = 2048, 8  # past errors kept; beyond so many of the largest, the tail goes on in their shape
 
 
@@ -18,11 +20,10 @@ class LengthModel:
 
     Args:
         between: See above.
-        penalty: Of every slope, where the variance of a column is 1.
     """
 
-    def __init__(self, between: float, penalty: float) -> None:
-        self.between, self.penalty = between, penalty
+    def __init__(self, between: float) -> None:
+        self.between = between
         self.moments = np.empty((0, 0))  # of the columns (1, x, y), weighted
         self.sums = np.zeros(3)  # of rows, of what columns said times what they should have, and of its squares
         self.errors = np.empty(0)  # of past predictions, in units of the scale that each was expected to have
@@ -31,7 +32,7 @@ class LengthModel:
         """Return predictions, shape (n,), for ``x``, shape (n, columns); 0 without columns or moments."""
         if not x.shape[1] or not len(self.moments):
             return np.zeros(len(x))
-        worth = np.clip(self.sums[1] / self.sums[2], 0, 1) if self.sums[2] else 1.0
+        worth = np.clip(self.sums[1] / self.sums[2], LEAST_WORTH, 1) if self.sums[2] else 1.0
         return self._means[-1] + worth * self._deviations(x)
 
     def learn(self, x: np.ndarray, y: np.ndarray, groups: np.ndarray, scale: np.ndarray, new: np.ndarray) -> None:
@@ -96,5 +97,5 @@ class LengthModel:
         covariance = (self.moments[1:, 1:] - self.moments[0, 0] * np.outer(self._means, self._means)) / self.sums[0]
         self._spread = float(np.sqrt(max(covariance[-1, -1], 0.0)))
         scale = np.sqrt(np.maximum(covariance.diagonal()[:-1], 1e-6 * (1e-6 + np.square(self._means[:-1]))))
-        system = covariance[:-1, :-1] / np.outer(scale, scale) + self.penalty * np.eye(len(scale))
+        system = covariance[:-1, :-1] / np.outer(scale, scale) + PENALTY * np.eye(len(scale))
         self._slopes = np.linalg.solve(system, covariance[:-1, -1] / scale) / scale

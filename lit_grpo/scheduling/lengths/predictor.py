@@ -20,13 +20,14 @@ MOST_SCALARS, NUM_COLUMNS = 63, 256  # of features, after their projection
 MOST_LEARNED = 16_384  # rows of a rollout that each stage learns from
 WINDOW = 64  # groups that quality is taken from
 ENOUGH = 64  # finished completions, before predictions are followed
+NEW_PROMPT, KNOWN_PROMPT = 0.3, 8  # rows as which what lies between groups counts in regressions
 RECOUNTS = 32  # how often in a rollout the siblings are taken account of
 JOB = np.dtype(
     [(name, np.int64) for name in ("group", "limit", "decoded", "total", "seen", "stage")]
     + [(name, np.float64) for name in ("mu", "new", "before", "shift", "number", "mean", "variance", "scale")]
 )
-"""What is known of a job. ``mu`` is the predicted log of the tokens after those of its latest ``stage``, ``before`` what
-it was before decoding, ``new`` what that would be without a history, ``shift`` what siblings add; ``number`` to
+"""What is known of a job. ``mu`` is the predicted log of the tokens after those of its latest ``stage``, ``before``
+what it was before decoding, ``new`` what that would be without a history, ``shift`` what siblings add; ``number`` to
 ``scale`` are of the prompt's history. ``total`` is 0 until it has ended, ``seen`` counts the stages observed."""
 
 
@@ -51,8 +52,9 @@ class LengthPredictor:
     A stage is the time before decoding or one of the later ``points``. At each, two small regressions correct the log
     of the tokens that were expected anyway by the policy's features (:class:`LengthModel`), one for prompts without a
     history, one for those with; a prediction mixes them, the more history the more of the second. Both learn from all
-    completions, the second as if their siblings had been an earlier visit. An estimate is the mean over the errors of past predictions that leave a completion longer than it is; those that wait
-    are corrected by what siblings have done (:func:`sibling_shifts`).
+    completions, the second as if their siblings had been an earlier visit. An estimate is the mean over the errors of
+    past predictions that a completion has not yet outlived; those of jobs that wait are corrected by what siblings have
+    done (:func:`sibling_shifts`).
 
     What is told of a rollout is kept aside until ``end``, and never part of the state: with ``commit``, all of it is
     learnt at once; without, nothing remains. Of a rollout that is committed before all its jobs have finished, those
@@ -88,7 +90,7 @@ class LengthPredictor:
         self._settings = {"points": list(points), "num_scalars": num_scalars}
         self._stages = tuple(sorted({0, *points}))
         self._projection, self._history = Projection(NUM_COLUMNS, num_scalars), PromptHistory(history)
-        self._models = [(LengthModel(1, 0.1), LengthModel(16, 0.2)) for _ in self._stages]  # of new and known prompts
+        self._models = [(LengthModel(NEW_PROMPT), LengthModel(KNOWN_PROMPT)) for _ in self._stages]
         self._quality = [np.empty((0, 3)) for _ in self._stages]  # rows of predicted, actual, number of the group
         # of all log lengths, forgetting: their number and sum, squares within groups and their degrees of freedom
         self._logs = np.zeros(4)
