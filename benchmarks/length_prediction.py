@@ -8,9 +8,7 @@ from only when its rollout has ended. Those of the first visit are not counted, 
 without. The correlation "within" is of the logs of lengths less the mean of their group.
 
 The others say the mean of the prompt's earlier completions; of its siblings in this very rollout, which nothing can
-know in time; and of all earlier completions that had come as far, "tokens seen alone". What can be said of prompts
-never seen depends on how many others have been: with 48 prompts instead of 96, in three rollouts instead of six, the
-rank correlation after 8 tokens was below 0.1.
+know in time; and of all earlier completions that had come as far, "tokens seen alone".
 """
 
 from __future__ import annotations

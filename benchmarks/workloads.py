@@ -35,7 +35,8 @@ class HardRows(RowSource):
     """
 
     def __init__(self, num_rows: int, of: int = 64, split: Split = "train") -> None:
-        self.num_rows, self.of, self.split = num_rows, max(of, num_rows), split
+        self.num_rows, self.of = num_rows, max(of, num_rows)
+        self.split: Split = split
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one dict an exercise, the longest first."""

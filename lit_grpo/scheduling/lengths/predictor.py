@@ -242,7 +242,7 @@ class LengthPredictor:
     def _predict(self, stage: int, rows: np.ndarray, features: np.ndarray) -> None:
         """Predict rows at a stage, and write down what is said of them as they were then."""
         jobs = self._jobs[rows]
-        if self._of_errors(stage, False):
+        if len(self._of_errors(stage, known=False).errors):
             new, known = (
                 said + model.predict(features)
                 for said, model in zip(self._anyway(stage, jobs), self._models[stage], strict=True)
@@ -265,10 +265,10 @@ class LengthPredictor:
         ]
         return [np.log(np.maximum(rest, 0.5)) for rest in rests]
 
-    def _of_errors(self, stage: int, known: bool) -> LengthModel | None:
-        """Return the model of known or new prompts if it knows its errors, or the other one, or nothing."""
+    def _of_errors(self, stage: int, known: bool) -> LengthModel:
+        """Return the model of known or new prompts if it knows its errors, and else the other one."""
         pair = self._models[stage]
-        return next((model for model in (pair[known], pair[not known]) if len(model.errors)), None)
+        return pair[known] if len(pair[known].errors) else pair[not known]
 
     def _expected(self, jobs: np.ndarray) -> np.ndarray:
         """Return the mean total tokens of jobs, given what has been decoded of them."""
@@ -279,8 +279,8 @@ class LengthPredictor:
                 mine = (jobs["stage"] == stage) & ((jobs["number"] > 0) == known) & ~np.isnan(mu)
                 if mine.any():
                     lasted, rest = np.maximum(decoded[mine] - start, 0), limit[mine] - start
-                    model = self._of_errors(stage, known)
-                    totals[mine] = start + model.mean(mu[mine], jobs["scale"][mine], lasted, rest)
+                    about = mu[mine], jobs["scale"][mine], lasted, rest
+                    totals[mine] = start + self._of_errors(stage, known).mean(*about)
         totals = np.clip(totals, np.minimum(decoded + 1, limit), limit)
         return np.where(jobs["total"] > 0, jobs["total"], totals)
 
@@ -306,7 +306,7 @@ class LengthPredictor:
         for stage, (start, chunks) in enumerate(zip(self._stages, self._observed, strict=True)):
             if stage == 0 and not chunks:
                 chunks.append((np.arange(len(jobs)), np.empty((len(jobs), 0))))
-            if chunks:
+            if chunks and (stage == 0 or len(self._of_errors(0, known=False).errors)):
                 rows, features = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
                 usable = np.argsort(rows)
                 usable = usable[(begun & (totals > start))[rows[usable]]]
@@ -323,9 +323,9 @@ class LengthPredictor:
             model.learn(x, (logs - anyway)[some], jobs["group"][some], scale[some], fresh[some])
 
     def _is_informative(self) -> bool:
-        said, came, groups = self._quality[0].T
-        needed = max(self.min_correlation, 2 / math.sqrt(max(len(np.unique(groups)), 1)))
-        return len(said) >= ENOUGH and spearman(said, came) >= needed
+        said, actual, groups = self._quality[0].T
+        by_chance = 2 / math.sqrt(max(len(np.unique(groups)), 1))
+        return len(said) >= ENOUGH and spearman(said, actual) >= max(self.min_correlation, by_chance)
 
     def _rows_of(self, keys: Sequence[Key]) -> np.ndarray:
         try:
