@@ -1,14 +1,14 @@
 """Predicted lengths of completions after 0, 8, 32 and 64 tokens, beside predictors that look at less.
 
-Three traces: the demo's policy on its own prompts on two visits, its weights drifting in between; prompts of the
-other split, which the predictor was never told about, with what it had learned by then; and made-up rollouts of longer,
-heavy-tailed completions with noisy features. Each prediction is made before the length is known, and learned from only
-when its rollout has ended. Those of the first visit are not counted, so that there is a history to do without.
+Three traces: the demo's policy on its own prompts on two visits, its weights drifting in between; the same on the
+exercises with the longest workings of many, whose lengths differ most within a prompt; and made-up rollouts of longer,
+heavy-tailed completions with noisy features. To the first two belong prompts of the other split, which the predictor
+was never told about, with what it had learned by then. Each prediction is made before the length is known, and learned
+from only when its rollout has ended. Those of the first visit are not counted, so that there is a history to do
+without. The correlation "within" is of the logs of lengths less the mean of their group.
 
 The others say the mean of the prompt's earlier completions; of its siblings in this very rollout, which nothing can
-know in time; and of all earlier completions that had come as far, "tokens seen alone". What can be said of prompts
-never seen depends on how many others have been: with 48 prompts instead of 96, in three rollouts instead of six, the
-rank correlation after 8 tokens was below 0.1.
+know in time; and of all earlier completions that had come as far, "tokens seen alone".
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ import torch
 
 from benchmarks.length_records import NUM_SCALARS, Record, drift, made_up, sampled
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.workloads import arithmetic_prompts, load
+from benchmarks.workloads import HardRows, arithmetic_prompts, load
 from lit_grpo.data.arithmetic import ArithmeticRows
-from lit_grpo.scheduling.lengths import LengthPredictor, spearman
+from lit_grpo.data.sources import RowSource
+from lit_grpo.scheduling.lengths import LengthPredictor, spearman, within_correlation
 from lit_grpo.types import Prompt
 
 POINTS = (0, 8, 32, 64)
 DRIFT = 0.02
 EARLIER = "prompt's earlier mean"
-Said = dict[int, list[tuple[np.ndarray, np.ndarray]]]
-"""By point, predicted and actual totals of each rollout."""
+HARDEST_OF = 4  # exercises for each one of the hard ones
+Said = dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]
+"""By point, predicted and actual totals of each rollout, and the groups."""
 Mean = Callable[[Record, Sequence[Record], int], np.ndarray]
 """Returns what is said of each job of a record after so many tokens, by the records before it."""
 
@@ -41,17 +43,23 @@ def main(options: Options) -> int:
     torch.manual_seed(0)
     num_prompts, per_rollout, group_size, visits = (8, 4, 4, 2) if options.quick else (96, 16, 16, 2)
     max_tokens = 96 if options.quick else 160
-    demo, unseen = _demo(options, num_prompts, per_rollout, group_size, visits, max_tokens)
-    longer = list(made_up(num_prompts, per_rollout, visits, group_size, 1024, POINTS))
+    hard = HardRows(num_prompts, HARDEST_OF * num_prompts)
+    others = HardRows(4 * per_rollout, HARDEST_OF * 4 * per_rollout, "validation")
+    sizes = per_rollout, group_size, visits, max_tokens
+    demo = _sampled(options, ArithmeticRows(num_prompts), ArithmeticRows(4 * per_rollout, "validation"), *sizes)
+    traces = {
+        "demo": demo,
+        "hard": _sampled(options, hard, others, *sizes),
+        "made up": (list(made_up(num_prompts, per_rollout, visits, group_size, 1024, POINTS)), []),
+    }
     first_visit = num_prompts // per_rollout
     rows: list[Row] = []
-    found: dict[tuple[str, str, int], float] = {}
-    for trace, records, held_out in (("demo", demo, unseen), ("made up", longer, [])):
-        scalars = NUM_SCALARS if trace == "demo" else 0
-        for name, said in _systems(records, held_out, scalars).items():
+    found: dict[tuple[str, str, int], Row] = {}
+    for trace, (records, held_out) in traces.items():
+        for name, said in _systems(records, held_out, 0 if trace == "made up" else NUM_SCALARS).items():
             of_trace = {point: told[first_visit : len(records)] for point, told in said.items()}
             of_unseen = {point: told[len(records) :] for point, told in said.items()}
-            rows += _rows(trace, name, of_trace, found) + _rows("held out", name, of_unseen, found)
+            rows += _rows(trace, name, of_trace, found) + _rows(f"{trace}, held out", name, of_unseen, found)
     settings: Row = {
         "prompts": num_prompts,
         "group_size": group_size,
@@ -59,28 +67,35 @@ def main(options: Options) -> int:
         "completions_a_rollout": per_rollout * group_size,
         "max_tokens": max_tokens,
         "drift": DRIFT,
-        "mean_tokens": float(np.concatenate([record.lengths for record in demo]).mean()),
+        "mean_tokens": float(np.concatenate([record.lengths for record in demo[0]]).mean()),
     }
     return finish("length_prediction", options, settings, rows, _claims(found))
 
 
-def _demo(
-    options: Options, num_prompts: int, per_rollout: int, group_size: int, visits: int, max_tokens: int
+def _sampled(
+    options: Options,
+    rows: RowSource,
+    others: RowSource,
+    per_rollout: int,
+    group_size: int,
+    visits: int,
+    max_tokens: int,
 ) -> tuple[list[Record], list[Record]]:
-    """Sample the demo's prompts over all visits, then as many prompts of the other split as one rollout has."""
+    """Sample prompts, in an order by chance, over all visits, and then others, each in one rollout."""
     policy, tokenizer = load(options.policy or "tiny", options.device)
-    prompts = arithmetic_prompts(tokenizer, num_prompts)
+    prompts = arithmetic_prompts(tokenizer, 0, rows)
+    prompts = [prompts[row] for row in np.random.default_rng(0).permutation(len(prompts))]
     records = []
     for visit in range(visits):
         if visit:
             drift(policy, DRIFT, visit)
-        for first in range(0, num_prompts, per_rollout):
+        for first in range(0, len(prompts), per_rollout):
             part = prompts[first : first + per_rollout]
             records.append(sampled(policy, part, visit, group_size, max_tokens, POINTS))
         note(f"visit {visit}: {sum(int(record.lengths.sum()) for record in records)} tokens sampled so far")
-    texts = [str(row["prompt"]) for row in ArithmeticRows(2 * per_rollout, "validation").rows()]
-    others = [Prompt(f"validation/{n}", tuple(tokenizer.encode(text)), text) for n, text in enumerate(texts)]
-    return records, [sampled(policy, others, 0, group_size, max_tokens, POINTS)]
+    texts = [str(row["prompt"]) for row in others.rows()]
+    unseen = [Prompt(f"validation/{n}", tuple(tokenizer.encode(text)), text) for n, text in enumerate(texts)]
+    return records, [sampled(policy, unseen, 0, group_size, max_tokens, POINTS)]
 
 
 def _systems(records: Sequence[Record], held_out: Sequence[Record], num_scalars: int) -> dict[str, Said]:
@@ -111,7 +126,7 @@ def _replay(
             predictor.progress({job.key: point for job in jobs})
             if features and jobs:
                 predictor.observe([job.key for job in jobs], point, record.features[point][alive])
-            said[point].append((predictor.estimate(jobs), record.lengths[alive]))
+            said[point].append((predictor.estimate(jobs), record.lengths[alive], _groups(record)[alive]))
         if number < len(records):
             for row in alive.tolist():
                 predictor.finish(record.jobs[row], int(record.lengths[row]))
@@ -126,8 +141,13 @@ def _told(mean: Mean, records: Sequence[Record], held_out: Sequence[Record]) -> 
         before = records[: min(number, len(records))]
         for point in POINTS:
             alive = record.lengths > point
-            said[point].append((mean(record, before, point)[alive], record.lengths[alive]))
+            said[point].append((mean(record, before, point)[alive], record.lengths[alive], _groups(record)[alive]))
     return said
+
+
+def _groups(record: Record) -> np.ndarray:
+    """Number the groups of a record, shape (jobs,)."""
+    return np.unique([job.key[0] for job in record.jobs], return_inverse=True)[1]
 
 
 def _earlier_means(record: Record, before: Sequence[Record], point: int) -> np.ndarray:
@@ -143,7 +163,7 @@ def _earlier_means(record: Record, before: Sequence[Record], point: int) -> np.n
 
 def _sibling_means(record: Record, before: Sequence[Record], point: int) -> np.ndarray:
     """The mean of the others of its group, once all have finished."""
-    groups = np.unique([job.key[0] for job in record.jobs], return_inverse=True)[1]
+    groups = _groups(record)
     sums, counts = np.bincount(groups, record.lengths), np.bincount(groups)
     means = (sums[groups] - record.lengths) / np.maximum(counts[groups] - 1, 1)
     return np.maximum(means, point + 1)
@@ -159,34 +179,42 @@ def _mean(lengths: Sequence[int], point: int) -> float:
     return float(np.mean(longer)) if longer else point + 1.0
 
 
-def _rows(trace: str, system: str, said: Said, found: dict[tuple[str, str, int], float]) -> list[Row]:
-    """Return a row for each point, and note its correlation."""
+def _rows(trace: str, system: str, said: Said, found: dict[tuple[str, str, int], Row]) -> list[Row]:
+    """Return a row for each point, and note it."""
     rows: list[Row] = []
     for point, told in said.items():
-        if sum(len(actual) for _, actual in told):
-            predicted, actual = (np.concatenate(parts) for parts in zip(*told, strict=True))
-            found[trace, system, point] = spearman(predicted, actual)
+        if sum(len(actual) for _, actual, _ in told):
+            predicted, actual = (np.concatenate([part[column] for part in told]) for column in (0, 1))
+            groups = np.concatenate([1_000_000 * number + part[2] for number, part in enumerate(told)])
             row: Row = {"trace": trace, "system": system, "tokens_seen": point, "completions": len(actual)}
-            row["spearman"] = found[trace, system, point]
+            row["spearman"] = spearman(predicted, actual)
+            row["within"] = within_correlation(predicted, actual, groups)
             row["log_error"] = float(np.abs(np.log(predicted / actual)).mean())
-            rows.append(row | {"mae_tokens": float(np.abs(predicted - actual).mean())})
+            row["mae_tokens"] = float(np.abs(predicted - actual).mean())
+            found[trace, system, point] = row
+            rows.append(row)
     return rows
 
 
-def _claims(found: dict[tuple[str, str, int], float]) -> list[Claim]:
-    def gain(trace: str, system: str, point: int) -> float:
-        return found[trace, "predictor", point] - found[trace, system, point]
+def _claims(found: dict[tuple[str, str, int], Row]) -> list[Claim]:
+    def figure(trace: str, point: int, system: str = "predictor", column: str = "spearman") -> float:
+        return float(found[trace, system, point][column]) if (trace, system, point) in found else 0.0
 
-    before = "rank correlation before decoding"
+    def gain(trace: str, system: str, point: int) -> float:
+        return figure(trace, point) - figure(trace, point, system)
+
+    before, within = "rank correlation before decoding", "rank correlation within groups after 32 tokens"
     return [
-        Claim(f"{before}, demo", found["demo", "predictor", 0], ">=", 0.7),
+        Claim(f"{before}, demo", figure("demo", 0), ">=", 0.7),
         Claim(f"{before}, demo, less that without history", gain("demo", "without history", 0), ">=", 0.0),
         Claim(f"{before}, demo, less that of the prompt's earlier mean", gain("demo", EARLIER, 0), ">=", -0.05),
-        Claim(f"{before}, prompts never seen", found["held out", "predictor", 0], ">=", 0.3),
-        Claim("rank correlation after 8 tokens, prompts never seen", found["held out", "predictor", 8], ">=", 0.3),
+        Claim(f"{before}, prompts never seen", figure("demo, held out", 0), ">=", 0.3),
+        Claim("rank correlation after 8 tokens, prompts never seen", figure("demo, held out", 8), ">=", 0.3),
         Claim(
             "after 32 tokens, made up, less that without features", gain("made up", "without features", 32), ">=", 0.0
         ),
+        Claim(f"{within}, prompts never seen", figure("demo, held out", 32, column="within"), ">=", 0.4),
+        Claim(f"{within}, hard prompts never seen", figure("hard, held out", 32, column="within"), ">=", 0.4),
     ]
 
 

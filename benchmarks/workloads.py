@@ -10,6 +10,7 @@ import numpy as np
 
 from lit_grpo.data.arithmetic import ArithmeticRows
 from lit_grpo.data.sources import RowSource
+from lit_grpo.policy.exercises import Split
 from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import Key, Prompt
 
@@ -30,14 +31,16 @@ class HardRows(RowSource):
     Args:
         num_rows: How many rows.
         of: Of how many exercises.
+        split: Which exercises: ``train`` or ``validation``.
     """
 
-    def __init__(self, num_rows: int, of: int = 64) -> None:
+    def __init__(self, num_rows: int, of: int = 64, split: Split = "train") -> None:
         self.num_rows, self.of = num_rows, max(of, num_rows)
+        self.split: Split = split
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one dict an exercise, the longest first."""
-        rows = sorted(arithmetic_rows(self.of).rows(), key=lambda row: -row["num_steps"])
+        rows = sorted(ArithmeticRows(self.of, self.split).rows(), key=lambda row: -row["num_steps"])
         yield from rows[: self.num_rows]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.model import Quality, average_ranks, spearman
+from lit_grpo.scheduling.lengths.quality import average_ranks, spearman, within_correlation
 
 
 def test_equal_values_share_the_mean_of_their_ranks() -> None:
@@ -21,14 +21,26 @@ def test_rank_correlation_of_known_examples() -> None:
     assert spearman(np.array([1, 2, 3]), np.array([5, 5, 5])) == 0.0
 
 
-def test_figures_are_of_the_last_predictions() -> None:
-    quality = Quality(window=2)
-    quality.add(np.array([1.0, 10.0, 40.0]), np.array([900.0, 20.0, 40.0]), np.array([0, 1, 2]))
-    assert quality.metrics("_at_8") == pytest.approx(
-        {"lengths/spearman_at_8": 1.0, "lengths/log_error_at_8": np.log(2) / 2, "lengths/mae_tokens_at_8": 5.0}
-    )
-    assert quality.num_groups == 2
+def test_what_differs_between_groups_does_not_count_within() -> None:
+    groups = np.repeat([0, 1], 4)
+    actual = np.array([10.0, 20, 30, 40, 1000, 2000, 3000, 4000])
+    assert spearman(np.repeat([1.0, 2.0], 4), actual) > 0.8
+    assert within_correlation(np.repeat([1.0, 2.0], 4), actual, groups) == 0.0
+    assert within_correlation(actual[::-1], actual, groups) == pytest.approx(-1.0)
+    swapped = np.concatenate([actual[4:], actual[:4]])  # in order within groups, and the wrong way round between
+    assert within_correlation(swapped, actual, groups) == pytest.approx(1.0)
 
 
-def test_there_are_no_figures_without_predictions() -> None:
-    assert Quality().metrics() == {}
+def test_groups_whose_lengths_hardly_differ_count_for_less() -> None:
+    groups = np.repeat([0, 1], 4)
+    alike, apart = np.array([100.0, 101, 102, 103]), np.array([10.0, 100, 1000, 10_000])
+    actual = np.concatenate([alike, apart])
+    wrong_where_alike = np.concatenate([alike[::-1], apart])
+    wrong_where_apart = np.concatenate([alike, apart[::-1]])
+    assert within_correlation(wrong_where_alike, actual, groups) > 0.7
+    assert within_correlation(wrong_where_apart, actual, groups) < -0.5
+
+
+def test_completions_alone_in_their_group_do_not_count_within() -> None:
+    assert within_correlation(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0]), np.arange(3)) == 0.0
+    assert within_correlation(np.empty(0), np.empty(0), np.empty(0)) == 0.0

@@ -83,8 +83,8 @@ def test_lengths_follow_features_that_tell_of_them() -> None:
     predictor = LengthPredictor(history=0)
     assert train(predictor, 12, truthful, new_prompts=True) > 0.85
     assert predictor.informative
-    assert predictor.metrics()["lengths/spearman"] > 0.7
-    assert predictor.metrics()["lengths/log_error"] < 0.4
+    assert predictor.metrics()["lengths/spearman_at_0"] > 0.7
+    assert predictor.metrics()["lengths/log_error_at_0"] < 0.4
 
 
 def test_the_history_of_a_prompt_foretells_its_next_visit() -> None:
@@ -99,7 +99,7 @@ def test_worthless_features_are_not_informative() -> None:
     predictor = LengthPredictor()
     train(predictor, 12, worthless, new_prompts=True)
     assert not predictor.informative
-    assert abs(predictor.metrics()["lengths/spearman"]) < 0.3
+    assert abs(predictor.metrics()["lengths/spearman_at_0"]) < 0.3
 
 
 def test_worthless_features_do_not_spoil_the_history() -> None:
@@ -115,7 +115,7 @@ def test_a_few_completions_are_not_enough_to_be_informative() -> None:
         for job in jobs:
             predictor.finish(job, 10 ** (1 + int(job.key[0][1:]) % 3))
         predictor.end(commit=True)
-    assert predictor.metrics()["lengths/spearman"] > 0.5
+    assert predictor.metrics()["lengths/spearman_at_0"] > 0.5
     assert not predictor.informative
 
 
@@ -339,6 +339,90 @@ def test_completions_that_a_rollout_leaves_unfinished_are_not_taken_for_short_on
     assert cut.estimate(jobs)[0] == pytest.approx(whole.estimate(jobs)[0], rel=0.25)
 
 
+def test_rollouts_of_a_single_completion_are_learnt_too() -> None:
+    predictor = LengthPredictor(points=(0, 8))
+    for visit in range(3):
+        (job,) = jobs_of(1, 1, visit)
+        predictor.begin([job])
+        for point in (0, 8):
+            predictor.observe([job.key], point, np.ones((1, 4)))
+        predictor.finish(job, 40)
+        predictor.end(commit=True)
+    (job,) = jobs_of(1, 1, 3)
+    predictor.begin([job])
+    assert predictor.estimate([job])[0] == pytest.approx(40, rel=0.1)
+
+
+def own_ways(predictor: LengthPredictor, visits: int, last: bool = False) -> tuple[list[Job], np.ndarray]:
+    """Show rollouts whose completions tell their own lengths after 8 tokens; the last up to then only, if ``last``."""
+    rng, jobs, actual = np.random.default_rng(0), [], np.empty(0)
+    for visit in range(visits):
+        jobs, own = jobs_of(16, 8, visit), rng.normal(0, 0.7, 128)
+        actual = np.maximum(lengths_of(5 + own), 10)
+        predictor.begin(jobs)
+        predictor.progress({job.key: 8 for job in jobs})
+        predictor.observe([job.key for job in jobs], 8, own[:, None] + rng.normal(0, 0.2, (128, 3)))
+        if last and visit == visits - 1:
+            break
+        for job, length in zip(jobs, actual.tolist(), strict=True):
+            predictor.finish(job, length)
+        predictor.end(commit=True)
+    return jobs, actual
+
+
+def test_completions_of_a_prompt_are_ordered_by_what_they_show() -> None:
+    predictor = LengthPredictor(points=(0, 8))
+    assert predictor.within_correlation(8) == 0.0
+    own_ways(predictor, 6)
+    assert predictor.within_correlation(8) > 0.8
+    assert predictor.within_correlation(0) == 0.0  # all are alike before decoding
+    metrics = predictor.metrics()
+    assert metrics["lengths/within_at_8"] == predictor.within_correlation(8)
+    assert "lengths/within_at_0" not in metrics
+
+
+def test_the_outcome_has_what_was_foretold_at_each_point() -> None:
+    predictor = LengthPredictor(points=(0, 8, 32))
+    jobs, actual = own_ways(predictor, 4, last=True)
+    at_8 = predictor.estimate(jobs)
+    for job, length in list(zip(jobs, actual.tolist(), strict=True))[:100]:
+        predictor.finish(job, length)
+    outcome = predictor.outcome()
+    assert outcome.points == (0, 8, 32)
+    assert outcome.said.shape == (128, 3)
+    assert outcome.said[:, 1].tolist() == at_8.tolist()  # what has come since has changed nothing
+    assert not np.isnan(outcome.said[:, 0]).any()
+    assert np.isnan(outcome.said[:, 2]).all()
+    assert outcome.totals.tolist() == [*actual[:100].tolist(), *[0] * 28]
+    assert outcome.groups.tolist() == np.repeat(np.arange(16), 8).tolist()
+
+
+def test_there_is_no_outcome_of_a_rollout_that_has_ended_or_of_a_first() -> None:
+    predictor = LengthPredictor(points=(0, 8))
+    own_ways(predictor, 1, last=True)
+    assert np.isnan(predictor.outcome().said).all()
+    predictor.end(commit=True)
+    assert predictor.outcome().said.shape == (0, 2)
+
+
+def test_what_is_told_late_is_said_with_what_was_known_at_its_point() -> None:
+    said = []
+    for late in (False, True):
+        predictor = LengthPredictor(points=(0, 8))
+        own_ways(predictor, 4)
+        jobs = jobs_of(1, 4, 9)
+        predictor.begin(jobs)
+        if late:
+            predictor.finish(jobs[0], 300)
+            predictor.progress({job.key: 200 for job in jobs[1:]})
+        predictor.observe([job.key for job in jobs[1:]], 8, np.array([[-1.0] * 3, [0.0] * 3, [1.0] * 3]))
+        said.append(predictor.outcome().said[1:, 1].tolist())
+        if late:
+            assert (predictor.estimate(jobs[1:]) > 200).all()
+    assert said[0] == said[1]
+    assert said[0] == sorted(said[0])
+
+
 def test_memory_is_bounded() -> None:
     predictor = LengthPredictor(points=(0,), history=10)
     sizes = []
@@ -350,7 +434,7 @@ def test_memory_is_bounded() -> None:
             predictor.finish(job, 1 + number % 400)
         predictor.end(commit=True)
         sizes.append(len(json.dumps(predictor.state_dict())))
-    assert len(predictor.state_dict()["history"]["prompts"]) == 10
+    assert len(predictor.state_dict()["history"]) == 10
     assert sizes[-1] < 1.1 * sizes[9]
 
 

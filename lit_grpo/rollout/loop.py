@@ -271,11 +271,13 @@ class _Rollout:
         there = {each.num_tokens: each for each in observations if each.num_tokens in probe.points}
         stopping = [each for point, each in there.items() if probe.stops(point)]
         reached = {cast("Key", key): each.num_tokens for each in stopping for key in each.keys}
-        if not reached:
+        keys = [key for key in self._flight.active if key in reached] if reached else []
+        stopped = {request.key: request for request in self._generator.abort(keys)}
+        for key in keys:
+            probe.park(self._flight.wait(stopped[key]), reached[key])
+            self._buffer.ask(stopped[key])
+        if not keys:
             return
-        for request in self._generator.abort([key for key in reached if self._flight.is_active(key)]):
-            probe.park(self._flight.wait(request), reached[request.key])
-            self._buffer.ask(request)
         self._capacity = self._generator.capacity()
         if probe.all_begun:
             self._reports.pass_on()

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.lengths.history import PromptHistory, sibling_shifts
-from lit_grpo.scheduling.lengths.model import LengthModel, Projection, Quality, spearman
-from lit_grpo.scheduling.lengths.table import JobTable
-from lit_grpo.types import Key
+from lit_grpo.scheduling.lengths.history import PromptHistory, scales, sibling_shifts
+from lit_grpo.scheduling.lengths.model import FORGETTING, LengthModel
+from lit_grpo.scheduling.lengths.projection import Projection
+from lit_grpo.scheduling.lengths.quality import spearman, within_correlation
+from lit_grpo.types import GroupKey, Key
 
-NUM_COLUMNS = 64  # of features, after their projection
+MOST_SCALARS, NUM_COLUMNS = 63, 256  # of features, after their projection
 MOST_LEARNED = 16_384  # rows of a rollout that each stage learns from
-MOST_OF_A_GROUP = 16  # completions of a group that residuals and quality are taken from
+WINDOW = 64  # groups that quality is taken from
 ENOUGH = 64  # finished completions, before predictions are followed
+NEW_PROMPT, KNOWN_PROMPT = 0.3, 8  # rows as which what lies between groups counts in regressions
 RECOUNTS = 32  # how often in a rollout the siblings are taken account of
+JOB = np.dtype(
+    [(name, np.int64) for name in ("group", "limit", "decoded", "total", "seen", "stage")]
+    + [(name, np.float64) for name in ("mu", "new", "before", "shift", "number", "mean", "variance", "scale")]
+)
+"""What is known of a job. ``mu`` is the predicted log of the tokens after those of its latest ``stage``, ``before``
+what it was before decoding, ``new`` what that would be without a history, ``shift`` what siblings add; ``number`` to
+``scale`` are of the prompt's history. ``total`` is 0 until it has ended, ``seen`` counts the stages observed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was said of the completions of a rollout, and what they came to.
+    """What was foretold of a rollout's jobs, and what they came to.
 
-    Args:
-        points: Numbers of tokens at which something was said; 0 is before decoding.
-        said: Total tokens foretold of each job at each point, shape (jobs, points); NaN where nothing was, or the job
-            had ended.
-        totals: Tokens that each came to, shape (jobs,); 0 where it is unfinished.
-        groups: A number for each, equal where they share a prompt.
+    ``said`` has, for each of ``points``, the total tokens foretold when a job had so many, float64, shape (jobs,
+    points); NaN where it did not get there or nothing was said. ``totals`` are 0 of jobs that have not ended;
+    ``groups`` says which share a prompt. Both are int64, shape (jobs,).
     """
 
     points: tuple[int, ...]
@@ -43,25 +49,20 @@ class Outcome:
 class LengthPredictor:
     """Predicts the lengths of completions, across all rollouts of a run. It implements ``LearntLengths``.
 
-    Before anything is observed, what is expected of a prompt is the mean log length of its earlier completions. At
-    each of ``points`` there are two ridge regressions of the log of the tokens to come, for prompts that have a history
-    and for new ones, on what was expected before decoding and on the policy's features; where these have not helped,
-    the last prediction is kept (:class:`OnlineRidge`). What is seen at the prompt's end is for new ones alone. A group
-    that is new also teaches those of the others, as if its other completions had been its history.
+    A stage is the time before decoding or one of the later ``points``. At each, two small regressions correct the log
+    of the tokens that were expected anyway by the policy's features (:class:`LengthModel`), one for prompts without a
+    history, one for those with; a prediction mixes them, the more history the more of the second. Both learn from all
+    completions, the second as if their siblings had been an earlier visit. An estimate is the mean over the errors of
+    past predictions that a completion has not yet outlived; those of jobs that wait are corrected by what siblings have
+    done (:func:`sibling_shifts`).
 
-    In between, what has been decoded is taken account of: an estimate is a mean over the residuals of
-    past predictions, of which only those are left that the completion has not yet outlived (:class:`Residuals`), and
-    predictions of those that wait are corrected by what siblings have done (:func:`sibling_shifts`).
+    What is told of a rollout is kept aside until ``end``, and never part of the state: with ``commit``, all of it is
+    learnt at once; without, nothing remains. Of a rollout that is committed before all its jobs have finished, those
+    begun count at what is expected of them (Buckley and James 1979), for otherwise only the short ones would.
 
-    What is told of a rollout is kept aside until ``end``. With ``commit``, all of it is learnt at once;
-    without, nothing remains. It is never part of the state. So a rollout whose update was not made can be repeated,
-    after a resume too, and counts once. Of one that is committed before all its jobs have finished, those begun count
-    at what is expected of them (Buckley and James 1979), for otherwise only the short ones would.
-
-    ``revision`` changes when estimates of jobs that wait have changed; those of jobs that are being decoded
-    change with every token. ``informative`` is set when a rollout is committed: whether lengths foretold
-    before decoding have ranked the last completions with a correlation of at least ``min_correlation``, and of at least
-    twice the standard error that it has by chance with as many groups.
+    ``revision`` changes when estimates of jobs that wait have changed. ``informative`` is set when a rollout is
+    committed: whether lengths foretold before decoding have ranked the last completions with a correlation of at least
+    ``min_correlation``, and of twice the standard error that it has by chance with as many groups.
 
     Args:
         points: After how many tokens features are observed, ascending; 0 is the last position of the prompt.
@@ -83,31 +84,34 @@ class LengthPredictor:
         min_correlation: float = 0.2,
         max_tokens: int | None = None,
     ) -> None:
-        _check_points(points, max_tokens)
-        _check(num_scalars, history, min_correlation)
-        self.points = tuple(points)
-        self.min_correlation = min_correlation
-        self.revision = 0
-        self.informative = False
+        _check(points, max_tokens, num_scalars, history, min_correlation)
+        self.points, self.min_correlation = tuple(points), min_correlation
+        self.revision, self.informative = 0, False
         self._settings = {"points": list(points), "num_scalars": num_scalars}
-        self._starts = (0, *points)  # of each stage
-        self._judged = sorted({0, *points})
-        self._projection = Projection(NUM_COLUMNS, num_scalars)
-        self._history = PromptHistory(history)
-        self._models = [(LengthModel(), LengthModel()) for _ in self._starts]
-        self._quality = [Quality() for _ in self._judged]
+        self._stages = tuple(sorted({0, *points}))
+        self._projection, self._history = Projection(NUM_COLUMNS, num_scalars), PromptHistory(history)
+        self._models = [(LengthModel(NEW_PROMPT), LengthModel(KNOWN_PROMPT)) for _ in self._stages]
+        self._quality = [np.empty((0, 3)) for _ in self._stages]  # rows of predicted, actual, number of the group
+        # of all log lengths, forgetting: their number and sum, squares within groups and their degrees of freedom
+        self._logs = np.zeros(4)
         self._num_groups, self._num_ignored = 0, 0  # of what has been committed
         self._clear()
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Take the jobs of a rollout, all at once or in portions."""
-        table = self._table
-        rows = table.add(jobs)
-        groups, which = np.unique(table.jobs["group"][rows], return_inverse=True)
-        known = self._history.columns([table.prompt_ids[group] for group in groups])[which]
-        for column, name in enumerate(("prior", "weight", "scale")):
-            table.jobs[name][rows] = known[:, column]
-        self._predict(0, rows, np.empty((len(rows), 0)))
+        new = list({job.key: job for job in jobs if job.key not in self._rows}.values())
+        self._rows |= {job.key: len(self._jobs) + row for row, job in enumerate(new)}
+        for job in new:
+            self._groups.setdefault(job.group, len(self._groups))
+        added = np.zeros(len(new), dtype=JOB)
+        added["group"], added["limit"] = [self._groups[job.group] for job in new], [job.max_tokens for job in new]
+        for name in ("mu", "new", "before"):
+            added[name] = np.nan
+        known = self._history.known([job.key[0] for job in new])
+        self._remember(added, *known.T)
+        self._jobs = np.concatenate([self._jobs, added])
+        self._said = np.concatenate([self._said, np.full((len(new), len(self._stages)), np.nan)])
+        self._predict(0, np.arange(len(self._jobs) - len(new), len(self._jobs)), np.empty((len(new), 0)))
         self.revision += 1
 
     def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
@@ -126,74 +130,69 @@ class LengthPredictor:
         features = np.asarray(features)
         if features.ndim != 2 or len(features) != len(keys):
             raise ValueError(f"features must have one row for each of {len(keys)} jobs, not shape {features.shape}.")
-        stage, table = self.points.index(num_tokens) + 1, self._table
-        rows = table.rows(keys)
-        jobs, finite = table.jobs[rows], np.isfinite(features).all(1)
+        stage, rows = self._stages.index(num_tokens), self._rows_of(keys)
+        jobs, finite = self._jobs[rows], np.isfinite(features).all(1)
         self._ignored += int((~finite).sum())
-        fresh = finite & (jobs["total"] == 0) & (jobs["seen"] < stage) & (jobs["limit"] > num_tokens)
+        fresh = finite & (jobs["total"] == 0) & (jobs["seen"] <= stage) & (jobs["limit"] > num_tokens)
         if fresh.any():
             rows, features = rows[fresh], self._projection(features[fresh])
-            table.jobs["decoded"][rows] = np.maximum(table.jobs["decoded"][rows], num_tokens)
-            learned = self._learned(rows)
+            self._jobs["decoded"][rows] = np.maximum(self._jobs["decoded"][rows], num_tokens)
+            self._jobs["seen"][rows] = stage + 1
+            learned = rows % math.ceil(len(self._jobs) / MOST_LEARNED) == 0
             self._observed[stage].append((rows[learned], features[learned]))
             self._predict(stage, rows, features)
             self.revision += num_tokens == 0
 
     def progress(self, num_tokens: Mapping[Key, int]) -> None:
         """Say how many tokens some of the jobs have come to."""
-        rows = self._table.rows(list(num_tokens))
-        self._table.jobs["decoded"][rows] = np.fromiter(num_tokens.values(), dtype=np.int64, count=len(rows))
+        rows = self._rows_of(list(num_tokens))
+        self._jobs["decoded"][rows] = np.fromiter(num_tokens.values(), dtype=np.int64, count=len(rows))
 
     def finish(self, job: Job, num_tokens: int) -> None:
         """Say that a job has finished with ``num_tokens`` tokens; an empty completion counts as one."""
-        row = self._table.rows([job.key])
-        self._table.jobs["decoded"][row] = self._table.jobs["total"][row] = max(num_tokens, 1)
+        row = self._rows_of([job.key])
+        self._jobs["decoded"][row] = self._jobs["total"][row] = max(num_tokens, 1)
         self._unnoticed += 1
-        if self._unnoticed * RECOUNTS >= len(self._table):
-            self._table.jobs["shift"] = sibling_shifts(self._table.jobs, self._history.within)
+        if self._unnoticed * RECOUNTS >= len(self._jobs):
+            self._jobs["shift"] = sibling_shifts(self._jobs, self._within)
             self._unnoticed = 0
             self.revision += 1
-
-    def outcome(self) -> Outcome:
-        """Return what was said of the rollout under way."""
-        jobs = self._table.jobs
-        return Outcome(tuple(self._judged), jobs["said"], jobs["total"], jobs["group"])
-
-    def within_correlation(self, point: int) -> float:
-        """Return the rank correlation within groups of what was said at a point of late."""
-        rows = self._quality[self._judged.index(point)].rows
-        if len(rows) < ENOUGH:
-            return 0.0
-        _, group = np.unique(rows[:, 2], return_inverse=True)
-        logs = np.log(rows[:, :2])
-        means = np.stack([np.bincount(group, column) / np.bincount(group) for column in logs.T], 1)
-        return spearman(*(logs - means[group]).T)
 
     def end(self, commit: bool) -> None:
         """Forget the jobs of the rollout under way; before that, learn from them if ``commit``."""
         if commit:
             self._num_ignored += self._ignored
-            if (self._table.jobs["decoded"] > 0).any():
+            if (self._jobs["decoded"] > 0).any():
                 self._learn()
         self._clear()
         self.revision += 1
+
+    def outcome(self) -> Outcome:
+        """Return what was foretold of the rollout under way, each figure by what was known at its point."""
+        return Outcome(self._stages, self._said.copy(), self._jobs["total"].copy(), self._jobs["group"].copy())
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
         """Return the tokens expected of each job in all, float64, shape (jobs,); its limit where nothing is known yet.
 
         It is more than the job has come to, and no more than its limit.
         """
-        return self._expected(self._table.jobs[self._table.rows([job.key for job in jobs])])
+        return self._expected(self._jobs[self._rows_of([job.key for job in jobs])])
+
+    def within_correlation(self, point: int) -> float:
+        """Return how well the last completions were ordered within groups at ``point``; 0 where these are too few."""
+        rows = self._quality[self._stages.index(point)]
+        return within_correlation(*rows.T) if len(rows) >= ENOUGH else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return the quality of the last predictions, before decoding (no suffix) and at each later point.
-
-        A figure is left out as long as there is nothing to take it from.
-        """
-        ignored = self._num_ignored + self._ignored
-        figures = {"lengths/informative": float(self.informative), "lengths/ignored": float(ignored)}
-        for start, quality in zip(self._judged, self._quality, strict=True):
-            figures |= quality.metrics(f"_at_{start}" if start else "")
+        """Return the quality of the last predictions at each point; a figure is left out where there is none."""
+        ignored = float(self._num_ignored + self._ignored)
+        figures = {"lengths/informative": float(self.informative), "lengths/ignored": ignored}
+        for point, rows in zip(self._stages, self._quality, strict=True):
+            if len(rows):
+                figures[f"lengths/spearman_at_{point}"] = spearman(rows[:, 0], rows[:, 1])
+                figures[f"lengths/log_error_at_{point}"] = float(np.abs(np.log(rows[:, 0] / rows[:, 1])).mean())
+                if point:
+                    figures[f"lengths/within_at_{point}"] = self.within_correlation(point)
         return figures
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,9 +200,10 @@ class LengthPredictor:
         return {
             "settings": self._settings,
             "scale": self._projection.scale.tolist() if self._num_groups else [],
-            "history": self._history.state_dict(),
+            "history": [[name, *known] for name, known in self._history.prompts.items()],
             "models": [[model.state_dict() for model in pair] for pair in self._models],
-            "quality": [quality.rows.tolist() for quality in self._quality],
+            "quality": [rows.tolist() for rows in self._quality],
+            "logs": self._logs.tolist(),
             "num_groups": self._num_groups,
             "num_ignored": self._num_ignored,
         }
@@ -219,137 +219,151 @@ class LengthPredictor:
                 f"The checkpoint's length predictor has {state['settings']}, but this one {self._settings}; "
                 "give it the same arguments."
             )
-        self._projection.scale = np.array(state["scale"], dtype=np.float64)
-        self._history.load_state_dict(state["history"])
+        self._history.prompts = {name: known for name, *known in state["history"]}
+        self._history.forget()
         for pair, states in zip(self._models, state["models"], strict=True):
             for model, its_state in zip(pair, states, strict=True):
                 model.load_state_dict(its_state)
-        for quality, rows in zip(self._quality, state["quality"], strict=True):
-            quality.rows = np.array(rows, dtype=np.float64).reshape(-1, 3)
+        self._quality = [np.array(rows, dtype=np.float64).reshape(-1, 3) for rows in state["quality"]]
+        self._logs, self._projection.scale = np.array(state["logs"]), np.array(state["scale"], dtype=np.float64)
         self._num_groups, self._num_ignored = state["num_groups"], state["num_ignored"]
         self.informative = self._is_informative()
         self.end(commit=False)
 
+    @property
+    def _within(self) -> float:
+        """The variance of log lengths within a group."""
+        return self._logs[2] / self._logs[3] if self._logs[3] else 1.0
+
+    def _remember(self, jobs: np.ndarray, number: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> None:
+        jobs["number"], jobs["mean"], jobs["variance"] = number, mean, variance
+        jobs["scale"] = scales(number, variance, self._within)
+
     def _predict(self, stage: int, rows: np.ndarray, features: np.ndarray) -> None:
-        """Predict rows at a stage, and write down what is said of those that are not yet beyond it."""
-        start, jobs = self._starts[stage], self._table.jobs[rows]
-        jobs["seen"] = stage
-        for number, model, mine in self._parts(stage, jobs):
-            if model.useful:
-                some = jobs[mine]
-                some["mu"] = model.predict(np.column_stack([self._anyway(stage, some), features[mine]]))
-                some["start"], some["model"] = start, number
-                if start == 0:
-                    some["before"], some["base"] = some["mu"], some["model"]
-                jobs[mine] = some
-        said = (jobs["decoded"] == start) & ~np.isnan(jobs["mu"])
-        jobs["said"][said, self._judged.index(start)] = self._expected(jobs[said])
-        self._table.jobs[rows] = jobs
+        """Predict rows at a stage, and write down what is said of them as they were then."""
+        jobs = self._jobs[rows]
+        if len(self._of_errors(stage, known=False).errors):
+            new, known = (
+                said + model.predict(features)
+                for said, model in zip(self._anyway(stage, jobs), self._models[stage], strict=True)
+            )
+            jobs["mu"], jobs["stage"] = _mixed(jobs["number"], new, known), stage
+            if stage == 0:
+                jobs["new"], jobs["before"] = new, jobs["mu"]
+        self._jobs[rows] = jobs
+        jobs["decoded"], jobs["shift"] = self._stages[stage], 0.0
+        self._said[rows, stage] = np.where(np.isnan(jobs["mu"]), np.nan, self._expected(jobs))
 
-    def _parts(self, stage: int, jobs: np.ndarray) -> Iterator[tuple[int, LengthModel, np.ndarray]]:
-        """Yield the number of each model of a stage, the model, and which of the jobs it is for, if any are."""
-        known = jobs["weight"] > 0
-        for familiar, model in enumerate(self._models[stage]):
-            mine = known == familiar
-            if mine.any() and not (familiar and stage and self._starts[stage] == 0):
-                yield 2 * stage + familiar, model, mine
+    def _anyway(self, stage: int, jobs: np.ndarray) -> list[np.ndarray]:
+        """Return the logs of the tokens expected from a stage on by what was known before: of new and known prompts."""
+        if stage == 0:
+            return [np.full(len(jobs), self._logs[1] / self._logs[0]), jobs["mean"]]
+        start = np.full(len(jobs), self._stages[stage])
+        rests = [
+            self._of_errors(0, known).mean(jobs[name], scale, start, jobs["limit"]) - start
+            for known, name, scale in ((False, "new", np.ones(len(jobs))), (True, "before", jobs["scale"]))
+        ]
+        return [np.log(np.maximum(rest, 0.5)) for rest in rests]
 
-    def _anyway(self, stage: int, jobs: np.ndarray) -> np.ndarray:
-        """Return the log of the tokens expected of jobs from a stage on, by what was known before decoding."""
-        start = self._starts[stage]
-        if start == 0:
-            return jobs["prior"]
-        jobs = jobs.copy()
-        jobs["mu"], jobs["model"], jobs["start"] = jobs["before"], jobs["base"], 0
-        jobs["total"], jobs["decoded"] = 0, start
-        rest = np.log(np.maximum(self._expected(jobs) - start, 0.5))
-        return np.where(np.isnan(jobs["mu"]), np.nan, rest)
+    def _of_errors(self, stage: int, known: bool) -> LengthModel:
+        """Return the model of known or new prompts if it knows its errors, and else the other one."""
+        pair = self._models[stage]
+        return pair[known] if len(pair[known].errors) else pair[not known]
 
     def _expected(self, jobs: np.ndarray) -> np.ndarray:
-        """Return the mean total tokens of rows of the table, given what has been decoded of them."""
-        start, decoded, limit = jobs["start"], jobs["decoded"], jobs["limit"]
+        """Return the mean total tokens of jobs, given what has been decoded of them."""
+        decoded, limit, totals = jobs["decoded"], jobs["limit"], jobs["limit"].astype(np.float64)
         mu = jobs["mu"] + np.where(decoded == 0, jobs["shift"], 0.0)
-        totals = limit.astype(np.float64)
-        for number, model in enumerate(model for pair in self._models for model in pair):
-            mine = (jobs["model"] == number) & ~np.isnan(mu)
-            if mine.any():
-                given = mu[mine], jobs["scale"][mine], (decoded - start)[mine], (limit - start)[mine]
-                totals[mine] = start[mine] + model.residuals.mean(*given)
+        for stage, start in enumerate(self._stages):
+            for known in (False, True):
+                mine = (jobs["stage"] == stage) & ((jobs["number"] > 0) == known) & ~np.isnan(mu)
+                if mine.any():
+                    lasted, rest = np.maximum(decoded[mine] - start, 0), limit[mine] - start
+                    about = mu[mine], jobs["scale"][mine], lasted, rest
+                    totals[mine] = start + self._of_errors(stage, known).mean(*about)
         totals = np.clip(totals, np.minimum(decoded + 1, limit), limit)
         return np.where(jobs["total"] > 0, jobs["total"], totals)
 
     def _learn(self) -> None:
         """Judge what was said of the rollout, and refit everything."""
-        table, jobs = self._table, self._table.jobs
-        kept = table.ranks() < MOST_OF_A_GROUP
-        for said, quality in zip(jobs["said"].T, self._quality, strict=True):
-            rows = (jobs["total"] > 0) & kept & ~np.isnan(said)
-            quality.add(said[rows], jobs["total"][rows], jobs["group"][rows] + self._num_groups)
-        self._num_groups += len(table.prompt_ids)
+        jobs, groups, names = self._jobs, self._jobs["group"], [group[0] for group in self._groups]
+        for stage, said in enumerate(self._said.T):
+            judged = np.column_stack([said, jobs["total"], groups + self._num_groups])
+            rows = np.concatenate([self._quality[stage], judged[(jobs["total"] > 0) & ~np.isnan(said)]])
+            self._quality[stage] = rows[rows[:, 2] >= self._num_groups + len(names) - WINDOW]
+        self._num_groups += len(names)
         totals = np.where((jobs["total"] == 0) & np.isnan(jobs["mu"]), jobs["decoded"] + 1.0, self._expected(jobs))
-        begun = np.flatnonzero(jobs["decoded"] > 0)
-        self._history.learn(table.prompt_ids, np.log(totals[begun]), jobs["group"][begun])
-        self._observed[0] = [(begun, np.empty((len(begun), 0)))]
-        visited = self._as_if_visited(np.log(totals))
-        for stage, chunks in enumerate(self._observed):
-            if chunks:
+        begun, logs = jobs["decoded"] > 0, np.log(totals)
+        visit = _moments(groups, logs, begun)
+        sums = visit[:, 0] @ np.column_stack([np.ones(len(visit)), visit[:, 1:]])
+        self._logs = FORGETTING * self._logs + (*sums, np.maximum(visit[:, 0] - 1, 0).sum())
+        self._history.learn(names, visit)
+        new, visited = jobs["number"] == 0, jobs.copy()  # as if the others of a group had been an earlier visit
+        count, mean, variance = visit[groups].T
+        self._remember(visited, count - begun, (count * mean - logs * begun) / np.maximum(count - begun, 1), variance)
+        visited["new"] = np.where(np.isnan(jobs["new"]), self._logs[1] / self._logs[0], jobs["new"])
+        visited["before"] = _mixed(visited["number"], visited["new"], visited["mean"])
+        for stage, (start, chunks) in enumerate(zip(self._stages, self._observed, strict=True)):
+            if stage == 0 and not chunks:
+                chunks.append((np.arange(len(jobs)), np.empty((len(jobs), 0))))
+            if chunks and (stage == 0 or len(self._of_errors(0, known=False).errors)):
                 rows, features = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
-                usable = self._learned(rows) & (totals[rows] > self._starts[stage]) & (jobs["decoded"][rows] > 0)
-                order = np.argsort(rows[usable])
-                rows, features = rows[usable][order], features[usable][order]
-                self._fit(stage, jobs[rows], features, totals[rows], kept[rows])
-                again = np.flatnonzero(visited["weight"][rows] > 0)
-                self._fit(stage, visited[rows[again]], features[again], totals[rows[again]], kept[rows[again]])
+                usable = np.argsort(rows)
+                usable = usable[(begun & (totals > start))[rows[usable]]]
+                rows = rows[usable]
+                self._fit(stage, visited[rows], features[usable], np.log(totals[rows] - start), new[rows])
         self.informative = self._is_informative()
 
-    def _as_if_visited(self, logs: np.ndarray) -> np.ndarray:
-        """Return the table's jobs, those that are new as if the others of their group had been an earlier visit.
-
-        All others have no ``weight``. The history has learnt the log lengths already.
-        """
-        jobs = self._table.jobs.copy()
-        groups, begun = jobs["group"], jobs["decoded"] > 0
-        number, total = (np.bincount(groups, each * begun)[groups] for each in (np.ones(len(jobs)), logs))
-        new = (jobs["weight"] == 0) & begun & (number > 1)
-        known = self._history.columns(self._table.prompt_ids)[groups]
-        jobs["prior"] = jobs["before"] = (total - logs) / np.maximum(number - 1, 1)
-        jobs["weight"], jobs["scale"], jobs["base"] = known[:, 1] * new, known[:, 2], 1
-        return jobs
-
-    def _fit(self, stage: int, jobs: np.ndarray, features: np.ndarray, totals: np.ndarray, kept: np.ndarray) -> None:
-        """Refit the models of one stage."""
-        logs = np.log(totals - self._starts[stage])
-        for _, model, mine in self._parts(stage, jobs):
-            columns = np.column_stack([self._anyway(stage, jobs[mine]), features[mine]])
-            model.learn(columns, logs[mine], jobs["scale"][mine], kept[mine])
+    def _fit(self, stage: int, jobs: np.ndarray, features: np.ndarray, logs: np.ndarray, new: np.ndarray) -> None:
+        """Teach both models of a stage the logs of the tokens that were to come."""
+        for known, (model, anyway) in enumerate(zip(self._models[stage], self._anyway(stage, jobs), strict=True)):
+            some = (jobs["number"] > 0) | (not known)
+            x = features[some, : 0 if known and stage == 0 else None].astype(np.float64)
+            scale, fresh = (jobs["scale"], some) if known else (np.ones(len(jobs)), new)
+            model.learn(x, (logs - anyway)[some], jobs["group"][some], scale[some], fresh[some])
 
     def _is_informative(self) -> bool:
-        before = self._quality[0]
-        needed = max(self.min_correlation, 2 / math.sqrt(max(before.num_groups, 1)))
-        return len(before.rows) >= ENOUGH and before.correlation() >= needed
+        said, actual, groups = self._quality[0].T
+        by_chance = 2 / math.sqrt(max(len(np.unique(groups)), 1))
+        return len(said) >= ENOUGH and spearman(said, actual) >= max(self.min_correlation, by_chance)
 
-    def _learned(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows models learn from: one of so many, to bound what is kept of a rollout."""
-        return rows % max(1, math.ceil(len(self._table) / MOST_LEARNED)) == 0
+    def _rows_of(self, keys: Sequence[Key]) -> np.ndarray:
+        try:
+            return np.fromiter(map(self._rows.__getitem__, keys), dtype=np.int64, count=len(keys))
+        except KeyError as error:
+            raise ValueError(
+                f"The predictor does not know the job {error.args[0]!r}; give it to begin() first."
+            ) from None
 
     def _clear(self) -> None:
-        self._table = JobTable(len(self._judged))
-        self._observed: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in self._starts]
+        self._rows: dict[Key, int] = {}
+        self._groups: dict[GroupKey, int] = {}
+        self._jobs, self._said = np.zeros(0, dtype=JOB), np.empty((0, len(self._stages)))
+        self._observed: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in self._stages]
         self._unnoticed = self._ignored = 0
         if not self._num_groups:
             self._projection.scale = np.empty(0)
 
 
-def _check_points(points: Sequence[int], limit: int | None) -> None:
+def _moments(groups: np.ndarray, logs: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """Return number, mean and variance of those of ``logs``, shape (n,), that are ``mine``, by group: (groups, 3)."""
+    count, total, squares = (np.bincount(groups, mine * logs**power) for power in range(3))
+    mean = total / np.maximum(count, 1)
+    return np.column_stack([count, mean, np.maximum(squares / np.maximum(count, 1) - mean**2, 0.0)])
+
+
+def _mixed(number: np.ndarray, new: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return logs, the more by what is known of a prompt the more of its completions there have been."""
+    return np.where(number > 0, (new + number * known) / (number + 1), new)
+
+
+def _check(points: Sequence[int], limit: int | None, num_scalars: int, history: int, min_correlation: float) -> None:
     if not points or min(points) < 0 or list(points) != sorted(set(points)):
         raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
     if limit is not None and points[-1] >= limit:
         raise ValueError(f"points names {points[-1]} tokens, but a completion has at most {limit}; leave it out.")
-
-
-def _check(num_scalars: int, history: int, min_correlation: float) -> None:
-    if not 0 <= num_scalars < NUM_COLUMNS:
-        raise ValueError(f"num_scalars must be from 0 to {NUM_COLUMNS - 1}, not {num_scalars}.")
+    if not 0 <= num_scalars <= MOST_SCALARS:
+        raise ValueError(f"num_scalars must be from 0 to {MOST_SCALARS}, not {num_scalars}.")
     if history < 0:
         raise ValueError(f"history must be a number of prompts >= 0, not {history}; 0 does without.")
     if not -1 <= min_correlation <= 1:

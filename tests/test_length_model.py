@@ -1,0 +1,120 @@
+"""Regression that forgets, on rows in groups."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lit_grpo.scheduling.lengths.model import LengthModel
+
+
+def teach(model: LengthModel, x: np.ndarray, y: np.ndarray, groups: np.ndarray | None = None) -> None:
+    alone = np.arange(len(y)) if groups is None else groups
+    model.learn(x, y, alone, np.ones(len(y)), np.ones(len(y), dtype=bool))
+
+
+def model_of() -> LengthModel:
+    return LengthModel(between=1e9)
+
+
+def batch(rng: np.random.Generator, slopes: list[float], noise: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    x = rng.normal(size=(64, len(slopes)))
+    return x, 3 + x @ np.array(slopes) + noise * rng.normal(size=64)
+
+
+def test_a_linear_relation_is_learned() -> None:
+    rng, model = np.random.default_rng(0), model_of()
+    for _ in range(10):
+        teach(model, *batch(rng, [1.0, 2.0, -1.0]))
+    predicted = model.predict(np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 2.0]]))
+    assert predicted == pytest.approx([3.0, 6.0, 1.0], abs=0.35)
+
+
+def test_nothing_is_said_before_anything_has_been_learnt() -> None:
+    assert model_of().predict(np.ones((2, 3))).tolist() == [0.0, 0.0]
+
+
+def test_old_relations_are_forgotten() -> None:
+    rng, model = np.random.default_rng(0), model_of()
+    for slope in [2.0] * 10 + [-2.0] * 60:
+        teach(model, *batch(rng, [1.0, slope]))
+    assert model.predict(np.array([[0.0, 1.0]]))[0] == pytest.approx(1.0, abs=0.35)
+
+
+def test_columns_of_noise_are_left_out() -> None:
+    rng, model = np.random.default_rng(0), model_of()
+    for _ in range(10):
+        teach(model, rng.normal(size=(20, 60)), rng.normal(size=20))
+    assert np.square(model.predict(rng.normal(size=(200, 60)))).mean() < 0.1
+
+
+def test_columns_that_differ_between_groups_for_other_reasons_still_count_within() -> None:
+    rng = np.random.default_rng(0)
+    groups, own = np.repeat(np.arange(64), 16), rng.normal(size=1024)
+    clear = own + rng.normal(0, 0.3, 1024) + 3 * rng.normal(size=64)[groups]  # but for the part of its group
+    vague = own + rng.normal(0, 1.0, 1024)
+    shares = []
+    for between in (1, 1e9):
+        model = LengthModel(between)
+        for _ in range(3):
+            teach(model, np.column_stack([clear, vague]), own, groups)
+        nothing, of_clear, of_vague = model.predict(np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
+        shares.append((of_clear - nothing) / (of_vague - nothing))
+    assert shares[0] > 1
+    assert shares[1] < 0.5
+
+
+def test_only_new_rows_say_what_columns_are_worth() -> None:
+    rng = np.random.default_rng(0)
+    swings = []
+    for new in (True, False):
+        model = model_of()
+        for sign in (1.0, -1.0):  # of the second batch, nothing is as foretold
+            x = rng.normal(size=(256, 1))
+            model.learn(x, sign * x[:, 0], np.arange(256), np.ones(256), np.full(256, new or sign > 0))
+        low, high = model.predict(np.array([[-1.0], [1.0]]))
+        swings.append(abs(high - low))
+    assert swings[0] <= swings[1]
+
+
+def test_errors_are_of_predictions_made_before_learning() -> None:
+    rng, model = np.random.default_rng(0), model_of()
+    teach(model, *batch(rng, [1.0, 1.0]))
+    assert len(model.errors) == 32  # the second half
+    x, y = batch(rng, [1.0, 1.0], noise=0.5)
+    expected = y - model.predict(x)
+    teach(model, x, y)
+    errors, afterwards = model.errors[32:], y - model.predict(x)
+    assert errors == pytest.approx(expected, abs=0.15)  # but for what columns are worth
+    assert np.abs(errors - expected).mean() < 0.5 * np.abs(errors - afterwards).mean()
+
+
+def test_errors_are_in_units_of_the_scale() -> None:
+    model = model_of()
+    model.learn(np.empty((2, 0)), np.array([1.0, 3.0]), np.arange(2), np.array([0.5, 2.0]), np.ones(2, dtype=bool))
+    assert model.errors.tolist() == [2.0, 1.5]
+
+
+def test_a_prediction_far_from_all_that_was_seen_stays_near() -> None:
+    rng, model = np.random.default_rng(0), model_of()
+    for _ in range(3):
+        teach(model, *batch(rng, [1.0, 1.0]))
+    assert model.predict(np.array([[0.0, 1e6]]))[0] < 3 + 4 * 2
+
+
+def test_a_single_row_can_be_learned() -> None:
+    model = model_of()
+    teach(model, np.array([[0.0]]), np.array([2.0]))
+    assert model.errors.tolist() == []
+    assert model.predict(np.array([[0.0]])).tolist() == [2.0]
+
+
+def test_the_state_brings_back_predictions() -> None:
+    first, second = model_of(), model_of()
+    teach(first, *batch(np.random.default_rng(0), [1.0, 2.0], noise=0.5))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    x = np.random.default_rng(1).normal(size=(5, 2))
+    assert second.predict(x).tolist() == first.predict(x).tolist()
+    assert second.errors.tolist() == first.errors.tolist()
