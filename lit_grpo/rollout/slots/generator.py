@@ -202,7 +202,7 @@ class SlotGenerator(Versioned):
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Stop requests and hand them back, with what they have come to as their prefixes.
 
-        Their keys and values are kept for a return while slots of full length would take as much, and memory has it.
+        Their keys and values are kept for a return, as far as there is memory: as much as slots of full length take.
         """
         wanted = set(keys)
         if not wanted:
@@ -222,15 +222,15 @@ class SlotGenerator(Versioned):
             for row in sorted(rows, reverse=True):
                 assert self._rows is not None and self._cache is not None
                 requests.append(self._rows.request(row))
-                self._kept.keep(requests[-1], row, self._cache, self._most_tokens(self._cache))
+                self._kept.keep(requests[-1], row, self._cache, self._room_to_keep(self._cache))
                 self._cache.remove(row)
                 self._rows.remove(row)
         return requests[::-1]
 
-    def _most_tokens(self, cache: SlotCache) -> int:
-        """KV tokens up to which completions without a row are kept: what slots of full length take, if it is there."""
+    def _room_to_keep(self, cache: SlotCache) -> int:
+        """KV tokens of completions without a row that may be kept."""
         assert self.budget is not None
-        return min(self.budget.tokens, self.num_slots * cache.max_tokens)
+        return min(self.budget.tokens - cache.allocated_tokens, self.num_slots * cache.max_tokens)
 
     # ---- one step ---------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class SlotGenerator(Versioned):
         """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""
         assert self.budget is not None
         entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
-        self._kept.fit(self._most_tokens(cache) - cache.allocated_tokens - entering)
+        self._kept.fit(self._room_to_keep(cache) - entering)
         if self._is_roomy(cache):
             cache.allow_slack(True)
             return

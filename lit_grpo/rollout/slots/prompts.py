@@ -110,9 +110,9 @@ class KeptCompletions:
         self._kept: dict[Key, torch.Tensor] = {}
 
     def keep(self, request: Request, row: int, cache: SlotCache, most_tokens: int) -> None:
-        """Copy what a row holds of a prefix, if the cache and all that is kept stay within ``most_tokens``."""
+        """Copy what a row holds of a prefix, if all that is kept stays within ``most_tokens``."""
         num_tokens = request.prefix.num_tokens - 1
-        if 0 < num_tokens <= most_tokens - cache.allocated_tokens - self.num_tokens:
+        if 0 < num_tokens <= most_tokens - self.num_tokens:
             self._kept[request.key] = cache.copy_completion(row, num_tokens)
             self.num_tokens += num_tokens
 

@@ -14,7 +14,7 @@ FORGETTING = 0.8  # the weight of all earlier rollouts, at each new one
 MOST_JOBS = 10_000  # of a rollout that are decoded in thought
 NUM_SLICES = 16  # of the limit
 SMALLEST_SLICE = 16
-PARK_STEPS = 0.05
+PARK_STEPS = 0.08
 """What taking a completion out of its slot and back costs, in decode steps: measured on the smallest of policies."""
 WORTH_IT = 0.01
 
