@@ -162,14 +162,15 @@ def _claims(task: str, num_slots: int, found: dict[str, list[Figures]]) -> list[
 def _forced(options: Options, seeds: int) -> tuple[list[Row], list[Claim]]:
     """Run each system on forced lengths, in processes of their own, and the default on a group of 1,024 as well."""
     group, num_slots, limit = (4, 2, 96) if options.quick else (GROUP, SLOTS, 1024)
-    cases = [Case(name, options.device, group, num_slots, limit, seed) for seed in range(seeds) for name in FORCED]
+    names = ("generate", NAIVE, "default, k = 32") if options.quick else FORCED
+    cases = [Case(name, options.device, group, num_slots, limit, seed) for seed in range(seeds) for name in names]
     large = Case("default, k = 32", options.device, 8 if options.quick else 1024, num_slots, limit, 0)
     figures = {}
     for case in [*cases, large]:
         figures[case] = measured("benchmarks.one_prompt_case", case, LEAN)
         note(f"{case}: {figures[case]}")
     rows: list[Row] = []
-    for name, size in [*((name, group) for name in FORCED), (large.system, large.group_size)]:
+    for name, size in [*((name, group) for name in names), (large.system, large.group_size)]:
         mine = [each for case, each in figures.items() if case.system == name and case.group_size == size]
         peak, weights = statistics.median(each["peak_mib"] for each in mine), mine[0]["weights_mib"]
         row: Row = {"task": "forced", "slots": num_slots, "system": f"{name}, G = {size}"}

@@ -85,13 +85,14 @@ def roll_out(
     plan: str = "fcfs",
     lengths: LearntLengths | None = None,
     on_step: Callable[[int], None] | None = None,
+    points: Sequence[int] = (),
 ) -> tuple[list[RolloutGroup], RolloutStats]:
     """Sample ``group_size`` completions of each prompt with a generator that is ready; return groups and statistics.
 
-    ``on_step`` is called after each step with its number of tokens.
+    ``on_step`` is called after each step with its number of tokens; ``points`` are as in :class:`RolloutLoop`.
     """
     listeners = [] if on_step is None else [Stepped(on_step)]
-    loop = RolloutLoop(generator, plan=plan, lengths=lengths, listeners=listeners)
+    loop = RolloutLoop(generator, plan=plan, lengths=lengths, listeners=listeners, points=points)
     return loop.collect(prompts, group_size, sampling, seed=0)
 
 

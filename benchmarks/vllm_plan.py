@@ -1,9 +1,10 @@
 """Our plan on vLLM beside vLLM's own queue: one engine, one ``max_num_seqs``, the same completions in turn.
 
 vLLM's own order is all requests of a batch handed over at once, first come, first served. Ours admits by ``short_last``
-and learns lengths from what vLLM puts out, tokens and log-probs, and from earlier epochs, as in training. Two workloads
-of several epochs: ``per_prompt``, completions ended at made-up lengths (a prompt's are alike, in every epoch), and
-``demo``, the demo's policy before its training, which answers the same exercise now at once and now in full.
+and learns lengths from what vLLM puts out, tokens and log-probs, and from earlier epochs, as in training; where a probe
+or time slices would have saved steps, rollouts go on with them. Two workloads of several epochs: ``per_prompt``,
+completions ended at made-up lengths (a prompt's are alike, in every epoch), and ``demo``, the demo's policy before its
+training, which answers the same exercise now at once and now in full.
 
 What an order gains depends on the lengths, so ``per_prompt`` is drawn from several seeds, and figures are means over
 them, with their spread. The last epoch is simulated too, from many more seeds: first come beside ``short_last`` with
@@ -31,6 +32,7 @@ from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.lengths.probe import ProbeChoice
 from lit_grpo.scheduling.replay.traces import Trace, synthetic_lengths
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
 
@@ -65,6 +67,7 @@ class Order:
     steps: int
     seconds: float
     tokens: dict[Key, list[int]] = field(repr=False)
+    parked: int = 0  # how often a completion gave up its slot
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Epoch:
     our_steps: int = 0
     own_s: float = 0.0
     our_s: float = 0.0
+    parked: int = 0
 
     @property
     def steps_ratio(self) -> float:
@@ -100,7 +104,6 @@ def main(options: Options) -> int:
     sizes = Sizes(1, 2, 2, 2, 2, 16, seeds=2, simulated_seeds=2) if options.quick else Sizes()
     policy, tokenizer = load(options.policy or "tiny", options.device)
     generator = ForcedEngine(sizes.slots, engine_args={"max_model_len": 256, "block_size": 32})
-    generator.feature_points = tuple(point for point in POINTS if point < sizes.max_tokens)
     generator.start(PolicySpec(policy, tokenizer))
     prompts = arithmetic_prompts(tokenizer, sizes.batches * sizes.prompts)
     sampling = SamplingParams(max_tokens=sizes.max_tokens)
@@ -148,18 +151,21 @@ def _simulated(prompts: Sequence[Prompt], sizes: Sizes, seed: int) -> Epoch:
 
 def _measure(generator: VLLMGenerator, policy: Any, prompts: list[Prompt], sizes: Sizes) -> list[Epoch]:
     """Sample all epochs by both orders."""
-    predictor = LengthPredictor(generator.feature_points, num_scalars=2, max_tokens=sizes.max_tokens)
+    points = [point for point in POINTS if point < sizes.max_tokens]
+    predictor = LengthPredictor(points, num_scalars=2, max_tokens=sizes.max_tokens)
+    choice = ProbeChoice()
     sampling = SamplingParams(max_tokens=sizes.max_tokens)
     epochs = [Epoch() for _ in range(sizes.epochs)]
     for number, epoch in enumerate(epochs):
         for first in range(0, len(prompts), sizes.prompts):
             batch = [replace(prompt, visit=number) for prompt in prompts[first : first + sizes.prompts]]
             own = _own_queue(generator, policy, batch, sizes.group, sampling)
-            ours = _planned(generator, policy, predictor, batch, sizes.group, sampling)
+            ours = _planned(generator, policy, predictor, choice, batch, sizes.group, sampling)
             assert own.tokens == ours.tokens, "both orders must sample the same"
             epoch.fewest += slot_bound(np.array([len(ids) for ids in own.tokens.values()]), sizes.slots)
             epoch.own_steps, epoch.our_steps = epoch.own_steps + own.steps, epoch.our_steps + ours.steps
             epoch.own_s, epoch.our_s = epoch.own_s + own.seconds, epoch.our_s + ours.seconds
+            epoch.parked += ours.parked
         note(f"epoch {number}: {epoch}")
     return epochs
 
@@ -184,16 +190,19 @@ def _planned(
     generator: VLLMGenerator,
     policy: Any,
     predictor: LengthPredictor,
+    choice: ProbeChoice,
     prompts: list[Prompt],
     group_size: int,
     sampling: SamplingParams,
 ) -> Order:
     """As in training."""
     generator.load_weights(PolicyWeights(policy), 0)
-    groups, stats = roll_out(generator, prompts, group_size, sampling, "short_last", predictor)
+    points = choice.points({point: predictor.within_correlation(point) for point in predictor.points if point})
+    groups, stats = roll_out(generator, prompts, group_size, sampling, "short_last", predictor, points=points)
+    choice.learn(predictor.outcome(), sampling.max_tokens, generator.num_slots, predictor.informative)
     predictor.end(commit=True)
     tokens = {r.completion.request.key: r.completion.token_ids_T.tolist() for g in groups for r in g.rollouts}
-    return Order(stats.num_steps, stats.rollout_s, tokens)
+    return Order(stats.num_steps, stats.rollout_s, tokens, len(stats.spans) - len(tokens))
 
 
 def _row(name: str, epoch: int, seeds: Sequence[Epoch]) -> Row:
@@ -211,7 +220,9 @@ def _row(name: str, epoch: int, seeds: Sequence[Epoch]) -> Row:
         "steps_ratio_most": max(ratios),
     }
     if all(one.our_s for one in seeds):
-        row["time_ratio"] = statistics.fmean(one.own_s / one.our_s for one in seeds)
+        times = [one.own_s / one.our_s for one in seeds]
+        row |= {"time_ratio": statistics.median(times), "time_ratio_least": min(times), "time_ratio_most": max(times)}
+        row["parked"] = sum(one.parked for one in seeds)
     return row
 
 

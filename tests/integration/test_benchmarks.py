@@ -13,6 +13,7 @@ import torch
 from quick_runs import check_result, run_quick
 
 from benchmarks import report
+from benchmarks.one_prompt import SYSTEMS
 from benchmarks.report import Claim, Options, finish, parse_options
 from benchmarks.vllm_plan import Sizes, _simulated
 from benchmarks.workloads import long_tailed
@@ -103,6 +104,15 @@ def test_the_command_line_is_shared() -> None:
     assert parse_options("", ["--quick", "--device", "cuda", "--output", "x.json", "--policy", "tiny"]) == options(
         quick=True, device="cuda", output=Path("x.json"), policy="tiny"
     )
+
+
+def test_infinite_sampling_decodes_the_same_by_every_system(tmp_path: Path) -> None:
+    result, _ = run_quick("infinite_sampling", tmp_path / "result.json")
+    check_result(result, "infinite_sampling")
+    for task in ("announcing", "demo"):
+        assert {row["system"] for row in result["rows"] if row["task"] == task} >= {each.name for each in SYSTEMS}
+    same = [claim for claim in result["claims"] if "differ" in claim["text"]]
+    assert len(same) == 4 and all(claim["holds"] for claim in same)
 
 
 @pytest.mark.parametrize("name", ["plans", "plans_in_memory", "planner_cost"])

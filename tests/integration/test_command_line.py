@@ -215,6 +215,16 @@ def test_every_config_parses_with_a_generator_behind_it(
         assert named["init_args"].items() >= expected["model"]["generator"]["init_args"].items()
 
 
+def test_the_method_of_the_paper_runs_from_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(CONFIGS / "infinite_sampling.yaml")
+    run(["fit", "--config", path, "--trainer.max_steps", "2", "--trainer.val_check_interval", "2"])
+    (first, second) = [row for row in metrics("infinite-sampling") if row["reward"]]
+    for row in (first, second):
+        assert float(row["rollout/steps"]) >= float(row["rollout/tokens"]) / 8
+    assert set(second) >= {"lengths/within_at_8", "lengths/spearman"}
+
+
 def test_help_documents_every_field(folder: Path) -> None:
     from jsonargparse import ArgumentParser
 
