@@ -67,6 +67,20 @@ def test_without_knowledge_longest_first_is_first_come(capsys: pytest.CaptureFix
     assert table["lpt"] == table["fcfs"]
 
 
+def test_plans_that_follow_lengths_go_behind_a_probe(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = "lognormal_heavy:prompts=1,group=32,seed=3"
+    main(["--trace", trace, "--slots", "8", "--plans", "fcfs", "lpt", "--noise", "0.35", "--probe_tokens", "32"])
+    said = capsys.readouterr().out
+    assert "fcfs " in said and "lpt behind 32 tokens" in said
+
+
+@pytest.mark.parametrize("text", ["", "0", "32,8", "8,,9", "many"])
+def test_a_probe_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--probe_tokens", text])
+    assert "is no probe: give ascending numbers of tokens, such as 32 or 64,128" in capsys.readouterr().err
+
+
 def test_several_traces_and_a_kv_budget(capsys: pytest.CaptureFixture[str]) -> None:
     traces = ["--trace", "bimodal:prompts=4,max_tokens=64", "--trace", "truncated:prompts=4,max_tokens=64"]
     main([*traces, "--slots", "8", "--kv_tokens", "400", "--noise", "0.7", "--plans", "lpt"])

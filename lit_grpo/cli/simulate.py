@@ -13,7 +13,7 @@ import numpy as np
 
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths
-from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.scheduling.plans.plan import BLIND, PLANS
 from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
 from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
 from lit_grpo.scheduling.replay.step_cost import StepCost
@@ -150,6 +150,14 @@ def _make_parser() -> argparse.ArgumentParser:
         "Default: all that apply.",
     )
     add(
+        "--probe_tokens",
+        type=_parse_points,
+        default=(),
+        metavar="K[,K...]",
+        help="Predictions are those after so many tokens of every completion, a probe, with nothing known before; with "
+        "several numbers completions wait at each of them: time slices. Default: all is known before decoding.",
+    )
+    add(
         "--step_cost",
         type=_parse_step_cost,
         metavar="A,B,C",
@@ -171,6 +179,15 @@ def _parse_noise(text: str) -> Noise:
     return sigma
 
 
+def _parse_points(text: str) -> tuple[int, ...]:
+    points = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
+    if not points or len(points) != text.count(",") + 1 or list(points) != sorted({*points} - {0}):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no probe: give ascending numbers of tokens, such as 32 or 64,128."
+        )
+    return points
+
+
 def _parse_step_cost(text: str) -> StepCost:
     try:
         milliseconds = [float(part) for part in text.split(",")]
@@ -190,9 +207,13 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     plans = options.plans or _plans_that_apply(batches, engine)
     known = [(batch, _lengths(batch, options.noise)) for batch in batches]
     bound = sum(_bound(batch, engine) for batch in batches)
-    return [
-        Outcome(name, bound, [simulate(batch, name, engine, lengths) for batch, lengths in known]) for name in plans
-    ]
+    outcomes = []
+    for name in plans:
+        points = () if name in BLIND else options.probe_tokens
+        schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
+        behind = f" behind {', '.join(map(str, points))} tokens" if points else ""
+        outcomes.append(Outcome(name + behind, bound, schedules))
+    return outcomes
 
 
 def _plans_that_apply(batches: Sequence[Trace], engine: Engine) -> list[str]:
