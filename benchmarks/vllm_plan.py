@@ -202,7 +202,7 @@ def _planned(
     choice.learn(predictor.outcome(), sampling.max_tokens, generator.num_slots, predictor.informative)
     predictor.end(commit=True)
     tokens = {r.completion.request.key: r.completion.token_ids_T.tolist() for g in groups for r in g.rollouts}
-    return Order(stats.num_steps, stats.rollout_s, tokens, len(stats.spans) - len(tokens))
+    return Order(stats.num_steps, stats.rollout_s, tokens, stats.num_parked)
 
 
 def _row(name: str, epoch: int, seeds: Sequence[Epoch]) -> Row:

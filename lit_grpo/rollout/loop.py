@@ -278,6 +278,7 @@ class _Rollout:
             self._buffer.ask(stopped[key])
         if not keys:
             return
+        self.stats.num_parked += len(keys)
         self._capacity = self._generator.capacity()
         if probe.all_begun:
             self._reports.pass_on()

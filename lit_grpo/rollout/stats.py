@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 class RolloutStats:
     """What one rollout cost.
 
-    ``bubble_ratio`` is one minus the share of slot time in which a slot was decoding. ``scheduling_s`` is the time
-    spent neither in the generator nor in waiting for rewards. ``spans`` says which slot decoded which completion when,
-    ``predicted`` how many tokens were expected of each before anything was decoded, and ``step_bound`` is the fewest
-    steps that these lengths allow in so many slots.
+    ``num_set_aside`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
+    it did to wait for others at a probe or the end of a time slice. ``bubble_ratio`` is one minus the share of slot
+    time in which a slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for
+    rewards. ``spans`` says which slot decoded which completion when, ``predicted`` how many tokens were expected of
+    each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths allow in so many slots.
     """
 
     num_steps: int = 0
     num_tokens: int = 0
     num_set_aside: int = 0
+    num_parked: int = 0
     rollout_s: float = 0.0
     reward_wait_s: float = 0.0
     scheduling_s: float = 0.0
@@ -68,6 +70,7 @@ class RolloutStats:
             "rollout/tokens": float(self.num_tokens),
             "rollout/bubble_ratio": self.bubble_ratio,
             "rollout/set_asides": float(self.num_set_aside),
+            "rollout/parked": float(self.num_parked),
             "rollout/steps_over_bound": self.num_steps / max(self.step_bound, 1),
             "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),
             "rollout/kv_tokens_peak": float(self.kv_tokens_peak),

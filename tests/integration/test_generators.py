@@ -164,7 +164,7 @@ def test_the_order_of_admission_does_not_change_what_is_sampled(generator: Any) 
 def test_a_probe_changes_neither_what_is_sampled_nor_its_gradient(generator: Any, points: list[int]) -> None:
     without, _ = RolloutLoop(generator).collect(PROMPTS, 6, SAMPLING, 0)
     groups, stats = RolloutLoop(generator, plan="lpt", points=points).collect(PROMPTS, 6, SAMPLING, 0)
-    assert len(stats.spans) > 18 + 3  # some gave up their slots
+    assert stats.num_parked > 3
     assert stats.num_tokens == sum(rollout.completion.num_tokens for group in groups for rollout in group.rollouts)
     for group, other in zip(groups, without, strict=True):
         for one, two in zip(group.rollouts, other.rollouts, strict=True):
