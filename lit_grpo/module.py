@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.checks import (
+    check_checkpoint,
     check_generations,
     check_micro_batch,
     check_minibatches,
@@ -227,7 +228,12 @@ class GRPOModule(EvaluationModule):
             checkpoint |= learner.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore them.
+
+        Raises:
+            ValueError: The checkpoint is foreign, or of another policy.
+        """
+        check_checkpoint(checkpoint, without_quant_states(self.state_dict()))
         self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
