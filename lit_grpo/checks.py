@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.types import Prompt, SamplingParams
@@ -33,6 +34,28 @@ def check_generations(num_generations: int, eval_num_generations: int, pass_at_k
             )
 
 
+def check_checkpoint(checkpoint: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a checkpoint that another program wrote, or that is of another policy.
+
+    Args:
+        checkpoint: What is to be loaded.
+        weights: Those that it is to be loaded into, by name.
+
+    Raises:
+        ValueError: It is foreign, or lacks one of the weights, or has one more or of another shape.
+    """
+    if not {"policy_version", "state_dict"} <= checkpoint.keys():
+        raise ValueError("The checkpoint was not written by lit_grpo; give one of a run's folder checkpoints/.")
+    theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+    own = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in [*own, *theirs]:
+        if theirs.get(name) != own.get(name):
+            raise ValueError(
+                f"The checkpoint is of another policy: the shape of {name} is {theirs.get(name, 'none')} there and "
+                f"{own.get(name, 'none')} here; set model.policy and model.lora to what it was trained with."
+            )
+
+
 def check_updates(
     num_iterations: int, num_minibatches: int, max_tokens_per_micro_batch: int | Literal["auto"], max_grad_norm: float
 ) -> None:
@@ -52,7 +75,7 @@ def check_updates(
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse strategies that shard the policy, float16, and what the trainer does for others and the module for itself.
+    """Refuse strategies that shard the policy, float16, and what the trainer must leave to the module.
 
     Raises:
         ValueError: The trainer has one of these.
@@ -65,14 +88,23 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
     if trainer.precision in ("16-mixed", "16-true"):
         raise ValueError(f"trainer.precision {trainer.precision!r} is not supported; use bf16-mixed or 32-true.")
-    if trainer.gradient_clip_val:
+    check_left_to_module(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+
+
+def check_left_to_module(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:
+    """Refuse what the trainer does for others and the module for itself.
+
+    Raises:
+        ValueError: The trainer is told to do it.
+    """
+    if gradient_clip_val:
         raise ValueError(
-            f"trainer.gradient_clip_val is {trainer.gradient_clip_val}, but gradients are clipped to "
+            f"trainer.gradient_clip_val is {gradient_clip_val}, but gradients are clipped to "
             "model.max_grad_norm; set that, and leave gradient_clip_val out."
         )
-    if trainer.accumulate_grad_batches != 1:
+    if accumulate_grad_batches != 1:
         raise ValueError(
-            f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}, but a step is cut into "
+            f"trainer.accumulate_grad_batches is {accumulate_grad_batches}, but a step is cut into "
             "micro-batches by model.max_tokens_per_micro_batch; set that, and raise data.batch_size for larger steps."
         )
 

@@ -54,6 +54,7 @@ def rollout_metrics(
     lengths = [completion.num_tokens for completion in completions]
     versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
     staleness_T = version - versions_T[versions_T != OBSERVED]
+    logprobs_T = torch.cat([torch.empty(0), *(completion.logprobs_T for completion in completions)])
     values = {
         "reward": rewards.rewards_R,
         "reward_std": less_group_mean(rewards.rewards_R.double(), rewards.groups_R).square(),
@@ -62,6 +63,7 @@ def rollout_metrics(
         "frac_no_rollout": torch.tensor([not group.rollouts for group in groups]),
         "completions/mean_length": torch.tensor(lengths),
         "completions/clipped_ratio": torch.tensor([completion.finish_reason == "length" for completion in completions]),
+        "completions/mean_logprob": logprobs_T[versions_T != OBSERVED],
         "staleness/mean": staleness_T,
         **{f"rewards/{name}": rewards.by_function_RK[:, k] for k, name in enumerate(rewards.functions)},
     }
@@ -72,6 +74,30 @@ def rollout_metrics(
     largest = reduce_max(torch.tensor([max(lengths, default=0), max(staleness_T.tolist(), default=0)]).double())
     logs["completions/max_length"], logs["staleness/max"] = largest.tolist()
     return logs
+
+
+class CollapseWatch:
+    """Notices a policy that says the same however often it is asked, and is not rewarded for it.
+
+    From there nothing is learned: completions of a prompt are equal, and so are their rewards.
+    """
+
+    def __init__(self) -> None:
+        self._best, self._num_batches = 0.0, 0
+
+    def sentence(self, logs: Mapping[str, float], version: int) -> str | None:
+        """Return what to say of a batch with these metrics, once it is the third of its kind in a row."""
+        reward, certain = logs["reward"], logs["completions/mean_logprob"] > -1e-3
+        collapsed = certain and logs["frac_reward_zero_std"] == 1 and (reward <= 0 or reward < self._best)
+        self._num_batches = self._num_batches + 1 if collapsed else 0
+        self._best = max(self._best, reward)
+        if self._num_batches != 3:
+            return None
+        return (
+            f"The policy collapsed at update {version}: its completions of a prompt are all the same, with a reward of "
+            f"{reward:.3g} (the best mean was {self._best:.3g}), so nothing is left to learn from; lower the learning "
+            "rate, and go on from an earlier checkpoint."
+        )
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

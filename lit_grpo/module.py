@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.checks import (
+    check_checkpoint,
     check_generations,
     check_micro_batch,
     check_minibatches,
@@ -20,7 +21,7 @@ from lit_grpo.checks import (
     check_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.metrics import rollout_metrics
+from lit_grpo.metrics import CollapseWatch, rollout_metrics
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.policy.loading import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
@@ -148,6 +149,7 @@ class GRPOModule(EvaluationModule):
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version = 0
+        self._collapse = CollapseWatch()
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -227,7 +229,12 @@ class GRPOModule(EvaluationModule):
             checkpoint |= learner.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore them.
+
+        Raises:
+            ValueError: The checkpoint is foreign, or of another policy.
+        """
+        check_checkpoint(checkpoint, without_quant_states(self.state_dict()))
         self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
@@ -254,6 +261,8 @@ class GRPOModule(EvaluationModule):
             )
         rewards, ranks = self.learner.rewards(batch.groups), self.ranks
         logs = rollout_metrics(batch.groups, rewards, self.policy_version, ranks.sum, ranks.max)
+        if sentence := self._collapse.sentence(logs, self.policy_version):
+            self.ranks.warn(sentence)
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
         check_minibatches(self.settings.num_minibatches, len(batch.groups))

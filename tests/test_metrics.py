@@ -9,7 +9,7 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.metrics import Means, pass_at_k, rollout_metrics
+from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics
 from lit_grpo.ranks import Ranks, Reduce
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -214,5 +214,23 @@ def test_rollout_metrics_of_two_ranks_are_those_of_all_rollouts() -> None:
 
 def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_means() -> None:
     logs = metrics_of(as_groups([make_rollout([5], [], NAN, finish_reason="abort", sample_id=n) for n in range(2)]), 0)
-    assert {name for name, value in logs.items() if math.isnan(value)} == {"reward", "reward_std", "staleness/mean"}
+    assert {name for name, value in logs.items() if math.isnan(value)} == {
+        *("reward", "reward_std", "staleness/mean", "completions/mean_logprob"),
+    }
     assert logs["frac_no_reward"] == logs["frac_reward_zero_std"] == 1.0
+
+
+def test_a_policy_that_says_the_same_and_is_not_rewarded_for_it_is_called_collapsed_once() -> None:
+    watch = CollapseWatch()
+
+    def said(reward: float, logprob: float = -1e-4, uniform: float = 1.0) -> str | None:
+        logs = {"reward": reward, "completions/mean_logprob": logprob, "frac_reward_zero_std": uniform}
+        return watch.sentence(logs, 7)
+
+    assert [said(0.4), said(0.4), said(0.4), said(0.4)] == [None] * 4  # certain, and as good as ever
+    assert [said(0.0), said(0.0), said(0.0, logprob=-0.1), said(0.0), said(0.0, uniform=0.5)] == [None] * 5
+    assert [said(0.0), said(0.0)] == [None] * 2
+    sentence = said(0.0)
+    assert sentence is not None and sentence.startswith("The policy collapsed at update 7: its completions of a prompt")
+    assert "the best mean was 0.4" in sentence
+    assert said(0.0) is None

@@ -379,17 +379,23 @@ def test_a_uniform_batch_counts_as_a_step_and_moves_no_weight_whatever_the_optim
     assert recorder.logs[1]["frac_reward_zero_std"] == 1.0
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy_folder: Path, policy: Any) -> None:
-    groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
-    groups[0].rollouts[0].completion.logprobs_T[0] = -200.0  # the ratio overflows, and the advantage is negative
+def test_an_update_whose_gradient_is_not_finite_is_left_out_and_three_in_a_row_end_the_run(
+    policy_folder: Path, policy: Any
+) -> None:
+    broken, sound = (random_groups(policy, [[0.0, 1.0, 0.0, 1.0]]) for _ in range(2))
+    broken[0].rollouts[0].completion.logprobs_T[0] = -200.0  # the ratio overflows, and the advantage is negative
     module = make_module(policy_folder, optimizer=sgd(1.0))
-    with pytest.raises(
-        FloatingPointError, match=r"norm is (nan|inf) at policy version 0; the weights were not touched"
-    ):
-        fit(module, groups)
+    recorder = fit(module, broken, broken)
     expected = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
     assert torch.equal(weights_of(module), expected)
-    assert module.policy_version == 0
+    assert [logs["update/skipped"] for logs in recorder.logs] == [1.0, 1.0]
+    assert module.policy_version == 2
+    module = make_module(policy_folder, optimizer=sgd(1e-3))
+    recorder = fit(module, broken, broken, sound, broken, broken)
+    assert [logs["update/skipped"] for logs in recorder.logs] == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert not torch.equal(weights_of(module), expected) and weights_of(module).isfinite().all()
+    with pytest.raises(FloatingPointError, match=r"collapsed at update 2: the gradient's norm is (nan|inf), 3 times"):
+        fit(make_module(policy_folder, optimizer=sgd(1.0)), broken, broken, broken)
 
 
 # ---- steps and versions --------------------------------------------------------------------------------
@@ -545,7 +551,12 @@ def save_bloom(folder: Path) -> None:
     """Its positions are in its scores alone."""
     from transformers import BloomConfig, BloomForCausalLM
 
-    options: dict[str, Any] = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "initializer_range": 0.3}
+    options: dict[str, Any] = {
+        "hidden_dropout": 0.5,
+        "attention_dropout": 0.5,
+        "initializer_range": 0.3,
+        "seq_length": 64,
+    }
     torch.manual_seed(0)
     BloomForCausalLM(BloomConfig(**TINY, **options)).save_pretrained(folder)
 

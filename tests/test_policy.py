@@ -1,10 +1,11 @@
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import transformers
-from conftest import random_policy
+from conftest import random_policy, save_tokenizer
 
 from lit_grpo.policy.loading import (
     check_token_logits,
@@ -64,7 +65,7 @@ def test_model_that_scales_its_logits_in_its_own_way_is_refused() -> None:
         ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
         ("OPT", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "word_embed_proj_dim": 32}),
         ("Falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
-        ("Bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        ("Bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5, "seq_length": 64}),
     ],
 )
 def test_dropout_of_a_model_is_off(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -74,6 +75,80 @@ def test_dropout_of_a_model_is_off(kind: str, settings: dict[str, Any], tmp_path
     check_token_logits(model)
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(model(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=0)
+
+
+def edited(folder: Path, **changes: Any) -> str:
+    """Save a random policy whose config says something else as well."""
+    cast(Any, random_policy()).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+def test_code_of_a_policy_is_neither_run_nor_asked_about(tmp_path: Path) -> None:
+    code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    folder = edited(tmp_path, **code)
+    save_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "mine.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(ValueError, match=r"needs code of its own, which is never run; take a model that"):
+            load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_weights_are_called_so(tmp_path: Path) -> None:
+    folder = edited(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (whole[:-1000], b"", b"no weights" * 9):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"The weights of policy .* are damaged .*; save it there again\."):
+            load_policy(folder)
+
+
+def test_the_embedded_policy_is_made_again_where_its_cache_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edited(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr("lit_grpo.policy.tiny.tiny_policy", lambda: tmp_path)
+    with pytest.raises(ValueError, match=rf"'tiny' are damaged .*; delete the folder '{folder}', and it is made again"):
+        load_policy("tiny")
+
+
+def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, file = edited(tmp_path), tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack 1 of the model's weights, such as model.layers.0.mlp.up_proj.weight"):
+        load_policy(folder)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    model = cast(Any, random_policy())
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"Weight model\.layers\.1\.mlp\.up_proj\.weight .* holds NaN or infinity"):
+        load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("Mamba", "MambaForCausalLM is a state-space or recurrent model, which is not supported"),
+        ("Bloom", r"config of BloomForCausalLM names no longest sequence; add max_position_embeddings"),
+    ],
+)
+def test_a_model_without_a_longest_sequence_is_refused_in_words(kind: str, sentence: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES, bos_token_id=1, eos_token_id=1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        load_policy(str(tmp_path))
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

@@ -167,3 +167,12 @@ def test_import_loads_nothing_heavy() -> None:
     code = f"import sys, lit_grpo.data.sources; print(sorted({heavy!r} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_dotted_path_that_does_not_import_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ValueError, match=r"'my\.src\.Mine' is no file, .* ModuleNotFoundError: No module named 'my'"):
+        make_source("my.src.Mine")
+    with pytest.raises(ValueError, match=r"json has no 'Mine'; check it, or name a dataset by class_path"):
+        make_source("json.Mine")
+    with pytest.raises(ValueError, match=r"it is no subclass of lit_grpo\.data\.RowSource"):
+        make_source("json.JSONDecoder")

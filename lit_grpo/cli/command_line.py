@@ -25,6 +25,7 @@ from lit_grpo.callbacks import (
 )
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence
 from lit_grpo.cli.run_folder import RunConfig, make_loggers, prepare_folder
+from lit_grpo.cli.settings import check_settings
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
@@ -97,8 +98,10 @@ class GRPOCLI(LightningCLI):
         """Leave the command line's settings alone: what a checkpoint was trained with does not override them."""
 
     def before_instantiate_classes(self) -> None:
-        """Prepare the run's folder, and point everything that writes at it."""
+        """Check the settings, prepare the run's folder, and point everything that writes at it."""
         settings = self._settings
+        check_settings(settings, fits=self.subcommand == "fit")
+        settings["weights_only"] = True  # no checkpoint runs code
         run = RunConfig(**settings["run"])
         folder = run.folder.absolute()
         fits = self.subcommand == "fit"
@@ -146,6 +149,7 @@ def run(args: list[str] | None = None) -> None:
             parser_class=InputParser,
             parser_kwargs={
                 "prog": "python -m lit_grpo",
+                "allow_abbrev": False,  # a field that is misspelt is not the one that begins so
                 "epilog": "Also: python -m lit_grpo simulate --help (plans in pictures, without a model), and "
                 "python -m lit_grpo serve --help (a vLLM server for a policy)",
             },

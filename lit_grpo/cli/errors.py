@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
+import re
 import sys
 from typing import Any, NoReturn
 
+from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
+
+_NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
+_CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
+_KEY = re.compile(r'Parser key "([\w.]+)"')
 
 
 class InputParser(LightningArgumentParser):
@@ -21,8 +29,13 @@ class InputParser(LightningArgumentParser):
         return super().add_class_arguments(*args, **(kwargs | {"sub_configs": False}))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the mistake, with the nearest option where one is unknown, and exit with code 2."""
-        sentence = one_sentence(message)
+        """Print the mistake, with the nearest option where one is unknown, and exit with code 2.
+
+        The parser of a class that is named in a config raises instead: whoever asked it knows where in the config.
+        """
+        if not self.exit_on_error:
+            raise ArgumentError(None, message) from ex
+        sentence = _unknown_field(message, getattr(ex, "subcommand_parser", None) or self) or one_sentence(message)
         if sentence.startswith("unrecognized arguments: "):
             sentence += _nearest(sentence.split()[2], self)
         exit_with(sentence)
@@ -50,16 +63,50 @@ def one_sentence(message: str) -> str:
     return " ".join(part for part in parts if part and "NoneType" not in part)
 
 
+def _unknown_field(message: str, parser: Any) -> str | None:
+    """Name a field that nothing has by its whole path, with the nearest there is; ``None`` for another mistake."""
+    unknown = _NO_OPTION.search(message)
+    if unknown is None or "is not accepted before subcommand" in message:
+        return None
+    before = message[: unknown.start()]
+    path = ".".join([*_KEY.findall(before), *filter(None, [unknown["group"]]), unknown["name"]])
+    paths = _CLASS_PATH.findall(before) or _CLASS_PATH.findall(message)
+    if not paths:
+        options = [option.removeprefix("--") for option in _options(parser)]
+        return f"There is no field {path}{_did_you_mean(_near(path, options), 'fit --help lists all there are.')}"
+    fields = _parameters(paths[-1])
+    near = difflib.get_close_matches(unknown["name"], fields, n=1)
+    hint = f"it has {', '.join(fields)}." if fields else "see its documentation."
+    return f"There is no field {path}: {paths[-1]} has no {unknown['name']!r}{_did_you_mean(near, hint)}"
+
+
+def _did_you_mean(near: list[str], otherwise: str) -> str:
+    return f"; did you mean {' or '.join(near)}?" if near else f"; {otherwise}"
+
+
+def _parameters(class_path: str) -> list[str]:
+    """What a class takes, its parents' fields with it; nothing where it cannot be asked."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        parents = getattr(importlib.import_module(module), name).__mro__
+        names = [name for one in parents for name in inspect.signature(one.__init__).parameters]
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return []
+    return list(dict.fromkeys(name for name in names if name not in ("self", "args", "kwargs")))
+
+
 def _nearest(argument: str, parser: Any) -> str:
+    return _did_you_mean(_near(argument.split("=")[0], _options(parser)), "--help lists all there are.")
+
+
+def _near(option: str, options: list[str]) -> list[str]:
     """The options that are spelled alike; else those whose last part is, wherever they are."""
-    option, options = argument.split("=")[0], _options(parser)
     near = difflib.get_close_matches(option, options, n=3, cutoff=0.85)
     if not near:
         last = {name: name.rsplit(".", 1)[-1] for name in options}
         parts = difflib.get_close_matches(option.rsplit(".", 1)[-1], set(last.values()), n=1, cutoff=0.8)
         near = [name for name in last if last[name] in parts][:3]
-    near = near or difflib.get_close_matches(option, options, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else "; --help lists all there are."
+    return near or difflib.get_close_matches(option, options, n=3)
 
 
 def _options(parser: Any) -> list[str]:

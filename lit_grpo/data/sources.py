@@ -6,6 +6,7 @@ A row is a dict of one example's columns. Nothing heavy is imported before rows 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 Row = dict[str, Any]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 class RowSource(ABC):
@@ -138,12 +140,27 @@ def make_source(source: str | RowSource) -> RowSource:
     path = Path(source).expanduser()
     if path.suffix.lower() in READERS or path.is_file():
         return FileRows(path)
+    if not path.is_dir() and CLASS_PATH.fullmatch(source):
+        raise ValueError(
+            f"The source {source!r} is no file, and not the class path of a RowSource either: {_not_a_class(source)}; "
+            "check it, or name a dataset by class_path: lit_grpo.data.HubRows."
+        )
     if source and (path.is_dir() or HUB_ID.fullmatch(source)):
         return HubRows(source)
     raise ValueError(
         f"The source {source!r} is no file ({', '.join(READERS)}), no existing folder and no dataset id "
         "(owner/name); check the path."
     )
+
+
+def _not_a_class(path: str) -> str:
+    """Why a dotted path is no source: those that are one have been made by the command line."""
+    module, name = path.rsplit(".", 1)
+    try:
+        there = hasattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises
+        return f"{type(error).__name__}: {_first_line(error)}"
+    return "it is no subclass of lit_grpo.data.RowSource" if there else f"{module} has no {name!r}"
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

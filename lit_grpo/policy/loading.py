@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +37,7 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
 
     name = resolve_policy(policy)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(_load_failure(name, "tokenizer", error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
@@ -57,8 +58,10 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
     With ``nf4`` its linear layers, but for the head, are kept in four bits and cannot be trained.
 
     Raises:
-        ValueError: There is no such model, or it is not a causal language model with safetensors.
+        ValueError: There is no such model, or it is not a causal language model with safetensors, or they are damaged
+            or lack a weight, or it is of a kind that is not supported.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -66,15 +69,49 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
     quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, quantization_config=quantization
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            quantization_config=quantization,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except SafetensorError as error:
+        raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_anew(policy, name)}.") from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of another shape than the config's
         raise ValueError(_load_failure(name, "model", error)) from error
+    model, report = loaded
+    _check_weights(policy, name, model, report)
+    context_length(model)
     if nf4:
         keep_as_it_is(model)
     _switch_dropout_off(model)
     return model
+
+
+def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Refuse weights that the files lack, which would be random, and those that are no numbers."""
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"The files of policy {policy!r} lack {len(missing)} of the model's weights, such as {missing[0]}; "
+            f"{_anew(policy, name)}."
+        )
+    for place, weight in model.named_parameters():
+        if weight.is_floating_point() and not math.isfinite(float(weight.detach().sum(dtype=torch.float32))):
+            raise ValueError(
+                f"Weight {place} of policy {policy!r} holds NaN or infinity, so the run that made it has failed; take "
+                "an earlier checkpoint or another policy."
+            )
+
+
+def _anew(policy: str, name: str) -> str:
+    """What mends a policy whose files are damaged."""
+    if policy == TINY:
+        return f"delete the folder {name!r}, and it is made again"
+    if Path(name).is_dir():
+        return "save it there again"
+    return f"download it again: hf download {name} --force-download"
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
@@ -101,8 +138,22 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The most tokens, prompt and completion together, that the model takes."""
-    return int(model.config.get_text_config().max_position_embeddings)
+    """The most tokens, prompt and completion together, that the model takes.
+
+    Raises:
+        ValueError: Its config names no such number.
+    """
+    config, kind = model.config.get_text_config(), type(model).__name__
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
+    if length:
+        return int(length)
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{kind} is a state-space or recurrent model, which is not supported; take one with attention."
+        )
+    raise ValueError(
+        f"The config of {kind} names no longest sequence; add max_position_embeddings to the policy's config.json."
+    )
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -158,6 +209,8 @@ def check_token_logits(model: PreTrainedModel) -> None:
 
 
 def _load_failure(name: str, what: str, error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return f"Policy {name!r} needs code of its own, which is never run; take a model that transformers knows."
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(name).is_dir():
         return f"The policy folder {name!r} holds no usable {what}: {first_line}"

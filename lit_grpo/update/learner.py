@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+MAX_SKIPPED = 3
+"""Updates in a row whose gradient is not finite; one fewer are left out, and the run goes on."""
+
+
 @dataclass
 class Settings:
     """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
@@ -90,6 +94,7 @@ class Learner:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
         self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
         self.budget: TokenBudget | None = None
+        self._num_skipped = 0  # updates in a row
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +117,7 @@ class Learner:
 
         Raises:
             ValueError: A token that is to be learnt from has no sampled log-prob.
-            FloatingPointError: A gradient is not finite; the weights stay as they are.
+            FloatingPointError: Gradients of several updates in a row are not finite; the weights stay as they are.
         """
         settings, metrics = self.settings, TokenMetrics()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -236,15 +241,28 @@ class Learner:
                 torch.cuda.empty_cache()
             step.entropy_sum = 0.0
         version = self.optimization.policy_version
-        grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm, version)
+        grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm)
+        skipped = not math.isfinite(grad_norm)
+        self._count_skipped(skipped, grad_norm, version)
         lr = self.optimization.take_step()
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, version + 1)
-        metrics.finish_update(grad_norm=grad_norm, lr=lr)
-        if self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
+        metrics.finish_update(**{"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)})
+        if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             entropy = float(self.ranks.sum(step.entropy_sum)) / step.totals.num_entropy_tokens
             self.state.entropy.update(entropy)
+
+    def _count_skipped(self, skipped: bool, grad_norm: float, version: int) -> None:
+        """Leave a gradient that is not finite out, so that the step changes no weight; give up after a few of them."""
+        self._num_skipped = self._num_skipped + 1 if skipped else 0
+        if skipped:
+            self.policy.zero_grad()
+        if self._num_skipped == MAX_SKIPPED:
+            raise FloatingPointError(
+                f"The policy collapsed at update {version}: the gradient's norm is {grad_norm}, {MAX_SKIPPED} times "
+                "in a row, and no weight has been touched since; lower the learning rate, or look for extreme rewards."
+            )
 
     def _accumulate(self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics) -> bool:
         """Gather the step's gradient; return whether the memory of all ranks sufficed, where the budget is open.
@@ -333,16 +351,6 @@ class Learner:
         )
 
 
-def clip_gradient(model: torch.nn.Module, max_norm: float, policy_version: int) -> float:
-    """Scale the gradient down to ``max_norm``, where that is not 0; return the norm that it had.
-
-    Raises:
-        FloatingPointError: It is not finite; no weight has been touched.
-    """
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf))
-    if not norm < torch.inf:
-        raise FloatingPointError(
-            f"The gradient's norm is {norm} at policy version {policy_version}; the weights were not touched. "
-            "Lower the learning rate, or look for NaN rewards and extreme log-probs."
-        )
-    return norm
+def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
+    """Scale the gradient down to ``max_norm``, where that is not 0; return the norm that it had."""
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf))

@@ -260,6 +260,18 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
 BAD_INPUT = {
     "unknown field": (["--model.num_geneations", "1"], "did you mean --model.num_generations"),
     "field elsewhere": (["--model.betta", "1"], "did you mean --model.objective.kl.beta?"),
+    "field that begins another": (["--model.sampling.max_token", "5"], "did you mean --model.sampling.max_tokens?"),
+    "field of a class": (
+        ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slot", "3"],
+        "There is no field model.generator.num_slot: lit_grpo.rollout.slots.SlotGenerator has no 'num_slot'; did you",
+    ),
+    "strategy": (["--trainer.strategy", "deepspeed"], "trainer.strategy 'deepspeed' is not supported"),
+    "validation by halves": (
+        ["--trainer.val_check_interval", "0.5"],
+        "val_check_interval is 0.5, but it counts updates",
+    ),
+    "remote checkpoint": (["--ckpt_path", "http://127.0.0.1:1/a.ckpt"], "checkpoints are loaded from disk only"),
+    "class of rows": (["--data.train", "my.src.Mine"], "'my.src.Mine' is no file"),
     "unknown loss": (["--model.objective.loss", "ppo"], "objective.loss must be one of grpo, dr_grpo, dapo"),
     "sequence ratios of a token sum": (["--model.objective.ratio", "sequence"], "set normalization to sequence"),
     "a median of two": (

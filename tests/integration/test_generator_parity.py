@@ -200,6 +200,7 @@ def test_a_model_that_the_slots_cannot_decode_is_refused_at_the_start(
         SlotGenerator().start(PolicySpec(model, tokenizer))
     assert str(caught.value).startswith("SlotGenerator cannot decode")
     assert reason in str(caught.value)
+    assert str(caught.value).endswith("let vLLM decode it: --model.generator lit_grpo.rollout.vllm.VLLMGenerator.")
     assert "\n" not in str(caught.value)
     assert model.training
     assert model.config._attn_implementation == before != ATTENTION_NAME

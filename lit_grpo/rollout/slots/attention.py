@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 ATTENTION_NAME = "lit_grpo_slots"
+INSTEAD = "let vLLM decode it: --model.generator lit_grpo.rollout.vllm.VLLMGenerator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def slot_attention(
     if softcap is not None or s_aux is not None or key.shape != value.shape:
         feature = "attention sinks" if s_aux is not None else "capped attention scores"
         feature = feature if key.shape == value.shape else "keys and values of different sizes"
-        raise ValueError(f"SlotGenerator cannot decode a model with {feature}; use another generator.")
+        raise ValueError(f"SlotGenerator cannot decode a model with {feature}; {INSTEAD}.")
     layer = module.layer_idx
     assert isinstance(layer, int)
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
@@ -88,7 +89,7 @@ def use_slot_attention(model: PreTrainedModel) -> str:
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
             f"SlotGenerator cannot decode {type(model).__name__}: it does not use transformers' attention "
-            "interface; choose a decoder with rotary attention such as Qwen3, Llama, Mistral or Gemma."
+            f"interface; {INSTEAD}."
         )
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
     before = str(model.config._attn_implementation)

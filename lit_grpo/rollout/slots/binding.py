@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lit_grpo.policy.loading import context_length, hidden_states
-from lit_grpo.rollout.slots.attention import use_slot_attention
+from lit_grpo.rollout.slots.attention import INSTEAD, use_slot_attention
 from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.forward import AttentionProbe, decode_step, prefill
 from lit_grpo.rollout.slots.fused import FusedDecoder
@@ -35,7 +35,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if foreign := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"SlotGenerator cannot decode {type(model).__name__} with {_names(foreign)} layers; use another generator."
+            f"SlotGenerator cannot decode {type(model).__name__} with {_names(foreign)} layers; {INSTEAD}."
         )
     training, before = model.training, str(model.config._attn_implementation)
     input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
@@ -53,14 +53,14 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
     if not error < _TOLERANCE:
         raise ValueError(
             f"SlotGenerator cannot decode {type(model).__name__}: its hidden states come out {error:.0%} off those of "
-            "its own forward, so its layers remember more than keys and values; use another generator."
+            f"its own forward, so its layers remember more than keys and values; {INSTEAD}."
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
     if window and slides and window < context_length(model) and not any(seen.windows):
         raise ValueError(
             f"SlotGenerator cannot decode {type(model).__name__}: it does not tell its attention of the sliding "
-            f"window of {window} tokens in its config; use another generator."
+            f"window of {window} tokens in its config; {INSTEAD}."
         )
     return seen.shape, fused
 
@@ -85,7 +85,7 @@ def _probe(model: PreTrainedModel, input_ids_BT: torch.Tensor) -> AttentionProbe
     try:
         prefill(model, input_ids_BT.tolist(), _NUM_TOKENS, probe)
     except (RuntimeError, TypeError, IndexError) as error:  # shapes or arguments of some other kind of attention
-        raise ValueError(f"SlotGenerator cannot decode {type(model).__name__}: {error}") from error
+        raise ValueError(f"SlotGenerator cannot decode {type(model).__name__} ({error}); {INSTEAD}.") from error
     return probe
 
 

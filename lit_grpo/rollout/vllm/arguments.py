@@ -36,6 +36,7 @@ _QUIET = {
 }
 _ODD = 0x9E3779B97F4A7C15  # sends numbers of tokens far from each other
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
 _INSTEAD = "take adapters: merged"
 _warned_of: set[str] = set()
 
@@ -57,6 +58,24 @@ def require_vllm() -> None:
         warnings.warn(
             f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}.", stacklevel=2
         )
+
+
+def check_head_size(config: PreTrainedConfig) -> None:
+    """Check that vLLM has attention for a decoder with this text configuration, where it decodes on a CPU.
+
+    Raises:
+        ValueError: Its heads have a size for which it has none.
+    """
+    size = _head_size(config)
+    if _installed_version().startswith(TESTED_VERSIONS) and size not in _CPU_HEAD_SIZES:
+        raise ValueError(
+            f"The policy's attention heads have {size} dimensions, for which vLLM has no attention on CPUs (it has for "
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}); take lit_grpo.rollout.slots.SlotGenerator, or another policy."
+        )
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def import_vllm() -> None:
@@ -174,8 +193,7 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values that a token takes in a decoder with this text configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_size * dtype.itemsize
+    return 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
 
 
 @contextlib.contextmanager

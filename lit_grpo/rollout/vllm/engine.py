@@ -20,6 +20,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_engine_args,
+    check_head_size,
     engine_arguments,
     import_vllm,
     kv_bytes_per_token,
@@ -82,6 +83,8 @@ class VLLMGenerator(EngineGenerator):
                 "VLLMGenerator decodes for a run of one process; on several devices take "
                 "lit_grpo.rollout.vllm.server.VLLMServerGenerator, which starts servers for each rank."
             )
+        if policy.device.type == "cpu":
+            check_head_size(policy.config.get_text_config())
         _end_engines()
         folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)

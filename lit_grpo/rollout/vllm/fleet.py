@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.vllm.arguments import all_draw_by_position, require_vllm, server_arguments, server_environment
+from lit_grpo.rollout.vllm.arguments import (
+    all_draw_by_position,
+    check_head_size,
+    require_vllm,
+    server_arguments,
+    server_environment,
+)
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.weights.files import weights_folder, write_full, write_patch
@@ -184,6 +190,8 @@ class Fleet:
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         require_vllm()
+        if not torch.cuda.is_available():
+            check_head_size(policy.config.get_text_config())
         policy.save_skeleton(self._folder)
         arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
         environment = server_environment(self.num_servers)

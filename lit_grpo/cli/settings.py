@@ -1,0 +1,86 @@
+"""Checks of what the command line was given, before anything is made, moved or loaded."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_grpo.checks import check_left_to_module
+
+
+def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
+    """Refuse what Lightning would take, or refuse in words that name no field.
+
+    Args:
+        settings: Of a subcommand.
+        fits: Whether it trains.
+
+    Raises:
+        ValueError: A field has a value that cannot work.
+    """
+    trainer = settings["trainer"]
+    _check_devices(trainer["strategy"], trainer["accelerator"])
+    if fits:
+        check_left_to_module(trainer["gradient_clip_val"], trainer["accumulate_grad_batches"])
+        interval = trainer["val_check_interval"]
+        if isinstance(interval, float) and trainer["check_val_every_n_epoch"] is None:
+            raise ValueError(
+                f"trainer.val_check_interval is {interval}, but it counts updates, for prompts are drawn without end; "
+                "give a whole number, such as 10."
+            )
+    if settings.get("weights_only") is False:
+        raise ValueError("weights_only is false, but a checkpoint is never let run code; leave it out.")
+    if path := settings.get("ckpt_path"):
+        check_ckpt_path(str(path))
+
+
+def check_ckpt_path(path: str) -> None:
+    """Refuse a checkpoint that is not there, not on this machine, or not one of a run.
+
+    Raises:
+        ValueError: It is one of these.
+    """
+    if path == "last":  # Lightning looks for it in the run's folder
+        return
+    if "://" in path:
+        raise ValueError(
+            f"ckpt_path is {path!r}, but checkpoints are loaded from disk only; download it from where you trust, and "
+            "give the file's path."
+        )
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"ckpt_path {path!r} is a folder; give the file, such as {str(file / 'last.ckpt')!r}.")
+    if not file.is_file():
+        raise ValueError(
+            f"There is no checkpoint {path!r}; give the path of one, such as runs/NAME/checkpoints/last.ckpt."
+        )
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} is no checkpoint, or a damaged one, or one that would run code ({type(error).__name__}); "
+            "give one that a run has left in its folder checkpoints/."
+        ) from error
+    if not isinstance(checkpoint, Mapping) or not {"policy_version", "state_dict"} <= checkpoint.keys():
+        raise ValueError(
+            f"{path!r} is no checkpoint of lit_grpo; give one that a run has left in its folder checkpoints/."
+        )
+
+
+def _check_devices(strategy: Any, accelerator: Any) -> None:
+    if isinstance(strategy, str) and not strategy.startswith(("auto", "ddp", "single_device")):
+        raise ValueError(
+            f"trainer.strategy {strategy!r} is not supported, for the policy must be whole on every device to decode; "
+            "use auto, or ddp for several devices."
+        )
+    mps = torch.backends.mps.is_available()
+    there = {"gpu": torch.cuda.is_available() or mps, "cuda": torch.cuda.is_available(), "mps": mps}
+    if isinstance(accelerator, str) and not there.get(accelerator, True):
+        built = "" if torch.backends.cuda.is_built() else " (this build of torch is for CPUs alone)"
+        raise ValueError(
+            f"trainer.accelerator is {accelerator!r}, but torch finds no such device here{built}; take cpu, or auto."
+        )

@@ -1,0 +1,83 @@
+"""What the command line was given is refused in one sentence, before anything is made or moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
+
+from lit_grpo.cli.settings import check_settings
+
+TRAINER = {
+    "strategy": "auto",
+    "accelerator": "auto",
+    "gradient_clip_val": None,
+    "accumulate_grad_batches": 1,
+    "val_check_interval": None,
+    "check_val_every_n_epoch": None,
+}
+
+
+def settings(ckpt_path: str | None = None, **trainer: Any) -> dict[str, Any]:
+    return {"trainer": TRAINER | trainer, "ckpt_path": ckpt_path}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ({"strategy": "deepspeed"}, r"trainer\.strategy 'deepspeed' is not supported, .*; use auto, or ddp"),
+        ({"strategy": "fsdp"}, r"trainer\.strategy 'fsdp' is not supported"),
+        ({"gradient_clip_val": 0.5}, r"trainer\.gradient_clip_val is 0\.5, .* model\.max_grad_norm; set that"),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches is 2, .* model\.max_tokens_per_micro_batch; set"),
+        ({"val_check_interval": 0.5}, r"trainer\.val_check_interval is 0\.5, but it counts updates, .* such as 10"),
+    ],
+)
+def test_what_lightning_would_say_of_its_own_fields_is_said_of_ours(trainer: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_settings(settings(**trainer), fits=True)
+
+
+def test_settings_that_work_are_taken() -> None:
+    check_settings(settings(val_check_interval=10, strategy="ddp", accelerator="cpu"), fits=True)
+    check_settings(settings(gradient_clip_val=1.0), fits=False)
+
+
+def test_a_gpu_that_is_not_there_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"trainer\.accelerator is 'cuda', but torch finds no such device here"):
+        check_settings(settings(accelerator="cuda"), fits=True)
+
+
+def test_checkpoints_come_from_disk_and_from_runs(tmp_path: Path) -> None:
+    (tmp_path / "text.ckpt").write_text("{}")
+    torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
+    torch.save({"policy_version": 1, "state_dict": {}, "hook": Path}, tmp_path / "code.ckpt")
+    refused = {
+        "http://127.0.0.1:1/last.ckpt": "checkpoints are loaded from disk only",
+        "s3://bucket/last.ckpt": "checkpoints are loaded from disk only",
+        str(tmp_path / "absent.ckpt"): "There is no checkpoint",
+        str(tmp_path): "is a folder; give the file",
+        str(tmp_path / "text.ckpt"): "is no checkpoint, or a damaged one",
+        str(tmp_path / "code.ckpt"): "or one that would run code",
+        str(tmp_path / "foreign.ckpt"): "is no checkpoint of lit_grpo",
+    }
+    for path, sentence in refused.items():
+        with pytest.raises(ValueError, match=sentence):
+            check_settings(settings(path), fits=True)
+    torch.save({"policy_version": 1, "state_dict": {}}, tmp_path / "ours.ckpt")
+    check_settings(settings(str(tmp_path / "ours.ckpt")), fits=True)
+
+
+def test_a_checkpoint_of_another_policy_is_refused(policy_folder: Path, tmp_path: Path) -> None:
+    groups = random_groups(random_policy(), [[1.0, 0.0, 0.0, 1.0]])
+    make_trainer(Checkpoints(tmp_path)).fit(make_module(policy_folder), Batches([groups]))
+    wider = tmp_path / "wider"
+    random_policy(hidden_size=64).save_pretrained(wider)  # pyright: ignore[reportCallIssue]
+    for path in policy_folder.glob("tokenizer*"):
+        (wider / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=r"of another policy: the shape of policy\.model\S+ is \(\d+, 32\) there and"):
+        make_trainer().fit(make_module(wider), Batches([groups]), ckpt_path=tmp_path / "1.ckpt")
