@@ -139,6 +139,12 @@ def test_text_is_rendered_as_chat_when_asked_for(chat: str, options: dict[str, A
     assert words_of(prompt) == expected
 
 
+def test_a_prompt_keeps_the_messages_of_a_conversation_and_of_nothing_else(chat: str) -> None:
+    user = {"role": "user", "content": "what is one ?"}
+    prompts = prompts_of(chat, {"prompt": [user]}, {"prompt": "what is two ?"}, system_prompt="answer", batch_size=1)
+    assert [prompt.messages for prompt in prompts] == [[{"role": "system", "content": "answer"}, user], None]
+
+
 def test_template_makes_the_prompt_of_several_columns(plain: str) -> None:
     row = {"a": "one", "b": "two", "prompt": "unused"}
     (prompt,) = prompts_of(plain, row, template="what is {a} plus {b} ? answer :")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec
+from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec, TrainerState
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 
@@ -140,14 +141,14 @@ def test_function_on_a_group_gets_lists_in_one_call(make_runner: MakeRunner) -> 
         prompts: list[str],
         answer: list[int],
         finish_reasons: list[str],
-        **columns: Any,
+        level: list[int],
     ) -> torch.Tensor:
-        seen.append((completions, prompts, answer, finish_reasons, columns))
+        seen.append((completions, prompts, answer, finish_reasons, level))
         return torch.tensor([0.5, 0.25])
 
     group = make_group("ab", "c", answer=4, level=3)
     make_runner(score).score(group)
-    assert seen == [(["ab", "c"], ["What is it?"] * 2, [4, 4], ["stop", "stop"], {"level": [3, 3]})]
+    assert seen == [(["ab", "c"], ["What is it?"] * 2, [4, 4], ["stop", "stop"], [3, 3])]
     assert rewards_of(group) == [0.5, 0.25]
 
 
@@ -507,3 +508,84 @@ def test_runner_needs_functions_of_different_names() -> None:
         RewardRunner([])
     with pytest.raises(ValueError, match="2 rewards have the name 'length'"):
         RewardRunner([RewardFunction.of(length, "length")] * 2)
+
+
+# ---- TRL's signature ------------------------------------------------------------------------------------
+
+
+def test_a_function_written_for_trl_gets_all_that_trl_gives(make_runner: MakeRunner) -> None:
+    seen = {}
+
+    def score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        seen.update(kwargs, prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    runner, group = make_runner(score), make_group("ab", "c", answer=4, prompt="row", completion="row")
+    runner.state = TrainerState(3, 10, 0.5)
+    runner.score(group)
+    state, log_metric, log_extra = (seen.pop(name) for name in ("trainer_state", "log_metric", "log_extra"))
+    assert (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.5)
+    assert callable(log_metric) and callable(log_extra)
+    assert seen == {
+        "prompts": ["What is it?"] * 2,
+        "completions": ["ab", "c"],
+        "completion_ids": [[0, 0], [0]],
+        "answer": [4, 4],
+    }
+
+
+def test_a_conversation_has_messages_for_prompts_and_completions(make_runner: MakeRunner) -> None:
+    seen = []
+
+    def score(prompts: Any, completions: Any) -> list[float]:
+        seen.append((prompts, completions))
+        return [float(completion[0]["content"] == "b") for completion in completions]
+
+    messages = [{"role": "user", "content": "What?"}]
+    group = make_group("a", "b")
+    group.prompt = dataclasses.replace(group.prompt, messages=messages)
+    make_runner(score).score(group)
+    assert seen == [
+        ([messages] * 2, [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]])
+    ]
+    assert rewards_of(group) == [0.0, 1.0]
+
+
+def test_a_function_on_one_rollout_keeps_the_text_of_a_conversation(make_runner: MakeRunner) -> None:
+    group = make_group("abc")
+    prompt = dataclasses.replace(group.prompt, messages=[{"role": "user", "content": "What?"}])
+    group = RolloutGroup(prompt, [Rollout(prompt, rollout.completion) for rollout in group.rollouts])
+    make_runner(length).score(group)
+    assert rewards_of(group) == [3.0]
+
+
+def test_logged_metrics_are_means_and_extras_go_to_their_rollouts(make_runner: MakeRunner) -> None:
+    def by_group(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        log_metric("mean_length", len(completions[0]))
+        log_extra("first", [completion[:1] for completion in completions])
+        return [0.0] * len(completions)
+
+    def by_rollout(completion: str, trainer_state: Any, log_metric: Any, log_extra: Any) -> float:
+        log_metric("ends", float(completion.endswith("b")))
+        log_extra("step", trainer_state.global_step)
+        return 0.0
+
+    runner, groups = make_runner(by_group, by_rollout), [make_group("ab", "c"), make_group("abcd", "b")]
+    for group in groups:
+        runner.submit(group)
+    runner.gather()
+    assert runner.metrics.take() == {"mean_length": 3.0, "ends": 0.5}
+    assert runner.metrics.take() == {}
+    assert [rollout.extra for rollout in groups[1].rollouts] == [
+        {"first": "a", "step": 0},
+        {"first": "b", "step": 0},
+    ]
+
+
+def test_an_extra_column_of_another_length_is_an_error(make_runner: MakeRunner) -> None:
+    def score(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("judge", ["good"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"log_extra\('judge'\) was given 1 values for 2 completions; give one each"):
+        make_runner(score).score(make_group("a", "b"))

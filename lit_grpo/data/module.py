@@ -176,11 +176,11 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
             columns = _rename(row, self.columns, place)
             try:
-                token_ids, text = self.renderer.render(row, self._tokenizer)
+                token_ids, text, messages = self.renderer.render(row, self._tokenizer)
             except UnusableRow as reason:
                 reasons[number] = str(reason)
             else:
-                prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns))
+                prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
         self._report(source, len(prompts), reasons)
         return prompts
 

@@ -12,8 +12,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from lit_grpo.rewards.inputs import (
+    GROUP_INPUTS,
+    NOT_IN_TRL,
+    ROLLOUT_INPUTS,
+    TRL_INPUTS,
+    Surroundings,
+    group_inputs,
+    rollout_inputs,
+)
 from lit_grpo.rewards.loading import first_line, load_object, near_names, split_path
-from lit_grpo.types import Rollout, RolloutGroup
+from lit_grpo.types import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -42,28 +51,6 @@ class RewardSpec:
             raise ValueError(
                 f"the name of reward function {self.function!r} is empty; leave it out for the default name."
             )
-
-
-ROLLOUT_INPUTS = ("prompt", "completion", "num_tokens", "finish_reason", "max_tokens")
-GROUP_INPUTS = ("prompts", "completions", "num_tokens", "finish_reasons", "max_tokens")
-
-
-def rollout_inputs(rollout: Rollout) -> dict[str, Any]:
-    """The values of one rollout by the names in ``ROLLOUT_INPUTS``."""
-    completion = rollout.completion
-    return {
-        "prompt": rollout.prompt.text,
-        "completion": completion.text,
-        "num_tokens": completion.num_tokens,
-        "finish_reason": completion.finish_reason,
-        "max_tokens": completion.request.sampling.max_tokens,
-    }
-
-
-def group_inputs(group: RolloutGroup) -> dict[str, list[Any]]:
-    """The values of a group by the names in ``GROUP_INPUTS``, one a rollout."""
-    rows = [rollout_inputs(rollout).values() for rollout in group.rollouts]
-    return {name: list(values) for name, values in zip(GROUP_INPUTS, zip(*rows, strict=True), strict=True)}
 
 
 def read_value(value: Any) -> float | None:
@@ -216,17 +203,18 @@ class RewardFunction:
                     f"(its columns: {listed}); set it in args, rename it or give it a default."
                 )
 
-    def arguments(self, group: RolloutGroup) -> list[dict[str, Any]]:
+    def arguments(self, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
         """The keyword arguments of each call that scores ``group``: one call for all, or one a rollout."""
         columns = group.prompt.columns
         names = self.names
         if self.takes_columns:
-            names = (names | columns.keys()) - self.bound
+            others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if self.on_group else columns.keys()
+            names = (names | others) - self.bound
         if self.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-            rows = iter([{**lists, **group_inputs(group)}])
+            rows = iter([{**lists, **group_inputs(group, surroundings)}])
         else:
-            rows = ({**columns, **rollout_inputs(rollout)} for rollout in group.rollouts)
+            rows = ({**columns, **rollout_inputs(rollout, surroundings)} for rollout in group.rollouts)
         return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
