@@ -196,7 +196,9 @@ class RolloutScheduler(pl.Callback):
             return
         module.generator.start(PolicySpec(module.policy, module.tokenizer))
         if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
-            self._rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
+            self._rewards = RewardRunner(
+                module.rewards, module.on_reward_error, module.reward_timeout_s, module.reward_workers
+            )
         self._started = True
 
     def _collect(

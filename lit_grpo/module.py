@@ -56,6 +56,7 @@ class GRPOModule(EvaluationModule):
         on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
             reward for the rollouts concerned.
         reward_timeout_s: Seconds after which a call of a reward function counts as failed.
+        reward_workers: How many calls of reward functions that are not ``async`` run at a time, in threads.
         num_generations: G, the completions per prompt.
         sampling: How completions are sampled for training. Truncation (top_p, top_k, min_p) is refused
             here, because the objective needs the log-probs of the distribution sampled from.
@@ -95,6 +96,7 @@ class GRPOModule(EvaluationModule):
         rewards: list[RewardSpec] | None = None,
         on_reward_error: Literal["raise", "none"] = "raise",
         reward_timeout_s: float = 60.0,
+        reward_workers: int = 16,
         num_generations: int = 16,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         eval_num_generations: int = 1,
@@ -115,12 +117,12 @@ class GRPOModule(EvaluationModule):
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
     ) -> None:
-        super().__init__(load_rewards(rewards or []), pass_at_k, pass_threshold)
+        super().__init__(load_rewards(rewards or [], reward_timeout_s), pass_at_k, pass_threshold)
         self.automatic_optimization = False
         self.policy_name = policy
         self.generator: Generator = generator or SlotGenerator()
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
-        self.reward_timeout_s = reward_timeout_s
+        self.reward_timeout_s, self.reward_workers = reward_timeout_s, reward_workers
         self.num_generations = num_generations
         self.sampling = sampling
         self.eval_num_generations = eval_num_generations
@@ -137,8 +139,7 @@ class GRPOModule(EvaluationModule):
             max_grad_norm,
             gradient_checkpointing,
         )
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
+        self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype = dtype
         self.lora = lora
         self.reference = reference

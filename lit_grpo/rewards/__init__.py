@@ -6,6 +6,7 @@ A reward function is any callable named by import path or by file. It scores one
 
 from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalty, exact_match
 from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
+from lit_grpo.rewards.http_judge import HTTPJudge
 from lit_grpo.rewards.inputs import TrainerState
 from lit_grpo.rewards.maths import MathEquivalence, math_equivalence
 from lit_grpo.rewards.runner import RewardError, RewardRunner
@@ -13,6 +14,7 @@ from lit_grpo.rewards.runner import RewardError, RewardRunner
 __all__ = [
     "ExactMatch",
     "FormatMatch",
+    "HTTPJudge",
     "MathEquivalence",
     "RewardError",
     "RewardFunction",

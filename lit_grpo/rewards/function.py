@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
 import numbers
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,7 @@ from lit_grpo.rewards.inputs import (
     rollout_inputs,
 )
 from lit_grpo.rewards.loading import first_line, load_object, near_names, split_path
+from lit_grpo.rewards.processes import ProcessCall
 from lit_grpo.types import RolloutGroup
 
 
@@ -35,12 +38,20 @@ class RewardSpec:
         weight: Multiplies the function's value in the sum of the rewards; 0 only logs it.
         name: Under which the values are logged; by default the function's own name.
         args: Arguments of the class's ``__init__``, or keyword arguments bound to the function.
+        retries: How often a call that raises is made again, at most 10 times; ``reward_timeout_s`` limits all of its
+            attempts together.
+        retry_pause_s: Seconds before the first retry, at most 60; twice as many before each further one.
+        process: Call the function in processes of its own, as many as calls run at a time, so that one that exits,
+            crashes or never returns costs its rollouts alone. What it is given and returns must pickle.
     """
 
     function: str
     weight: float = 1.0
     name: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    retry_pause_s: float = 1.0
+    process: bool = False
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -51,6 +62,9 @@ class RewardSpec:
             raise ValueError(
                 f"the name of reward function {self.function!r} is empty; leave it out for the default name."
             )
+        for name, value, most in (("retries", self.retries, 10), ("retry_pause_s", self.retry_pause_s, 60)):
+            if not 0 <= value <= most:
+                raise ValueError(f"{name} of reward function {self.function!r} must be from 0 to {most}, not {value}.")
 
 
 def read_value(value: Any) -> float | None:
@@ -116,10 +130,14 @@ class RewardFunction:
     declared: tuple[str, ...]
     on_group: bool
     bound: frozenset[str]
+    retries: int = 0
+    retry_pause_s: float = 0.0
 
     @classmethod
-    def load(cls, spec: RewardSpec) -> RewardFunction:
+    def load(cls, spec: RewardSpec, timeout_s: float | None = None) -> RewardFunction:
         """Import what ``spec`` names, give it its arguments and check its signature.
+
+        ``timeout_s`` is the most seconds that a process of the function may take for one call.
 
         Raises:
             ValueError: If it cannot be imported, built or called as a reward function.
@@ -131,9 +149,11 @@ class RewardFunction:
                 "name a function or a class."
             )
         name = spec.name or split_path(spec.function)[1].split(".")[-1]
-        if inspect.isclass(loaded):
-            return cls.of(_build(loaded, spec), name, spec.weight, spec.function)
-        return cls.of(loaded, name, spec.weight, spec.function, spec.args)
+        call, args = (_build(loaded, spec), {}) if inspect.isclass(loaded) else (loaded, spec.args)
+        function = cls.of(call, name, spec.weight, spec.function, args)
+        if spec.process:
+            function = replace(function, call=ProcessCall(spec.function, spec.args, timeout_s))
+        return replace(function, retries=spec.retries, retry_pause_s=spec.retry_pause_s)
 
     @classmethod
     def of(
@@ -224,23 +244,37 @@ class RewardFunction:
             ValueError: If what it returns cannot be read at all.
             Exception: Whatever the function raises.
         """
+        for pause_s in self._pauses_s:
+            try:
+                return self._read(self.call(**arguments), num_rollouts)
+            except Exception:  # a user's function runs here, and may fail in any way
+                time.sleep(pause_s)
         return self._read(self.call(**arguments), num_rollouts)
 
     async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """The same as :meth:`score`, of an ``async`` function."""
+        for pause_s in self._pauses_s:
+            try:
+                return self._read(await self.call(**arguments), num_rollouts)
+            except Exception:  # a user's function runs here, and may fail in any way
+                await asyncio.sleep(pause_s)
         return self._read(await self.call(**arguments), num_rollouts)
+
+    @property
+    def _pauses_s(self) -> list[float]:
+        return [self.retry_pause_s * 2**number for number in range(self.retries)]
 
     def _read(self, returned: Any, num_rollouts: int) -> list[float | Exception | None]:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
-def load_rewards(specs: Sequence[RewardSpec]) -> list[RewardFunction]:
-    """Load the reward functions of a config.
+def load_rewards(specs: Sequence[RewardSpec], timeout_s: float | None = None) -> list[RewardFunction]:
+    """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
 
     Raises:
         ValueError: If one cannot be loaded, or two have the same name.
     """
-    functions = [RewardFunction.load(spec) for spec in specs]
+    functions = [RewardFunction.load(spec, timeout_s) for spec in specs]
     check_names(functions)
     return functions
 

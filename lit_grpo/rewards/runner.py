@@ -30,9 +30,9 @@ class RewardRunner:
     """Runs reward functions over rollout groups in the background.
 
     :meth:`submit` starts the work on a group and returns at once, :meth:`gather` waits for all submitted
-    groups and writes ``rollout.rewards`` and ``rollout.reward``. Sync functions run in threads, one for each
-    group and function, at most ``num_workers`` at a time; a function may thus be called for two groups at
-    once. ``async`` functions run on one event loop and are awaited all at once; they must not block it.
+    groups and writes ``rollout.rewards`` and ``rollout.reward``. Sync functions run in threads, at most
+    ``num_workers`` at a time; a function may thus be called several times at once, for rollouts of one group too.
+    ``async`` functions run on one event loop and are awaited all at once; they must not block it.
 
     ``state`` is what functions are told of training, and ``metrics`` what they log.
 
@@ -45,7 +45,7 @@ class RewardRunner:
         on_error: ``raise`` makes :meth:`gather` raise a :class:`RewardError`; ``none`` counts the rollouts
             concerned as not rewarded by the function, and adds their number to ``num_errors``.
         timeout_s: The most seconds one call may take; ``null`` sets no limit.
-        num_workers: How many sync functions run at a time.
+        num_workers: How many calls of sync functions run at a time.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RewardRunner:
         functions: Sequence[RewardFunction],
         on_error: Literal["raise", "none"] = "raise",
         timeout_s: float | None = 60.0,
-        num_workers: int = 4,
+        num_workers: int = 16,
     ) -> None:
         if not functions:
             raise ValueError("rewards is empty; name at least one reward function.")
@@ -83,9 +83,8 @@ class RewardRunner:
         if self._keeper is None:
             self._workers = asyncio.Semaphore(self._num_workers)
             self._keeper = LoopThread("lit_grpo-rewards")
-        self._pending.append(
-            (group, self._keeper.submit(self._score(group, Surroundings(self.state, self.metrics.log))))
-        )
+        surroundings = Surroundings(self.state, self.metrics.log)
+        self._pending.append((group, self._keeper.submit(self._score(group, surroundings))))
 
     def gather(self) -> None:
         """Wait for the submitted groups and write the rewards of their rollouts.
@@ -136,8 +135,7 @@ class RewardRunner:
             outcomes = await await_calls(self._coroutines, calls, self._timeout_s)
         else:
             calls = [functools.partial(function.score, one, size) for one in arguments]
-            async with self._workers:
-                outcomes = await run_calls(calls, self._timeout_s, stop_on_error=self._raises)
+            outcomes = await run_calls(calls, self._timeout_s, self._raises, self._workers, self._num_workers)
         lists = [[outcome] * size if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
         return [value for values in lists for value in values]
 
