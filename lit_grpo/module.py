@@ -25,7 +25,7 @@ from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.policy.loading import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.nf4 import without_quant_states
-from lit_grpo.rewards import RewardSpec, load_rewards
+from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
@@ -39,6 +39,8 @@ from lit_grpo.update.prefix.support import prefix_refusal
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MOST_BATCHES_WITHOUT_REWARD = 3
 
 
 class GRPOModule(EvaluationModule):
@@ -148,7 +150,7 @@ class GRPOModule(EvaluationModule):
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm)
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
-        self.policy_version = 0
+        self.policy_version = self.batches_without_reward = 0
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -255,12 +257,29 @@ class GRPOModule(EvaluationModule):
             )
         rewards, ranks = self.learner.rewards(batch.groups), self.ranks
         logs = rollout_metrics(batch.groups, rewards, self.policy_version, ranks.sum, ranks.max)
+        self._check_rewards(logs["frac_no_reward"])
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
         check_minibatches(self.settings.num_minibatches, len(batch.groups))
         self.log_dict(self.learner.learn(batch.groups))
         self.log("step", float(self.policy_version))
         batch.trained = True
+
+    def _check_rewards(self, frac_no_reward: float) -> None:
+        """Stop a run that has nothing to learn from: now and then a batch may have no reward, but not several on end.
+
+        Raises:
+            RewardError: It is the third batch in a row in which no rollout has a reward.
+        """
+        self.batches_without_reward = self.batches_without_reward + 1 if frac_no_reward == 1.0 else 0
+        names = ", ".join(f"{function.name} ({function.path})" for function in self.rewards)
+        if self.batches_without_reward == 1:
+            self.ranks.warn(f"No rollout of this batch has a reward: each of {names} returned None or failed.")
+        if self.batches_without_reward == MOST_BATCHES_WITHOUT_REWARD:
+            raise RewardError(
+                f"No rollout of {MOST_BATCHES_WITHOUT_REWARD} batches on end has a reward, so there is nothing to "
+                f"learn from: each of {names} returned None or failed; let one apply, and check its weight and the data."
+            )
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

@@ -136,6 +136,7 @@ def test_a_judge_that_is_slow_or_away_fails_the_call(server: Any) -> None:
     ],
 )
 def test_what_cannot_judge_is_refused_before_the_run(changes: dict[str, Any], problem: str) -> None:
+    settings: dict[str, Any] = {"url": "http://localhost", "model": "m", "template": TEMPLATE}
     with pytest.raises(ValueError) as caught:
-        HTTPJudge(**({"url": "http://localhost", "model": "m", "template": TEMPLATE} | changes))
+        HTTPJudge(**(settings | changes))
     assert problem in str(caught.value)

@@ -39,7 +39,7 @@ class PromptDataModule(LightningDataModule):
         validation: Source of the validation prompts; without it ``fit`` does not validate.
         test: Source of the test prompts.
         predict: Source of the prompts to complete with ``predict``.
-        batch_size: Prompts of one training iteration, on each rank.
+        batch_size: Prompts of one training iteration, on each rank; together no more than there are.
         eval_batch_size: Prompts of one batch in validation, test and predict, on each rank.
         prompt_column: The column that holds the prompt, as text or as a list of chat messages
             (``{"role": ..., "content": ...}``).
@@ -49,6 +49,7 @@ class PromptDataModule(LightningDataModule):
         chat_template: Whether the tokenizer's chat template renders prompts. Without a value: where the
             prompt is a list of messages, or ``system_prompt`` is given.
         chat_template_kwargs: Variables for the chat template, for instance ``enable_thinking: false``.
+        continue_final_message: Continue conversations that end in an assistant message; they are unusable otherwise.
         columns: New names for columns, as the reward functions know them: ``{answer: solution}`` hands
             them the column ``solution`` as ``answer``. Prompts are made of the old names.
         max_prompt_tokens: The longest prompt that is taken; prompts are never cut.
@@ -72,6 +73,7 @@ class PromptDataModule(LightningDataModule):
         system_prompt: str | None = None,
         chat_template: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
         columns: dict[str, str] | None = None,
         max_prompt_tokens: int = 512,
         unusable_rows: Literal["refuse", "drop"] = "refuse",
@@ -97,7 +99,13 @@ class PromptDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.renderer = PromptRenderer(
-            prompt_column, template, system_prompt, chat_template, chat_template_kwargs, max_prompt_tokens
+            prompt_column,
+            template,
+            system_prompt,
+            chat_template,
+            chat_template_kwargs,
+            max_prompt_tokens,
+            continue_final_message,
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self._train_loader: PromptLoader | None = None
@@ -159,6 +167,12 @@ class PromptDataModule(LightningDataModule):
 
     def _new_train_loader(self) -> PromptLoader:
         rank, world_size = self._rank_and_world_size()
+        if (num_prompts := len(self.prompts["train"])) < self.batch_size * world_size:
+            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+            raise ValueError(
+                f"data.batch_size is {self.batch_size}{ranks}, but data.train has only {num_prompts} prompts, so that "
+                f"a step would repeat some; set it to {num_prompts // world_size or 1} or less, or give more prompts."
+            )
         return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, self.seed, self.shuffle)
 
     def _eval_loader(self, split: str) -> EvalLoader:

@@ -48,6 +48,7 @@ class PromptRenderer:
     chat_template: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_tokens: int = 512
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens < 1:
@@ -120,6 +121,11 @@ class PromptRenderer:
 
     def _conversation(self, prompt: str | list[Row]) -> list[Row]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[-1]["role"] == "assistant" and not self.continue_final_message:
+            raise UnusableRow(
+                "ends in an assistant message, which would be answered; set data.continue_final_message to true to "
+                "have it continued, or take it out"
+            )
         if self.system_prompt is None:
             return messages
         if messages[0]["role"] == "system":
@@ -134,9 +140,14 @@ class PromptRenderer:
                 "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
                 "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
             )
+        continues = messages[-1]["role"] == "assistant"
         try:
             token_ids: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **(self.chat_template_kwargs or {})
+                messages,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                return_dict=False,
+                **(self.chat_template_kwargs or {}),
             )
         except jinja2.TemplateError as error:
             raise UnusableRow(f"is refused by the chat template: {error}") from error

@@ -45,13 +45,15 @@ def _log(logged: list[Logged], name: str, *values: Any) -> None:
 
 def _load(path: str, args: dict[str, Any]) -> Callable[..., Any]:
     """Return what is to be called; where it cannot be loaded, what says so."""
-
-    def load() -> Callable[..., Any]:
+    try:
         loaded = load_object(path)
-        return loaded(**args) if inspect.isclass(loaded) else lambda **arguments: loaded(**args, **arguments)
+        return loaded(**args) if inspect.isclass(loaded) else functools.partial(loaded, **args)
+    except Exception as error:  # the user's class is built here, and may fail in any way
+        return functools.partial(_raise, error)
 
-    loaded: Any = _returned(load, {})
-    return (lambda **_: loaded) if isinstance(loaded, Exception) else loaded
+
+def _raise(error: Exception, **_: Any) -> None:
+    raise error
 
 
 def _returned(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -46,3 +46,13 @@ def test_a_reward_function_of_trl_sees_training_and_logs(folder: Path) -> None:
     assert logged == [[0.0, 0.0, 2.0], [1.0, 0.5, 2.0]]
     samples = [json.loads(line) for line in Path("runs/task/samples.jsonl").read_text().splitlines()]
     assert all(sample["expected"] in {"1", "2", "3", "4"} for sample in samples)
+
+
+def test_predicted_rows_keep_the_columns_of_the_data(folder: Path) -> None:
+    (folder / "rewards.py").write_text("def score(completion): return 0.0")
+    config = json.loads(Path("config.yaml").read_text())
+    del config["trainer"]["max_steps"]
+    Path("config.yaml").write_text(json.dumps(config))
+    run(["predict", "--config", "config.yaml", "--data.predict", "prompts.jsonl"])
+    rows = [json.loads(line) for line in Path("runs/task/completions.jsonl").read_text().splitlines()]
+    assert [row["columns"] for row in rows] == [{"prompt": f"{n}+1=", "answer": str(n + 1), "id": n} for n in range(4)]
