@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.checks import (
+    check_callbacks,
     check_generations,
     check_micro_batch,
     check_minibatches,
@@ -23,11 +25,19 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
-from lit_grpo.policy.loading import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.loading import (
+    as_given,
+    check_token_logits,
+    context_length,
+    embeddings,
+    load_policy,
+    load_tokenizer,
+)
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner, Settings
@@ -52,9 +62,10 @@ class GRPOModule(EvaluationModule):
 
     Args:
         policy: ``tiny`` (the embedded one, made on the spot), a folder made by ``save_pretrained``, or a
-            Hugging Face id of a causal language model with safetensors.
+            Hugging Face id of a causal language model with safetensors. From Python also a loaded model, or a pair
+            of it and its tokenizer.
         generator: What decodes completions.
-        rewards: Reward functions; a rollout's reward is their weighted sum.
+        rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
         on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
             reward for the rollouts concerned.
         reward_timeout_s: Seconds after which a call of a reward function counts as failed.
@@ -91,6 +102,7 @@ class GRPOModule(EvaluationModule):
     tokenizer: PreTrainedTokenizerBase
     learner: Learner
 
+    @takes_dicts
     def __init__(
         self,
         policy: str = "tiny",
@@ -121,7 +133,7 @@ class GRPOModule(EvaluationModule):
     ) -> None:
         super().__init__(load_rewards(rewards or [], reward_timeout_s), pass_at_k, pass_threshold)
         self.automatic_optimization = False
-        self.policy_name = policy
+        self.policy_name = as_given(policy)
         self.generator: Generator = generator or SlotGenerator()
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
         self.reward_timeout_s, self.reward_workers = reward_timeout_s, reward_workers
@@ -163,6 +175,7 @@ class GRPOModule(EvaluationModule):
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
+        check_callbacks(self.trainer)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
@@ -193,7 +206,8 @@ class GRPOModule(EvaluationModule):
         if self.settings.objective.kl.beta > 0 and self.lora is not None:
             reference = AdapterFreeReference(self.policy)
         elif self.settings.objective.kl.beta > 0:
-            model = load_policy(self.policy_name, self.policy_dtype)
+            name = self.policy_name
+            model = load_policy(name, self.policy_dtype) if isinstance(name, str) else copy.deepcopy(self.policy)
             reference = Reference(model, self.trainer.strategy.root_device, self.reference)
         return Learner(self.policy, self, self.settings, reference)
 
@@ -278,7 +292,8 @@ class GRPOModule(EvaluationModule):
         if self.batches_without_reward == MOST_BATCHES_WITHOUT_REWARD:
             raise RewardError(
                 f"No rollout of {MOST_BATCHES_WITHOUT_REWARD} batches on end has a reward, so there is nothing to "
-                f"learn from: each of {names} returned None or failed; let one apply, and check its weight and the data."
+                f"learn from: each of {names} returned None or failed; let one apply, and check its weight and the "
+                "data."
             )
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import PromptRenderer, UnusableRow
 from lit_grpo.data.sources import Row, RowSource, make_source
-from lit_grpo.policy.loading import TINY, load_tokenizer
+from lit_grpo.policy.loading import TINY, as_given, load_tokenizer
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class PromptDataModule(LightningDataModule):
     """Prompts for training, validation, test and predict, from files, Hugging Face datasets or Python.
 
     A source is the path of a .jsonl, .json, .csv or .parquet file, a folder written by ``save_to_disk``,
-    the id of a dataset on the Hugging Face hub, or a :class:`lit_grpo.data.sources.RowSource` by class path.
+    the id of a dataset on the Hugging Face hub, or a :class:`lit_grpo.data.sources.RowSource` by class path. From
+    Python also a ``datasets.Dataset`` or a list of dicts, and for ``policy`` a loaded model with its tokenizer.
 
     Args:
         policy: Whose tokenizer renders the prompts: ``tiny``, a folder or a hub id.
@@ -90,7 +91,7 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError(f"data.{name} must be at least {least}, not {value}.")
         if unusable_rows not in ("refuse", "drop"):
             raise ValueError(f"data.unusable_rows must be refuse or drop, not {unusable_rows!r}.")
-        self.policy = policy
+        self.policy = as_given(policy)
         self.sources = {"train": train, "validation": validation, "test": test, "predict": predict}
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size

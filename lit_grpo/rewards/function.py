@@ -110,6 +110,10 @@ def _value_or_error(value: Any) -> float | Exception | None:
         return error
 
 
+Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
+"""What a reward function can be given as."""
+
+
 @dataclass(frozen=True)
 class RewardFunction:
     """A loaded reward function: what to call, with what, and how much its value weighs.
@@ -268,15 +272,32 @@ class RewardFunction:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
-def load_rewards(specs: Sequence[RewardSpec], timeout_s: float | None = None) -> list[RewardFunction]:
+def load_rewards(specs: Sequence[Reward], timeout_s: float | None = None) -> list[RewardFunction]:
     """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
 
     Raises:
         ValueError: If one cannot be loaded, or two have the same name.
     """
-    functions = [RewardFunction.load(spec, timeout_s) for spec in specs]
+    functions = [_load(spec, timeout_s) for spec in specs]
     check_names(functions)
     return functions
+
+
+def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
+    if isinstance(reward, Mapping):
+        try:
+            reward = RewardSpec(**reward)
+        except TypeError as error:
+            raise ValueError(
+                f"the reward {reward} is no RewardSpec ({first_line(error)}); correct its names."
+            ) from error
+    if isinstance(reward, str):
+        reward = RewardSpec(reward)
+    if isinstance(reward, RewardSpec):
+        return RewardFunction.load(reward, timeout_s)
+    if not callable(reward) or inspect.isclass(reward):
+        raise ValueError(f"the reward {reward!r} is no function, path or RewardSpec; give one of these.")
+    return RewardFunction.of(reward, getattr(reward, "__name__", type(reward).__name__))
 
 
 def check_names(functions: Sequence[RewardFunction]) -> None:
