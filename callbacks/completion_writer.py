@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 class CompletionWriter(BasePredictionWriter):
     """Write one JSON line a completion, batch by batch, to ``completions.jsonl`` of the run's folder.
 
+    ``columns`` are those of the data, to join by; what JSON does not know is written as text.
     On several ranks each writes a file of its own, ``completions-RANK.jsonl``.
 
     Args:
@@ -45,7 +46,7 @@ class CompletionWriter(BasePredictionWriter):
     ) -> None:
         """Append the batch's completions."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in prediction)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in prediction)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the completions are."""

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rewards import RewardRunner
+from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
 from lit_grpo.scheduling.lengths import LengthPredictor
@@ -116,7 +116,10 @@ class RolloutScheduler(pl.Callback):
         self._choose_points()
         self._num_slots = pl_module.generator.capacity().slots
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners, self._points)
-        self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling)
+        progress = batch_idx / trainer.num_training_batches
+        self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
+        if self._rewards is not None:
+            batch.metrics |= self._rewards.metrics.take()
         batch.metrics |= pl_module.generator.sleep()
         pl_module.log_dict(batch.metrics)
 
@@ -145,6 +148,10 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         loop = RolloutLoop(pl_module.generator, listeners=self._listeners)
         self._collect(trainer, pl_module, loop, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
+        if self._rewards is not None and not trainer.predicting:
+            stage = "test" if trainer.testing else "val"
+            logged = self._rewards.metrics.take()
+            pl_module.log_dict({f"{stage}/{name}": value for name, value in logged.items()}, batch_size=1)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -189,7 +196,9 @@ class RolloutScheduler(pl.Callback):
             return
         module.generator.start(PolicySpec(module.policy, module.tokenizer))
         if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
-            self._rewards = RewardRunner(module.rewards, module.on_reward_error, module.reward_timeout_s)
+            self._rewards = RewardRunner(
+                module.rewards, module.on_reward_error, module.reward_timeout_s, module.reward_workers
+            )
         self._started = True
 
     def _collect(
@@ -200,7 +209,11 @@ class RolloutScheduler(pl.Callback):
         batch: PromptBatch,
         num_generations: int,
         sampling: SamplingParams,
+        progress: float = 0.0,
     ) -> None:
+        if self._rewards is not None:
+            epoch = trainer.current_epoch + progress
+            self._rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
         with trainer.precision_plugin.forward_context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
         batch.metrics, batch.spans, batch.predicted = stats.metrics(), stats.spans, stats.predicted

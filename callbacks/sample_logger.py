@@ -37,11 +37,11 @@ class SampleLogger(pl.Callback):
         if not self.every_n_batches or batch_idx % self.every_n_batches or not trainer.is_global_zero:
             return
         step = trainer.global_step
-        rows = [_row(step, rollout) for rollout in self._pick(batch)]
+        rows = _same_columns([_row(step, rollout) for rollout in self._pick(batch)])
         self._print(trainer, step, rows)
         folder = Path(trainer.default_root_dir)
         with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_table("samples", columns=list(rows[0]), data=[list(row.values()) for row in rows])
@@ -85,7 +85,14 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "tokens": rollout.completion.num_tokens,
         "finish": rollout.completion.finish_reason,
         "reward": rollout.reward,
+        **rollout.extra,
     }
+
+
+def _same_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reward functions may have logged a column of some prompts alone: it is null in the other rows."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [columns | row for row in rows]
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

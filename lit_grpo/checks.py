@@ -109,6 +109,23 @@ def check_left_to_module(gradient_clip_val: float | None, accumulate_grad_batche
         )
 
 
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse a trainer in which one of the two callbacks that make rollouts is missing.
+
+    Raises:
+        ValueError: It is; where neither is there and no data module of prompts, rollouts come from elsewhere.
+    """
+    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    there = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    missing = [name for name in ("RolloutScheduler", "WeightSync") if name not in there]
+    prompts = getattr(trainer.datamodule, "prompts", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if len(missing) == 1 or (missing and prompts is not None):
+        raise ValueError(
+            f"trainer.callbacks lacks {' and '.join(missing)}; list RolloutScheduler() and then WeightSync() of "
+            "lit_grpo.callbacks there."
+        )
+
+
 def check_order(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> None:
     """Refuse callbacks in another order than this: Lightning calls them in the order of its list.
 

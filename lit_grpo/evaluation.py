@@ -95,6 +95,8 @@ class EvaluationModule(pl.LightningModule):
                 "logprob": float(rollout.completion.logprobs_T.sum()),
                 "finish_reason": rollout.completion.finish_reason,
                 **({"reward": rollout.reward, "rewards": rollout.rewards} if rollout.rewards else {}),
+                "columns": rollout.prompt.columns,
+                **({"extra": rollout.extra} if rollout.extra else {}),
             }
             for rollout in batch.rollouts
         ]

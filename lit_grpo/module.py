@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.checks import (
+    check_callbacks,
     check_checkpoint,
     check_generations,
     check_micro_batch,
@@ -24,11 +26,19 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
-from lit_grpo.policy.loading import check_token_logits, context_length, embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.loading import (
+    as_given,
+    check_token_logits,
+    context_length,
+    embeddings,
+    load_policy,
+    load_tokenizer,
+)
 from lit_grpo.policy.nf4 import without_quant_states
-from lit_grpo.rewards import RewardSpec, load_rewards
+from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner, Settings
@@ -41,6 +51,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+MOST_BATCHES_WITHOUT_REWARD = 3
+
 
 class GRPOModule(EvaluationModule):
     """Train a causal language model with GRPO (DeepSeekMath, arXiv 2402.03300).
@@ -51,12 +63,14 @@ class GRPOModule(EvaluationModule):
 
     Args:
         policy: ``tiny`` (the embedded one, made on the spot), a folder made by ``save_pretrained``, or a
-            Hugging Face id of a causal language model with safetensors.
+            Hugging Face id of a causal language model with safetensors. From Python also a loaded model, or a pair
+            of it and its tokenizer.
         generator: What decodes completions.
-        rewards: Reward functions; a rollout's reward is their weighted sum.
+        rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
         on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
             reward for the rollouts concerned.
         reward_timeout_s: Seconds after which a call of a reward function counts as failed.
+        reward_workers: How many calls of reward functions that are not ``async`` run at a time, in threads.
         num_generations: G, the completions per prompt.
         sampling: How completions are sampled for training. Truncation (top_p, top_k, min_p) is refused
             here, because the objective needs the log-probs of the distribution sampled from.
@@ -89,6 +103,7 @@ class GRPOModule(EvaluationModule):
     tokenizer: PreTrainedTokenizerBase
     learner: Learner
 
+    @takes_dicts
     def __init__(
         self,
         policy: str = "tiny",
@@ -96,6 +111,7 @@ class GRPOModule(EvaluationModule):
         rewards: list[RewardSpec] | None = None,
         on_reward_error: Literal["raise", "none"] = "raise",
         reward_timeout_s: float = 60.0,
+        reward_workers: int = 16,
         num_generations: int = 16,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         eval_num_generations: int = 1,
@@ -116,12 +132,12 @@ class GRPOModule(EvaluationModule):
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
     ) -> None:
-        super().__init__(load_rewards(rewards or []), pass_at_k, pass_threshold)
+        super().__init__(load_rewards(rewards or [], reward_timeout_s), pass_at_k, pass_threshold)
         self.automatic_optimization = False
-        self.policy_name = policy
+        self.policy_name = as_given(policy)
         self.generator: Generator = generator or SlotGenerator()
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
-        self.reward_timeout_s = reward_timeout_s
+        self.reward_timeout_s, self.reward_workers = reward_timeout_s, reward_workers
         self.num_generations = num_generations
         self.sampling = sampling
         self.eval_num_generations = eval_num_generations
@@ -138,8 +154,7 @@ class GRPOModule(EvaluationModule):
             max_grad_norm,
             gradient_checkpointing,
         )
-        self.make_optimizer = optimizer
-        self.make_lr_scheduler = lr_scheduler
+        self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype = dtype
         self.lora = lora
         self.reference = reference
@@ -148,7 +163,7 @@ class GRPOModule(EvaluationModule):
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm)
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
-        self.policy_version = 0
+        self.policy_version = self.batches_without_reward = 0
         self._collapse = CollapseWatch()
 
     # ---- set-up -----------------------------------------------------------------------------------
@@ -162,6 +177,7 @@ class GRPOModule(EvaluationModule):
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
+        check_callbacks(self.trainer)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
@@ -192,7 +208,8 @@ class GRPOModule(EvaluationModule):
         if self.settings.objective.kl.beta > 0 and self.lora is not None:
             reference = AdapterFreeReference(self.policy)
         elif self.settings.objective.kl.beta > 0:
-            model = load_policy(self.policy_name, self.policy_dtype)
+            name = self.policy_name
+            model = load_policy(name, self.policy_dtype) if isinstance(name, str) else copy.deepcopy(self.policy)
             reference = Reference(model, self.trainer.strategy.root_device, self.reference)
         return Learner(self.policy, self, self.settings, reference)
 
@@ -263,12 +280,30 @@ class GRPOModule(EvaluationModule):
         logs = rollout_metrics(batch.groups, rewards, self.policy_version, ranks.sum, ranks.max)
         if sentence := self._collapse.sentence(logs, self.policy_version):
             self.ranks.warn(sentence)
+        self._check_rewards(logs["frac_no_reward"])
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
         check_minibatches(self.settings.num_minibatches, len(batch.groups))
         self.log_dict(self.learner.learn(batch.groups))
         self.log("step", float(self.policy_version))
         batch.trained = True
+
+    def _check_rewards(self, frac_no_reward: float) -> None:
+        """Stop a run that has nothing to learn from: now and then a batch may have no reward, but not several on end.
+
+        Raises:
+            RewardError: It is the third batch in a row in which no rollout has a reward.
+        """
+        self.batches_without_reward = self.batches_without_reward + 1 if frac_no_reward == 1.0 else 0
+        names = ", ".join(f"{function.name} ({function.path})" for function in self.rewards)
+        if self.batches_without_reward == 1:
+            self.ranks.warn(f"No rollout of this batch has a reward: each of {names} returned None or failed.")
+        if self.batches_without_reward == MOST_BATCHES_WITHOUT_REWARD:
+            raise RewardError(
+                f"No rollout of {MOST_BATCHES_WITHOUT_REWARD} batches on end has a reward, so there is nothing to "
+                f"learn from: each of {names} returned None or failed; let one apply, and check its weight and the "
+                "data."
+            )
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

@@ -114,7 +114,8 @@ class Prompt:
 
     ``prompt_id`` is stable across runs and epochs (``"train/17"``: split and row number); ``visit``
     counts how often it has been drawn before, so that a second epoch samples anew. ``columns`` are
-    all fields of its row, for the reward functions.
+    all fields of its row, for the reward functions. ``messages`` is the conversation that ``text`` was rendered from,
+    where the row's prompt is one.
     """
 
     prompt_id: str
@@ -122,6 +123,7 @@ class Prompt:
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
     visit: int = 0
+    messages: list[dict[str, str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class Rollout:
 
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
-    counts in the statistics of its group, and is not learnt from.
+    counts in the statistics of its group, and is not learnt from. ``extra`` is what reward functions logged of it.
     """
 
     prompt: Prompt
@@ -221,6 +223,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float = math.nan
     kept: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

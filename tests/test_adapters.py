@@ -179,3 +179,13 @@ def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
         VLLMGenerator(adapters="alone", sleep_level=2)
     with pytest.raises(ValueError, match="transfer: changes is for weights that travel with every sync"):
         VLLMServerGenerator(adapters="alone", transfer="changes")
+
+
+def test_a_layer_name_that_no_layer_has_is_refused_though_another_one_fits() -> None:
+    settings = LoraSettings(r=4, target_modules=["q_proj", "v_porj"])
+    with pytest.raises(ValueError) as caught:
+        add_adapters(random_policy(), settings)  # pyright: ignore[reportArgumentType]
+    assert str(caught.value) == (
+        "lora.target_modules names 'v_porj', which no layer of Qwen3ForCausalLM is called; its linear layers are "
+        "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj."
+    )

@@ -33,6 +33,7 @@ WORDS = [
     "3",
     "{b}",
     "{}",
+    "[assistant]",
 ]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -75,6 +76,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def prompts_of(policy: str, *rows: Any, **options: Any) -> list[Prompt]:
+    options.setdefault("batch_size", 1)
     data = PromptDataModule(policy, train=Rows(*rows), **options)
     data.setup("fit")
     return data.prompts["train"]
@@ -139,6 +141,28 @@ def test_text_is_rendered_as_chat_when_asked_for(chat: str, options: dict[str, A
     assert words_of(prompt) == expected
 
 
+def test_a_conversation_that_ends_in_an_assistant_message_is_continued_where_asked(chat: str) -> None:
+    begun = [{"role": "user", "content": "what is one ?"}, {"role": "assistant", "content": "answer :"}]
+    rows = [{"prompt": begun}, {"prompt": begun[:1]}]
+    prompts = prompts_of(chat, *rows, continue_final_message=True)
+    assert [prompt.text.split("?")[1].split() for prompt in prompts] == [["[assistant]", "answer", ":"], ["[bot]"]]
+
+
+def test_a_batch_larger_than_the_data_is_refused(plain: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prompts_of(plain, {"prompt": "one"}, {"prompt": "two"}, batch_size=3)
+    assert str(caught.value) == (
+        "data.batch_size is 3, but data.train has only 2 prompts, so that a step would repeat some; "
+        "set it to 2 or less, or give more prompts."
+    )
+
+
+def test_a_prompt_keeps_the_messages_of_a_conversation_and_of_nothing_else(chat: str) -> None:
+    user = {"role": "user", "content": "what is one ?"}
+    prompts = prompts_of(chat, {"prompt": [user]}, {"prompt": "what is two ?"}, system_prompt="answer", batch_size=1)
+    assert [prompt.messages for prompt in prompts] == [[{"role": "system", "content": "answer"}, user], None]
+
+
 def test_template_makes_the_prompt_of_several_columns(plain: str) -> None:
     row = {"a": "one", "b": "two", "prompt": "unused"}
     (prompt,) = prompts_of(plain, row, template="what is {a} plus {b} ? answer :")
@@ -197,6 +221,12 @@ def test_prompt_ids_stay_when_rows_are_dropped(plain: str) -> None:
             {"prompt": [{"role": "user", "content": "one"}]},
             {"chat_template": False},
             "row 1 holds chat messages, which chat_template: false cannot render",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]},
+            {},
+            "row 1 ends in an assistant message, which would be answered; set data.continue_final_message to true to "
+            "have it continued, or take it out",
         ),
         (
             {"prompt": [{"role": "system", "content": "one"}]},
@@ -310,7 +340,7 @@ def test_setup_reads_only_what_the_stage_needs_and_only_once(plain: str, tmp_pat
         files[split] = tmp_path / f"{split}.jsonl"
         files[split].write_text(json.dumps({"prompt": "one"}) + "\n")
     sources: dict[str, Any] = {split: str(path) for split, path in files.items()}
-    data = PromptDataModule(plain, **sources)
+    data = PromptDataModule(plain, **sources, batch_size=1)
     data.setup("validate")
     assert list(data.prompts) == ["validation"]
     data.setup("fit")
@@ -322,7 +352,7 @@ def test_setup_reads_only_what_the_stage_needs_and_only_once(plain: str, tmp_pat
 
 
 def test_fit_without_validation_has_no_validation_loader(plain: str) -> None:
-    data = PromptDataModule(plain, train=Rows({"prompt": "one"}))
+    data = PromptDataModule(plain, train=Rows({"prompt": "one"}), batch_size=1)
     data.setup("fit")
     assert data.val_dataloader() == []
 

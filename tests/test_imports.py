@@ -38,21 +38,22 @@ ROOMS: dict[str, set[str]] = {
     },
     "metrics": {*UTILITIES, "update.advantages"},
     "checks": {"types"},
+    "settings": set(),
     "evaluation": {*UTILITIES, "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,
-        *("metrics", "checks", "evaluation", "policy", "optim", "rewards"),
+        *("metrics", "checks", "settings", "evaluation", "policy", "optim", "rewards"),
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
 }
 """Which rooms each room may import, itself apart. Callbacks may import all of them, and the command line those too."""
-ABOVE = {"callbacks": {"cli"}, "cli": set[str]()}
+ABOVE = {"callbacks": {"training", "cli"}, "training": {"cli"}, "cli": set[str]()}
 """Which rooms those that stand above all others may not import."""
 ONLY_IN = {
-    "lightning": {"module", "evaluation", "checks", "data", "cli", "callbacks"},
-    "lit_grpo.callbacks": {"cli", "callbacks"},
+    "lightning": {"module", "evaluation", "checks", "data", "training", "cli", "callbacks"},
+    "lit_grpo.callbacks": {"training", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
 }
 

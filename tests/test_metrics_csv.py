@@ -1,7 +1,7 @@
 import csv
 from pathlib import Path
 
-from lit_grpo.cli.run_folder import MetricsCSV
+from lit_grpo.training.run_folder import MetricsCSV
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -33,6 +33,7 @@ from hand_made import (
 
 from lit_grpo import module as module_file
 from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardError
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
@@ -305,6 +306,19 @@ def test_a_rollout_without_a_reward_takes_no_part(policy_folder: Path, policy: A
     assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[1]))
     assert torch.equal(flat(recorder.gradients[0]), flat(recorder.gradients[2]))
     assert recorder.logs[0]["frac_no_reward"] == 0.25
+
+
+def test_a_run_without_any_reward_ends_after_three_batches_and_names_the_functions(
+    policy_folder: Path, policy: Any
+) -> None:
+    without, some = random_groups(policy, [[NAN] * 4]), random_groups(policy, [[NAN, 1.0, 0.0, NAN]])
+    fit(make_module(policy_folder), without, without, some, without, without)
+    with pytest.raises(RewardError) as caught:
+        fit(make_module(policy_folder), some, without, without, without)
+    assert str(caught.value) == (
+        "No rollout of 3 batches on end has a reward, so there is nothing to learn from: each of exact_match "
+        "(lit_grpo.rewards.exact_match) returned None or failed; let one apply, and check its weight and the data."
+    )
 
 
 def test_an_empty_completion_takes_no_part_in_the_update(policy_folder: Path, policy: Any) -> None:
@@ -693,7 +707,7 @@ def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:
     ]
     rollouts[0].rewards = {"exact_match": 1.0}
     rows = make_trainer().predict(make_module(policy_folder, rewards=[]), Batches([as_groups(rollouts)]))
-    common = {"prompt_id": "train/0", "prompt": "", "completion": ""}
+    common = {"prompt_id": "train/0", "prompt": "", "completion": "", "columns": {}}
     assert rows == [
         [
             {

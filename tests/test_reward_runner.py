@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
+import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec
+from lit_grpo.rewards import RewardError, RewardFunction, RewardRunner, RewardSpec, TrainerState
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 
@@ -140,14 +143,14 @@ def test_function_on_a_group_gets_lists_in_one_call(make_runner: MakeRunner) -> 
         prompts: list[str],
         answer: list[int],
         finish_reasons: list[str],
-        **columns: Any,
+        level: list[int],
     ) -> torch.Tensor:
-        seen.append((completions, prompts, answer, finish_reasons, columns))
+        seen.append((completions, prompts, answer, finish_reasons, level))
         return torch.tensor([0.5, 0.25])
 
     group = make_group("ab", "c", answer=4, level=3)
     make_runner(score).score(group)
-    assert seen == [(["ab", "c"], ["What is it?"] * 2, [4, 4], ["stop", "stop"], {"level": [3, 3]})]
+    assert seen == [(["ab", "c"], ["What is it?"] * 2, [4, 4], ["stop", "stop"], [3, 3])]
     assert rewards_of(group) == [0.5, 0.25]
 
 
@@ -507,3 +510,255 @@ def test_runner_needs_functions_of_different_names() -> None:
         RewardRunner([])
     with pytest.raises(ValueError, match="2 rewards have the name 'length'"):
         RewardRunner([RewardFunction.of(length, "length")] * 2)
+
+
+# ---- TRL's signature ------------------------------------------------------------------------------------
+
+
+def test_a_function_written_for_trl_gets_all_that_trl_gives(make_runner: MakeRunner) -> None:
+    seen = {}
+
+    def score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        seen.update(kwargs, prompts=prompts, completions=completions)
+        return [0.0] * len(completions)
+
+    runner, group = make_runner(score), make_group("ab", "c", answer=4, prompt="row", completion="row")
+    runner.state = TrainerState(3, 10, 0.5)
+    runner.score(group)
+    state, log_metric, log_extra = (seen.pop(name) for name in ("trainer_state", "log_metric", "log_extra"))
+    assert (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.5)
+    assert callable(log_metric) and callable(log_extra)
+    assert seen == {
+        "prompts": ["What is it?"] * 2,
+        "completions": ["ab", "c"],
+        "completion_ids": [[0, 0], [0]],
+        "answer": [4, 4],
+    }
+
+
+def test_a_conversation_has_messages_for_prompts_and_completions(make_runner: MakeRunner) -> None:
+    seen = []
+
+    def score(prompts: Any, completions: Any) -> list[float]:
+        seen.append((prompts, completions))
+        return [float(completion[0]["content"] == "b") for completion in completions]
+
+    messages = [{"role": "user", "content": "What?"}]
+    group = make_group("a", "b")
+    group.prompt = dataclasses.replace(group.prompt, messages=messages)
+    make_runner(score).score(group)
+    assert seen == [
+        ([messages] * 2, [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]])
+    ]
+    assert rewards_of(group) == [0.0, 1.0]
+
+
+def test_a_function_on_one_rollout_keeps_the_text_of_a_conversation(make_runner: MakeRunner) -> None:
+    group = make_group("abc")
+    prompt = dataclasses.replace(group.prompt, messages=[{"role": "user", "content": "What?"}])
+    group = RolloutGroup(prompt, [Rollout(prompt, rollout.completion) for rollout in group.rollouts])
+    make_runner(length).score(group)
+    assert rewards_of(group) == [3.0]
+
+
+def test_logged_metrics_are_means_and_extras_go_to_their_rollouts(make_runner: MakeRunner) -> None:
+    def by_group(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        log_metric("mean_length", len(completions[0]))
+        log_extra("first", [completion[:1] for completion in completions])
+        return [0.0] * len(completions)
+
+    def by_rollout(completion: str, trainer_state: Any, log_metric: Any, log_extra: Any) -> float:
+        log_metric("ends", float(completion.endswith("b")))
+        log_extra("step", trainer_state.global_step)
+        return 0.0
+
+    runner, groups = make_runner(by_group, by_rollout), [make_group("ab", "c"), make_group("abcd", "b")]
+    for group in groups:
+        runner.submit(group)
+    runner.gather()
+    assert runner.metrics.take() == {"mean_length": 3.0, "ends": 0.5}
+    assert runner.metrics.take() == {}
+    assert [rollout.extra for rollout in groups[1].rollouts] == [
+        {"first": "a", "step": 0},
+        {"first": "b", "step": 0},
+    ]
+
+
+def test_an_extra_column_of_another_length_is_an_error(make_runner: MakeRunner) -> None:
+    def score(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("judge", ["good"])
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"log_extra\('judge'\) was given 1 values for 2 completions; give one each"):
+        make_runner(score).score(make_group("a", "b"))
+
+
+# ---- several calls at a time ----------------------------------------------------------------------------
+
+
+def test_sync_calls_of_one_group_run_at_the_same_time(make_runner: MakeRunner) -> None:
+    def slow(completion: str) -> float:
+        time.sleep(0.1)
+        return float(len(completion))
+
+    group = make_group(*("x" * number for number in range(64)))
+    began_s = time.monotonic()
+    make_runner(slow, num_workers=32).score(group)
+    assert rewards_of(group) == [float(number) for number in range(64)]
+    assert time.monotonic() - began_s < 2  # one after another they take 6.4 s
+
+
+def test_calls_that_take_no_time_stay_on_one_thread(make_runner: MakeRunner) -> None:
+    threads = set()
+
+    def score(completion: str) -> float:
+        threads.add(threading.get_ident())
+        return 0.0
+
+    make_runner(score).score(make_group(*["a"] * 8))
+    assert len(threads) == 1
+
+
+def test_the_first_error_is_raised_though_a_later_one_comes_first(make_runner: MakeRunner) -> None:
+    def score(completion: str) -> float:
+        time.sleep({"slow": 0.3, "fast": 0.0}.get(completion, 0.1))
+        raise ValueError(completion)
+
+    with pytest.raises(RewardError, match=r"sample 0: ValueError: slow.$"):
+        make_runner(score).score(make_group("slow", "fast", *["later"] * 40))
+
+
+def flaky(failures: int) -> Callable[[str], float]:
+    calls = 0
+
+    def score(completion: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls <= failures:
+            raise ConnectionError(f"call {calls}")
+        return 1.0
+
+    return score
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_that_fails_is_made_again_after_a_pause(is_async: bool) -> None:
+    score = flaky(2)
+
+    async def score_async(completion: str) -> float:
+        return score(completion)
+
+    function = RewardFunction.of(score_async if is_async else score, "judge")
+    runner, group = RewardRunner([dataclasses.replace(function, retries=2, retry_pause_s=0.05)]), make_group("a")
+    began_s = time.monotonic()
+    runner.score(group)
+    runner.close()
+    assert rewards_of(group) == [1.0]
+    assert time.monotonic() - began_s >= 0.15
+
+
+def test_retries_are_bounded_and_the_last_error_is_raised() -> None:
+    function = dataclasses.replace(RewardFunction.of(flaky(9), "judge"), retries=2, retry_pause_s=0.0)
+    runner = RewardRunner([function])
+    with pytest.raises(RewardError, match=r"ConnectionError: call 3.$"):
+        runner.score(make_group("a"))
+    runner.close()
+    with pytest.raises(ValueError, match=r"retries of reward function 'a.b' must be from 0 to 10, not 11."):
+        RewardSpec("a.b", retries=11)
+    with pytest.raises(ValueError, match=r"retry_pause_s of reward function 'a.b' must be from 0 to 60, not -1."):
+        RewardSpec("a.b", retry_pause_s=-1)
+
+
+def test_a_function_that_forks_and_lets_its_child_come_back_is_scored_once(tmp_path: Path) -> None:
+    code = """
+        import os, sys, torch
+        sys.path.insert(0, "tests")
+        from test_reward_runner import make_group
+        from lit_grpo.rewards import RewardFunction, RewardRunner
+
+        def forks(completion):
+            if os.fork():
+                os.wait()
+            return 1.0
+
+        group = make_group("a", "b")
+        RewardRunner([RewardFunction.of(forks, "forks")]).score(group)
+        print([rollout.reward for rollout in group.rollouts])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
+    assert (done.stdout, done.returncode) == ("[1.0, 1.0]\n", 0), done.stderr
+
+
+# ---- processes ------------------------------------------------------------------------------------------
+
+WILD = """
+import os, signal, time
+def score(completion, answer, log_metric, log_extra):
+    log_metric("length", len(completion))
+    log_extra("pid", os.getpid())
+    print("not a reply")
+    if completion == "exit":
+        os._exit(7)
+    if completion == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "fork":
+        os.fork() and os.wait()
+    if completion == "stuck":
+        time.sleep(60)
+    if completion == "raise":
+        raise KeyError("no such key")
+    return float(completion == answer)
+async def later(completion): return 2.0
+class Scaled:
+    def __init__(self, scale): self.scale = scale
+    def __call__(self, completions, **columns): return [self.scale for _ in completions]
+"""
+
+
+@pytest.fixture
+def score_in_processes(tmp_path: Path) -> Iterator[Callable[..., RewardRunner]]:
+    runners: list[RewardRunner] = []
+    (tmp_path / "wild.py").write_text(WILD)
+
+    def score(group: RolloutGroup, name: str = "score", timeout_s: float = 20.0, **args: Any) -> RewardRunner:
+        spec = RewardSpec(f"{tmp_path / 'wild.py'}:{name}", args=args, process=True)
+        runners.append(RewardRunner([RewardFunction.load(spec, timeout_s)], "none", 30.0, num_workers=2))
+        runners[-1].score(group)
+        return runners[-1]
+
+    yield score
+    for runner in runners:
+        runner.close()
+
+
+def test_a_function_in_a_process_scores_logs_and_is_not_this_process(score_in_processes: Any) -> None:
+    group = make_group("a", "fork", "b", answer="b")
+    runner = score_in_processes(group)
+    assert (rewards_of(group), runner.num_errors) == ([0.0, 0.0, 1.0], 0)
+    assert runner.metrics.take() == {"length": 2.0}
+    assert os.getpid() not in {rollout.extra["pid"] for rollout in group.rollouts}
+
+
+def test_async_functions_and_classes_run_in_processes_as_well(score_in_processes: Any) -> None:
+    groups = [make_group("a", "b"), make_group("a", "b", level=3)]
+    score_in_processes(groups[0], "later")
+    score_in_processes(groups[1], "Scaled", scale=0.5)
+    assert [rewards_of(group) for group in groups] == [[2.0, 2.0], [0.5, 0.5]]
+
+
+def test_a_function_that_ends_its_process_costs_its_rollout_alone(
+    score_in_processes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = make_group("exit", "b", "kill", "raise", "b", answer="b")
+    runner = score_in_processes(group)
+    assert values_of(group, "score") == [None, 1.0, None, None, 1.0]
+    assert runner.num_errors == 3
+    assert "sample 0: RuntimeError: its process ended with code 7. It counts as no reward" in caplog.text
+
+
+def test_a_process_that_takes_too_long_is_ended(score_in_processes: Any, caplog: pytest.LogCaptureFixture) -> None:
+    group = make_group("stuck", "b", answer="b")
+    score_in_processes(group, timeout_s=5.0)
+    assert values_of(group, "score") == [None, 1.0]
+    assert "TimeoutError: it took longer than 5 s" in caplog.text

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.cli.run_folder import RunConfig, make_loggers, prepare_folder
+from lit_grpo.training.run_folder import RunConfig, make_loggers, prepare_folder
 
 
 def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:

@@ -8,41 +8,18 @@ import warnings
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lit_grpo.callbacks import (
-    CompletionWriter,
-    GRPOProgressBar,
-    InterruptCheckpoint,
-    MemoryMonitor,
-    PolicyExporter,
-    RolloutScheduler,
-    RolloutTimeline,
-    SampleLogger,
-    ThroughputMonitor,
-    WeightSync,
-)
+from lit_grpo.callbacks import GRPOProgressBar, InterruptCheckpoint
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence
-from lit_grpo.cli.run_folder import RunConfig, make_loggers, prepare_folder
 from lit_grpo.cli.settings import check_settings
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
-
-TRAINER_DEFAULTS: dict[str, Any] = {
-    # The policy is validated before the first update by validate_first, and the sanity check would run
-    # before the generator has its weights.
-    "num_sanity_val_steps": 0,
-    # Groups must stay whole; PromptDataModule gives each rank its own prompts.
-    "use_distributed_sampler": False,
-    "log_every_n_steps": 1,
-    "max_epochs": -1,
-    "check_val_every_n_epoch": None,
-    "enable_model_summary": False,
-}
+from lit_grpo.training.defaults import CALLBACKS, CHECKPOINT_DEFAULTS, TRAINER_DEFAULTS
+from lit_grpo.training.run_folder import RunConfig, make_loggers, prepare_folder
 
 MISTAKES = (
     ValueError,
@@ -70,22 +47,9 @@ class GRPOCLI(LightningCLI):
         parser.add_argument(
             "--validate_first", type=bool, default=True, help="Validate the policy before fit changes it."
         )
-        parser.add_lightning_class_args(RolloutScheduler, "rollout_scheduler")
-        parser.add_lightning_class_args(WeightSync, "weight_sync")
-        parser.add_lightning_class_args(MemoryMonitor, "memory_monitor")
-        parser.add_lightning_class_args(ThroughputMonitor, "throughput_monitor")
-        parser.add_lightning_class_args(SampleLogger, "sample_logger")
-        parser.add_lightning_class_args(RolloutTimeline, "rollout_timeline")
-        parser.add_lightning_class_args(PolicyExporter, "policy_exporter")
-        parser.add_lightning_class_args(CompletionWriter, "completion_writer")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults(
-            {
-                "checkpoint.filename": "update-{step}",
-                "checkpoint.every_n_train_steps": 50,
-                "checkpoint.save_last": True,
-            }
-        )
+        for name, kind in CALLBACKS.items():
+            parser.add_lightning_class_args(kind, name)
+        parser.set_defaults({f"checkpoint.{name}": value for name, value in CHECKPOINT_DEFAULTS.items()})
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import PromptRenderer, UnusableRow
 from lit_grpo.data.sources import Row, RowSource, make_source
-from lit_grpo.policy.loading import TINY, load_tokenizer
+from lit_grpo.policy.loading import TINY, as_given, load_tokenizer
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class PromptDataModule(LightningDataModule):
     """Prompts for training, validation, test and predict, from files, Hugging Face datasets or Python.
 
     A source is the path of a .jsonl, .json, .csv or .parquet file, a folder written by ``save_to_disk``,
-    the id of a dataset on the Hugging Face hub, or a :class:`lit_grpo.data.sources.RowSource` by class path.
+    the id of a dataset on the Hugging Face hub, or a :class:`lit_grpo.data.sources.RowSource` by class path. From
+    Python also a ``datasets.Dataset`` or a list of dicts, and for ``policy`` a loaded model with its tokenizer.
 
     Args:
         policy: Whose tokenizer renders the prompts: ``tiny``, a folder or a hub id.
@@ -39,7 +40,7 @@ class PromptDataModule(LightningDataModule):
         validation: Source of the validation prompts; without it ``fit`` does not validate.
         test: Source of the test prompts.
         predict: Source of the prompts to complete with ``predict``.
-        batch_size: Prompts of one training iteration, on each rank.
+        batch_size: Prompts of one training iteration, on each rank; together no more than there are.
         eval_batch_size: Prompts of one batch in validation, test and predict, on each rank.
         prompt_column: The column that holds the prompt, as text or as a list of chat messages
             (``{"role": ..., "content": ...}``).
@@ -49,6 +50,7 @@ class PromptDataModule(LightningDataModule):
         chat_template: Whether the tokenizer's chat template renders prompts. Without a value: where the
             prompt is a list of messages, or ``system_prompt`` is given.
         chat_template_kwargs: Variables for the chat template, for instance ``enable_thinking: false``.
+        continue_final_message: Continue conversations that end in an assistant message; they are unusable otherwise.
         columns: New names for columns, as the reward functions know them: ``{answer: solution}`` hands
             them the column ``solution`` as ``answer``. Prompts are made of the old names.
         max_prompt_tokens: The longest prompt that is taken; prompts are never cut.
@@ -72,6 +74,7 @@ class PromptDataModule(LightningDataModule):
         system_prompt: str | None = None,
         chat_template: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool = False,
         columns: dict[str, str] | None = None,
         max_prompt_tokens: int = 512,
         unusable_rows: Literal["refuse", "drop"] = "refuse",
@@ -88,7 +91,7 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError(f"data.{name} must be at least {least}, not {value}.")
         if unusable_rows not in ("refuse", "drop"):
             raise ValueError(f"data.unusable_rows must be refuse or drop, not {unusable_rows!r}.")
-        self.policy = policy
+        self.policy = as_given(policy)
         self.sources = {"train": train, "validation": validation, "test": test, "predict": predict}
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
@@ -97,7 +100,13 @@ class PromptDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.renderer = PromptRenderer(
-            prompt_column, template, system_prompt, chat_template, chat_template_kwargs, max_prompt_tokens
+            prompt_column,
+            template,
+            system_prompt,
+            chat_template,
+            chat_template_kwargs,
+            max_prompt_tokens,
+            continue_final_message,
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self._train_loader: PromptLoader | None = None
@@ -159,6 +168,12 @@ class PromptDataModule(LightningDataModule):
 
     def _new_train_loader(self) -> PromptLoader:
         rank, world_size = self._rank_and_world_size()
+        if (num_prompts := len(self.prompts["train"])) < self.batch_size * world_size:
+            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+            raise ValueError(
+                f"data.batch_size is {self.batch_size}{ranks}, but data.train has only {num_prompts} prompts, so that "
+                f"a step would repeat some; set it to {num_prompts // world_size or 1} or less, or give more prompts."
+            )
         return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, self.seed, self.shuffle)
 
     def _eval_loader(self, split: str) -> EvalLoader:
@@ -176,11 +191,11 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError(f"{place} is of type {type(row).__name__}, not a dict; give one dict a row.")
             columns = _rename(row, self.columns, place)
             try:
-                token_ids, text = self.renderer.render(row, self._tokenizer)
+                token_ids, text, messages = self.renderer.render(row, self._tokenizer)
             except UnusableRow as reason:
                 reasons[number] = str(reason)
             else:
-                prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns))
+                prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
         self._report(source, len(prompts), reasons)
         return prompts
 

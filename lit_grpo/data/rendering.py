@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.data.sources import Row
 
@@ -30,6 +30,14 @@ class UnusableRow(Exception):
     """A row that can be no prompt; the message is the reason and follows the words "row 7"."""
 
 
+class Rendered(NamedTuple):
+    """What becomes of a row: ``messages`` is the conversation that the row's prompt is, where it is one."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    messages: list[dict[str, str]] | None
+
+
 @dataclass(frozen=True)
 class PromptRenderer:
     """Turns a row into the token ids and the text of its prompt; the fields are those of PromptDataModule."""
@@ -40,6 +48,7 @@ class PromptRenderer:
     chat_template: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_tokens: int = 512
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens < 1:
@@ -57,16 +66,18 @@ class PromptRenderer:
                 "ids are made here; leave only variables of the chat template."
             )
 
-    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], str]:
-        """Return token ids and text.
+    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+        """Return token ids, text, and the messages where the row's prompt is a conversation.
 
         Raises:
             UnusableRow: The row has no prompt, or none that is usable.
             ValueError: A chat template is needed and the tokenizer has none.
         """
-        prompt = self._read(row)
+        prompt, messages = self._read(row), None
         if self._renders_as_chat(prompt):
-            token_ids = self._encode_chat(prompt, tokenizer)
+            conversation = self._conversation(prompt)
+            messages = None if isinstance(prompt, str) else conversation
+            token_ids = self._encode_chat(conversation, tokenizer)
             text = str(tokenizer.decode(token_ids))
         else:
             token_ids = _encode_text(prompt, tokenizer)
@@ -83,7 +94,7 @@ class PromptRenderer:
         if len(token_ids) > self.max_prompt_tokens:
             limit = f"max_prompt_tokens={self.max_prompt_tokens}"
             raise UnusableRow(f"has a prompt of {len(token_ids)} tokens, more than {limit}")
-        return tuple(token_ids), text
+        return Rendered(tuple(token_ids), text, messages)
 
     def _renders_as_chat(self, prompt: str | list[Row]) -> bool:
         messages = isinstance(prompt, list)
@@ -108,7 +119,20 @@ class PromptRenderer:
             raise UnusableRow("has an empty prompt")
         return prompt
 
-    def _encode_chat(self, prompt: str | list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def _conversation(self, prompt: str | list[Row]) -> list[Row]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[-1]["role"] == "assistant" and not self.continue_final_message:
+            raise UnusableRow(
+                "ends in an assistant message, which would be answered; set data.continue_final_message to true to "
+                "have it continued, or take it out"
+            )
+        if self.system_prompt is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise UnusableRow("begins with a system message of its own beside system_prompt")
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _encode_chat(self, messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
         import jinja2
 
         if tokenizer.chat_template is None:
@@ -116,14 +140,14 @@ class PromptRenderer:
                 "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
                 "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
             )
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.system_prompt is not None:
-            if messages[0]["role"] == "system":
-                raise UnusableRow("begins with a system message of its own beside system_prompt")
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        continues = messages[-1]["role"] == "assistant"
         try:
             token_ids: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **(self.chat_template_kwargs or {})
+                messages,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                return_dict=False,
+                **(self.chat_template_kwargs or {}),
             )
         except jinja2.TemplateError as error:
             raise UnusableRow(f"is refused by the chat template: {error}") from error

@@ -11,7 +11,7 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,23 @@ class HubRows(RowSource):
         return data[self.split]
 
 
-def make_source(source: str | RowSource) -> RowSource:
+class GivenRows(RowSource):
+    """Rows at hand: a ``datasets.Dataset``, a list of dicts, or whatever else gives dicts again and again."""
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self.given = given
+
+    def rows(self) -> Iterator[Row]:
+        """Yield them."""
+        for row in self.given:
+            yield dict(row) if isinstance(row, Mapping) else row
+
+    def describe(self) -> str:
+        """Return the type."""
+        return f"the {type(self.given).__name__} given"
+
+
+def make_source(source: str | RowSource | Iterable[Any]) -> RowSource:
     """Turn what a config names into a source.
 
     A string is the path of a file with a known suffix, else a folder written by ``save_to_disk``, else
@@ -137,6 +153,8 @@ def make_source(source: str | RowSource) -> RowSource:
     """
     if isinstance(source, RowSource):
         return source
+    if not isinstance(source, str):
+        return GivenRows(source)
     path = Path(source).expanduser()
     if path.suffix.lower() in READERS or path.is_file():
         return FileRows(path)

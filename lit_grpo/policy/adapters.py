@@ -8,6 +8,9 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+from transformers.pytorch_utils import Conv1D
+
 from lit_grpo.policy.weights import PolicyWeights
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
         raise ValueError("model.lora needs peft; install the extra lit_grpo[lora].")
     from peft import LoraConfig
 
+    _check_targets(policy, settings.target_modules)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -61,6 +65,21 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
         task_type="CAUSAL_LM",
     )
     policy.add_adapter(config)
+
+
+def _check_targets(policy: PreTrainedModel, targets: list[str] | str) -> None:
+    """Refuse a name that no layer has: peft leaves it out as long as another one has any."""
+    if isinstance(targets, str):  # all-linear, or a regular expression of which peft says that nothing matches
+        return
+    modules = dict(policy.named_modules())
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in modules):
+            linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear | Conv1D)]
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ValueError(
+                f"lora.target_modules names {target!r}, which no layer of {type(policy).__name__} is called; "
+                f"its linear layers are {known}."
+            )
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:

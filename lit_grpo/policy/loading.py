@@ -16,6 +16,24 @@ if TYPE_CHECKING:
 
 
 TINY = "tiny"
+Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
+"""A loaded model with its tokenizer; without one it is looked for where the model was loaded from."""
+
+
+def as_given(policy: Any) -> str | Given:
+    """Return a policy's name, or a loaded model with its tokenizer.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    from transformers import PreTrainedModel
+
+    model, tokenizer = policy if isinstance(policy, tuple) else (policy, None)
+    if isinstance(model, str):
+        return model
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"policy is of type {type(model).__name__}; give a name, a folder or a PreTrainedModel.")
+    return model, tokenizer
 
 
 def resolve_policy(policy: str) -> str:
@@ -27,14 +45,21 @@ def resolve_policy(policy: str) -> str:
     return policy
 
 
-def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``policy`` (``tiny``, a folder or a hub id).
+def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``policy`` (``tiny``, a folder or a hub id), or return that of a model given with one.
 
     Raises:
         ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
+    if not isinstance(policy, str):
+        model, given = policy
+        if given is not None:
+            return _with_end(given, type(model).__name__)
+        if not model.name_or_path:
+            raise ValueError(f"policy is a {type(model).__name__} that was made, not loaded; give its tokenizer too.")
+        policy = model.name_or_path
     name = resolve_policy(policy)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -44,6 +69,10 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             _load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there."))
         )
+    return _with_end(tokenizer, name)
+
+
+def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer of policy {name!r} names no eos_token, so no completion could end; "
@@ -52,10 +81,11 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTrainedModel:
+def load_policy(policy: str | Given, dtype: str = "float32", nf4: bool = False) -> PreTrainedModel:
     """Load the causal language model of ``policy`` in ``dtype``, dropout off, from safetensors only.
 
-    With ``nf4`` its linear layers, but for the head, are kept in four bits and cannot be trained.
+    A loaded model is returned itself, in the dtype that it has. With ``nf4`` its linear layers, but for the head, are
+    kept in four bits and cannot be trained.
 
     Raises:
         ValueError: There is no such model, or it is not a causal language model with safetensors, or they are damaged
@@ -65,6 +95,11 @@ def load_policy(policy: str, dtype: str = "float32", nf4: bool = False) -> PreTr
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    if not isinstance(policy, str):
+        if nf4:
+            raise ValueError("lora.base is nf4, which a loaded model cannot be turned into; give policy by name.")
+        _switch_dropout_off(policy[0])
+        return policy[0]
     disable_progress_bar()  # one progress bar: the trainer's
     quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -85,49 +86,104 @@ async def _caught(call: AsyncCall) -> Any:
 
 
 Call = Callable[[], Any]
+RAMP_S = 0.01
+"""Another thread is started where this was not enough: calls that take no time need but one."""
 
 
-async def run_calls(calls: Sequence[Call], timeout_s: float | None, stop_on_error: bool) -> list[Any]:
-    """Run calls one after another on a daemon thread; return what each returned, or the error it raised.
+async def run_calls(
+    calls: Sequence[Call], timeout_s: float | None, stop_on_error: bool, workers: asyncio.Semaphore, num_workers: int
+) -> list[Any]:
+    """Run calls on up to ``num_workers`` daemon threads, each of which holds one of ``workers``.
 
     A call that takes longer than ``timeout_s`` is a ``TimeoutError``; those behind it go on in a new thread.
-    With ``stop_on_error`` the first error is the last outcome.
+
+    Returns:
+        What each call returned, or the error it raised; with ``stop_on_error`` the first error is the last of them.
     """
-    outcomes: list[Any] = []
-    while len(outcomes) < len(calls):
-        outcomes += await CallThread(calls[len(outcomes) :], timeout_s, stop_on_error).outcomes()
-        if stop_on_error and isinstance(outcomes[-1], BaseException):
-            break
-    return outcomes
+    queue = CallQueue(calls, stop_on_error)
+
+    async def work() -> None:
+        async with workers:
+            while queue.goes_on:
+                await CallThread(queue, timeout_s).ended()
+
+    async with asyncio.TaskGroup() as group:
+        tasks: list[asyncio.Task[None]] = []
+        while queue.goes_on and len(tasks) < num_workers:
+            tasks.append(group.create_task(work()))
+            await asyncio.wait(tasks, timeout=RAMP_S)
+    return queue.outcomes()
+
+
+class CallQueue:
+    """Calls in their order, taken by any thread, and what became of them."""
+
+    def __init__(self, calls: Sequence[Call], stop_on_error: bool) -> None:
+        self._calls = calls
+        self._stop_on_error = stop_on_error
+        self._lock = threading.Lock()
+        self._num_taken = 0
+        self._outcomes: dict[int, Any] = {}
+        self._failed = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a call to take."""
+        return self._num_taken < len(self._calls) and not (self._failed and self._stop_on_error)
+
+    def take(self) -> int | None:
+        """Take the next call, or none."""
+        with self._lock:
+            if not self.goes_on:
+                return None
+            self._num_taken += 1
+            return self._num_taken - 1
+
+    def run(self, number: int) -> Any:
+        """Make a call; return what it returned, or the error it raised."""
+        return _outcome_of(self._calls[number])
+
+    def put(self, number: int, outcome: Any) -> None:
+        """Keep what became of a call."""
+        with self._lock:
+            self._outcomes[number] = outcome
+            self._failed |= isinstance(outcome, BaseException)
+
+    def outcomes(self) -> list[Any]:
+        """Return them in the order of the calls, up to the first error where that stops the rest."""
+        outcomes: list[Any] = []
+        for number in sorted(self._outcomes):
+            outcomes.append(self._outcomes[number])
+            if self._stop_on_error and isinstance(outcomes[-1], BaseException):
+                break
+        return outcomes
 
 
 class CallThread:
-    """A daemon thread that works through calls until one is overdue.
+    """A daemon thread that works through a queue of calls until one is overdue.
 
     A thread cannot be stopped from outside, so one whose call is overdue is abandoned: it ends when its call
     returns, which may be never. It does not keep the interpreter from exiting.
     """
 
-    def __init__(self, calls: Sequence[Call], timeout_s: float | None, stop_on_error: bool) -> None:
-        self._calls = calls
+    def __init__(self, queue: CallQueue, timeout_s: float | None) -> None:
+        self._queue = queue
         self._timeout_s = timeout_s
-        self._stop_on_error = stop_on_error
         self._lock = threading.Lock()
-        self._outcomes: list[Any] = []
-        self._started_s: float = 0.0
+        self._number: int | None = None
+        self._started_s = 0.0
         self._abandoned = False
         self._ended = asyncio.Event()
 
-    async def outcomes(self) -> list[Any]:
-        """Start the thread; return one outcome a call, up to a call that is overdue or the first error."""
+    async def ended(self) -> None:
+        """Start the thread; wait until the queue is empty or a call overdue."""
         self._started_s = time.monotonic()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="lit_grpo-reward", daemon=True).start()
         try:
             while not await self._ended_before_deadline():
                 if self._abandon_if_overdue():
-                    return [*self._outcomes, TimeoutError(f"it took longer than {self._timeout_s:g} s")]
-            return self._outcomes
+                    return
         finally:
             self._abandoned = True
 
@@ -141,24 +197,27 @@ class CallThread:
     def _abandon_if_overdue(self) -> bool:
         with self._lock:
             overdue = self._timeout_s is not None and time.monotonic() >= self._started_s + self._timeout_s
-            self._abandoned = overdue and not self._is_through()
+            if overdue and self._number is not None:
+                self._abandoned = True
+                self._queue.put(self._number, TimeoutError(f"it took longer than {self._timeout_s:g} s"))
             return self._abandoned
 
-    def _is_through(self) -> bool:
-        failed = bool(self._outcomes) and isinstance(self._outcomes[-1], BaseException)
-        return len(self._outcomes) == len(self._calls) or (failed and self._stop_on_error)
+    def _take(self) -> int | None:
+        with self._lock:
+            self._number = None if self._abandoned else self._queue.take()
+            self._started_s = time.monotonic()
+            return self._number
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._started_s = time.monotonic()
-        for call in self._calls:
-            outcome = _outcome_of(call)
+        process = os.getpid()
+        while (number := self._take()) is not None:
+            outcome = self._queue.run(number)
+            if os.getpid() != process:  # the function has forked, and let its child come back as well
+                os._exit(0)
             with self._lock:
                 if self._abandoned:
                     return
-                self._outcomes.append(outcome)
-                self._started_s = time.monotonic()
-                if self._is_through():
-                    break
+                self._queue.put(number, outcome)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(self._ended.set)
 

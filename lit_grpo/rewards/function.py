@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
 import numbers
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from lit_grpo.rewards.inputs import (
+    GROUP_INPUTS,
+    NOT_IN_TRL,
+    ROLLOUT_INPUTS,
+    TRL_INPUTS,
+    Surroundings,
+    group_inputs,
+    rollout_inputs,
+)
 from lit_grpo.rewards.loading import first_line, load_object, near_names, split_path
-from lit_grpo.types import Rollout, RolloutGroup
+from lit_grpo.rewards.processes import ProcessCall
+from lit_grpo.types import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -26,12 +38,20 @@ class RewardSpec:
         weight: Multiplies the function's value in the sum of the rewards; 0 only logs it.
         name: Under which the values are logged; by default the function's own name.
         args: Arguments of the class's ``__init__``, or keyword arguments bound to the function.
+        retries: How often a call that raises is made again, at most 10 times; ``reward_timeout_s`` limits all of its
+            attempts together.
+        retry_pause_s: Seconds before the first retry, at most 60; twice as many before each further one.
+        process: Call the function in processes of its own, as many as calls run at a time, so that one that exits,
+            crashes or never returns costs its rollouts alone. What it is given and returns must pickle.
     """
 
     function: str
     weight: float = 1.0
     name: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    retry_pause_s: float = 1.0
+    process: bool = False
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -42,28 +62,9 @@ class RewardSpec:
             raise ValueError(
                 f"the name of reward function {self.function!r} is empty; leave it out for the default name."
             )
-
-
-ROLLOUT_INPUTS = ("prompt", "completion", "num_tokens", "finish_reason", "max_tokens")
-GROUP_INPUTS = ("prompts", "completions", "num_tokens", "finish_reasons", "max_tokens")
-
-
-def rollout_inputs(rollout: Rollout) -> dict[str, Any]:
-    """The values of one rollout by the names in ``ROLLOUT_INPUTS``."""
-    completion = rollout.completion
-    return {
-        "prompt": rollout.prompt.text,
-        "completion": completion.text,
-        "num_tokens": completion.num_tokens,
-        "finish_reason": completion.finish_reason,
-        "max_tokens": completion.request.sampling.max_tokens,
-    }
-
-
-def group_inputs(group: RolloutGroup) -> dict[str, list[Any]]:
-    """The values of a group by the names in ``GROUP_INPUTS``, one a rollout."""
-    rows = [rollout_inputs(rollout).values() for rollout in group.rollouts]
-    return {name: list(values) for name, values in zip(GROUP_INPUTS, zip(*rows, strict=True), strict=True)}
+        for name, value, most in (("retries", self.retries, 10), ("retry_pause_s", self.retry_pause_s, 60)):
+            if not 0 <= value <= most:
+                raise ValueError(f"{name} of reward function {self.function!r} must be from 0 to {most}, not {value}.")
 
 
 def read_value(value: Any) -> float | None:
@@ -109,6 +110,10 @@ def _value_or_error(value: Any) -> float | Exception | None:
         return error
 
 
+Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
+"""What a reward function can be given as."""
+
+
 @dataclass(frozen=True)
 class RewardFunction:
     """A loaded reward function: what to call, with what, and how much its value weighs.
@@ -129,10 +134,14 @@ class RewardFunction:
     declared: tuple[str, ...]
     on_group: bool
     bound: frozenset[str]
+    retries: int = 0
+    retry_pause_s: float = 0.0
 
     @classmethod
-    def load(cls, spec: RewardSpec) -> RewardFunction:
+    def load(cls, spec: RewardSpec, timeout_s: float | None = None) -> RewardFunction:
         """Import what ``spec`` names, give it its arguments and check its signature.
+
+        ``timeout_s`` is the most seconds that a process of the function may take for one call.
 
         Raises:
             ValueError: If it cannot be imported, built or called as a reward function.
@@ -144,9 +153,11 @@ class RewardFunction:
                 "name a function or a class."
             )
         name = spec.name or split_path(spec.function)[1].split(".")[-1]
-        if inspect.isclass(loaded):
-            return cls.of(_build(loaded, spec), name, spec.weight, spec.function)
-        return cls.of(loaded, name, spec.weight, spec.function, spec.args)
+        call, args = (_build(loaded, spec), {}) if inspect.isclass(loaded) else (loaded, spec.args)
+        function = cls.of(call, name, spec.weight, spec.function, args)
+        if spec.process:
+            function = replace(function, call=ProcessCall(spec.function, spec.args, timeout_s))
+        return replace(function, retries=spec.retries, retry_pause_s=spec.retry_pause_s)
 
     @classmethod
     def of(
@@ -216,17 +227,18 @@ class RewardFunction:
                     f"(its columns: {listed}); set it in args, rename it or give it a default."
                 )
 
-    def arguments(self, group: RolloutGroup) -> list[dict[str, Any]]:
+    def arguments(self, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
         """The keyword arguments of each call that scores ``group``: one call for all, or one a rollout."""
         columns = group.prompt.columns
         names = self.names
         if self.takes_columns:
-            names = (names | columns.keys()) - self.bound
+            others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if self.on_group else columns.keys()
+            names = (names | others) - self.bound
         if self.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-            rows = iter([{**lists, **group_inputs(group)}])
+            rows = iter([{**lists, **group_inputs(group, surroundings)}])
         else:
-            rows = ({**columns, **rollout_inputs(rollout)} for rollout in group.rollouts)
+            rows = ({**columns, **rollout_inputs(rollout, surroundings)} for rollout in group.rollouts)
         return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
@@ -236,25 +248,56 @@ class RewardFunction:
             ValueError: If what it returns cannot be read at all.
             Exception: Whatever the function raises.
         """
+        for pause_s in self._pauses_s:
+            try:
+                return self._read(self.call(**arguments), num_rollouts)
+            except Exception:  # a user's function runs here, and may fail in any way
+                time.sleep(pause_s)
         return self._read(self.call(**arguments), num_rollouts)
 
     async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
         """The same as :meth:`score`, of an ``async`` function."""
+        for pause_s in self._pauses_s:
+            try:
+                return self._read(await self.call(**arguments), num_rollouts)
+            except Exception:  # a user's function runs here, and may fail in any way
+                await asyncio.sleep(pause_s)
         return self._read(await self.call(**arguments), num_rollouts)
+
+    @property
+    def _pauses_s(self) -> list[float]:
+        return [self.retry_pause_s * 2**number for number in range(self.retries)]
 
     def _read(self, returned: Any, num_rollouts: int) -> list[float | Exception | None]:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
-def load_rewards(specs: Sequence[RewardSpec]) -> list[RewardFunction]:
-    """Load the reward functions of a config.
+def load_rewards(specs: Sequence[Reward], timeout_s: float | None = None) -> list[RewardFunction]:
+    """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
 
     Raises:
         ValueError: If one cannot be loaded, or two have the same name.
     """
-    functions = [RewardFunction.load(spec) for spec in specs]
+    functions = [_load(spec, timeout_s) for spec in specs]
     check_names(functions)
     return functions
+
+
+def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
+    if isinstance(reward, Mapping):
+        try:
+            reward = RewardSpec(**reward)
+        except TypeError as error:
+            raise ValueError(
+                f"the reward {reward} is no RewardSpec ({first_line(error)}); correct its names."
+            ) from error
+    if isinstance(reward, str):
+        reward = RewardSpec(reward)
+    if isinstance(reward, RewardSpec):
+        return RewardFunction.load(reward, timeout_s)
+    if not callable(reward) or inspect.isclass(reward):
+        raise ValueError(f"the reward {reward!r} is no function, path or RewardSpec; give one of these.")
+    return RewardFunction.of(reward, getattr(reward, "__name__", type(reward).__name__))
 
 
 def check_names(functions: Sequence[RewardFunction]) -> None:

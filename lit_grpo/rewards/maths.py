@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,7 @@ class MathEquivalence:
         self.answer_pattern = answer_pattern
         self.timeout_s = timeout_s
         self._compiled = compile_pattern("answer_pattern", answer_pattern, needs_group=True) if answer_pattern else None
+        self._few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
         self._idle: list[MathProcess] = []  # one for each thread that has compared at the same time
         weakref.finalize(self, _close_all, self._idle)
 
@@ -108,7 +111,8 @@ class MathEquivalence:
         if expected is None:
             pattern = self.answer_pattern
             raise ValueError(f"the expected answer {answer!r} does not match answer_pattern {pattern!r}; mend one")
-        equal = self._compare(expected, completion)
+        with self._few:  # each is a process, and busy
+            equal = self._compare(expected, completion)
         if equal is None:
             raise ValueError(f"the expected answer {answer!r} is no mathematics; mend it, or set answer_pattern")
         return float(equal)

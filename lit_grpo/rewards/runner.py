@@ -13,6 +13,7 @@ from typing import Literal
 
 from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
+from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
 from lit_grpo.rewards.loading import first_line
 from lit_grpo.types import RolloutGroup
 
@@ -29,9 +30,11 @@ class RewardRunner:
     """Runs reward functions over rollout groups in the background.
 
     :meth:`submit` starts the work on a group and returns at once, :meth:`gather` waits for all submitted
-    groups and writes ``rollout.rewards`` and ``rollout.reward``. Sync functions run in threads, one for each
-    group and function, at most ``num_workers`` at a time; a function may thus be called for two groups at
-    once. ``async`` functions run on one event loop and are awaited all at once; they must not block it.
+    groups and writes ``rollout.rewards`` and ``rollout.reward``. Sync functions run in threads, at most
+    ``num_workers`` at a time; a function may thus be called several times at once, for rollouts of one group too.
+    ``async`` functions run on one event loop and are awaited all at once; they must not block it.
+
+    ``state`` is what functions are told of training, and ``metrics`` what they log.
 
     An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite
     number nor ``None``, or a wrong number of values for a group. A sync call that is overdue cannot be
@@ -42,7 +45,7 @@ class RewardRunner:
         on_error: ``raise`` makes :meth:`gather` raise a :class:`RewardError`; ``none`` counts the rollouts
             concerned as not rewarded by the function, and adds their number to ``num_errors``.
         timeout_s: The most seconds one call may take; ``null`` sets no limit.
-        num_workers: How many sync functions run at a time.
+        num_workers: How many calls of sync functions run at a time.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class RewardRunner:
         functions: Sequence[RewardFunction],
         on_error: Literal["raise", "none"] = "raise",
         timeout_s: float | None = 60.0,
-        num_workers: int = 4,
+        num_workers: int = 16,
     ) -> None:
         if not functions:
             raise ValueError("rewards is empty; name at least one reward function.")
@@ -63,6 +66,8 @@ class RewardRunner:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}.")
         self.functions = list(functions)
         self.num_errors = 0
+        self.state = TrainerState()
+        self.metrics = LoggedMetrics()
         self._raises = on_error == "raise"
         self._timeout_s = timeout_s
         self._num_workers = num_workers
@@ -78,7 +83,8 @@ class RewardRunner:
         if self._keeper is None:
             self._workers = asyncio.Semaphore(self._num_workers)
             self._keeper = LoopThread("lit_grpo-rewards")
-        self._pending.append((group, self._keeper.submit(self._score(group))))
+        surroundings = Surroundings(self.state, self.metrics.log)
+        self._pending.append((group, self._keeper.submit(self._score(group, surroundings))))
 
     def gather(self) -> None:
         """Wait for the submitted groups and write the rewards of their rollouts.
@@ -113,14 +119,14 @@ class RewardRunner:
                 thread.stop()
         self._keeper = self._coroutines = None
 
-    async def _score(self, group: RolloutGroup) -> list[Values]:
-        return await asyncio.gather(*(self._values(function, group) for function in self.functions))
+    async def _score(self, group: RolloutGroup, surroundings: Surroundings) -> list[Values]:
+        return await asyncio.gather(*(self._values(function, group, surroundings) for function in self.functions))
 
-    async def _values(self, function: RewardFunction, group: RolloutGroup) -> Values:
+    async def _values(self, function: RewardFunction, group: RolloutGroup, surroundings: Surroundings) -> Values:
         """One value or error a rollout; up to the first error alone if that is to be raised."""
         if not group.rollouts:
             return []
-        arguments = function.arguments(group)
+        arguments = function.arguments(group, surroundings)
         size = len(group.rollouts) // len(arguments)
         if function.is_async:
             if self._coroutines is None:
@@ -129,8 +135,7 @@ class RewardRunner:
             outcomes = await await_calls(self._coroutines, calls, self._timeout_s)
         else:
             calls = [functools.partial(function.score, one, size) for one in arguments]
-            async with self._workers:
-                outcomes = await run_calls(calls, self._timeout_s, stop_on_error=self._raises)
+            outcomes = await run_calls(calls, self._timeout_s, self._raises, self._workers, self._num_workers)
         lists = [[outcome] * size if isinstance(outcome, BaseException) else outcome for outcome in outcomes]
         return [value for values in lists for value in values]
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -51,4 +52,4 @@ def test_every_field_that_the_readme_sets_exists() -> None:
     fields = re.findall(r"(?:--|`)(model|data)\.(\w+)", README)
     assert fields
     for owner, name in fields:
-        assert name in owners[owner].__init__.__code__.co_varnames, f"{owner}.{name}"
+        assert name in signature(owners[owner]).parameters, f"{owner}.{name}"

@@ -1,0 +1,114 @@
+"""A language model behind HTTP that scores completions."""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+from typing import Any
+
+from lit_grpo.rewards.builtin import compile_pattern, last_answer
+
+PLACES = ("prompt", "completion")
+
+
+class HTTPJudge:
+    r"""The score that a judge gives a completion, over OpenAI's chat completions protocol.
+
+    A judge that cannot be reached, answers with an error or gives no score makes the call fail: set ``retries`` of the
+    reward to have it asked again, and ``on_reward_error`` for what happens then. As many requests are under way as
+    ``reward_workers`` allows.
+
+    Args:
+        url: The server's base, such as ``https://api.openai.com/v1``; ``/chat/completions`` is added.
+        model: The judge's name there.
+        template: What the judge is asked, with ``{prompt}``, ``{completion}`` and columns of the data such as
+            ``{answer}``; a brace that is meant as one is written twice.
+        pattern: Regular expression; group 1 of its last match in the judge's reply is the score, a number.
+        api_key_env: The environment variable that holds the API key, where the server asks for one.
+        timeout_s: The most seconds that the judge may take for one reply.
+        scale: Divides the score: 10 for a judge that gives marks out of ten.
+        options: Further fields of the request, such as ``{"temperature": 0, "max_tokens": 64}``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template: str,
+        pattern: str = r"(-?\d+(?:\.\d+)?)",
+        api_key_env: str | None = None,
+        timeout_s: float = 30.0,
+        scale: float = 1.0,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url must begin with http:// or https://, not {url!r}.")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, not {timeout_s}.")
+        if not scale:
+            raise ValueError("scale must not be 0, for it divides the score.")
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise ValueError(f"api_key_env names {api_key_env}, which is not set in the environment; export it.")
+        self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.model, self.template, self.scale, self.options = model, template, scale, options or {}
+        self.api_key_env = api_key_env
+        self.columns = tuple(name for name in _names(template) if name not in PLACES)
+        self._pattern = compile_pattern("pattern", pattern, re.DOTALL, needs_group=True)
+        import httpx
+
+        self._client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+
+    def __call__(self, completion: str, prompt: str, **columns: Any) -> float:
+        """Ask the judge.
+
+        Raises:
+            RuntimeError: It does not answer, or with an error.
+            ValueError: Its reply holds no score.
+        """
+        asked = self.template.format(**(columns | {"prompt": prompt, "completion": completion}))
+        reply = self._ask(asked)
+        score = last_answer(self._pattern, reply)
+        try:
+            return float(score or "") / self.scale
+        except ValueError:
+            raise ValueError(f"the judge's reply {reply!r:.80} holds no score as pattern asks for") from None
+
+    def _ask(self, text: str) -> str:
+        import httpx
+
+        key = None if self.api_key_env is None else os.environ[self.api_key_env]
+        messages = [{"role": "user", "content": text}]
+        try:
+            response = self._client.post(
+                self.url,
+                json={"model": self.model, "messages": messages, **self.options},
+                headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            )
+        except httpx.HTTPError as error:
+            what = f"{type(error).__name__} {error}".strip()
+            raise RuntimeError(f"the judge at {self.url} does not answer ({what})") from error
+        if response.status_code != 200:
+            raise RuntimeError(f"the judge at {self.url} answers {response.status_code}: {response.text!r:.120}")
+        try:
+            return str(response.json()["choices"][0]["message"]["content"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise RuntimeError(f"the judge at {self.url} answers no chat completion: {response.text!r:.120}") from error
+
+
+def _names(template: str) -> list[str]:
+    """The names in a template's braces.
+
+    Raises:
+        ValueError: One is no name, or there is no completion among them.
+    """
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"template {template!r:.60} is malformed ({error}); write a lone brace twice.") from error
+    for name in names:
+        if not name.isidentifier():
+            raise ValueError(f"template holds {{{name}}}, which is no column; write a lone brace twice.")
+    if "completion" not in names:
+        raise ValueError("template has no {completion}, so every completion would score the same; put it in.")
+    return names

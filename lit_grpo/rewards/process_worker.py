@@ -1,0 +1,75 @@
+"""The process in which a reward function is called: see :class:`lit_grpo.rewards.processes.ProcessCall`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lit_grpo.rewards.loading import first_line, load_object
+
+Logged = tuple[str, tuple[Any, ...]]
+
+
+def main() -> None:
+    """Answer each call on the standard input until it ends."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end closes the input
+        signal.signal(ignored, signal.SIG_IGN)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the function prints is no reply
+    process, call = os.getpid(), _load(*pickle.load(sys.stdin.buffer))
+    while True:
+        try:
+            arguments, loggers = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        logged: list[Logged] = []
+        for name in loggers:
+            arguments[name] = functools.partial(_log, logged, name)
+        returned = _returned(call, arguments)
+        if os.getpid() != process:  # the function has forked, and let its child come back as well
+            os._exit(0)
+        replies.write(_pickled(returned, logged))
+        replies.flush()
+
+
+def _log(logged: list[Logged], name: str, *values: Any) -> None:
+    logged.append((name, values))
+
+
+def _load(path: str, args: dict[str, Any]) -> Callable[..., Any]:
+    """Return what is to be called; where it cannot be loaded, what says so."""
+    try:
+        loaded = load_object(path)
+        return loaded(**args) if inspect.isclass(loaded) else functools.partial(loaded, **args)
+    except Exception as error:  # the user's class is built here, and may fail in any way
+        return functools.partial(_raise, error)
+
+
+def _raise(error: Exception, **_: Any) -> None:
+    raise error
+
+
+def _returned(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a call returns, or the error it raises."""
+    try:
+        returned = call(**arguments)
+        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+    except Exception as error:  # a user's function runs here: whatever it raises must reach who waits
+        return error
+
+
+def _pickled(returned: Any, logged: list[Logged]) -> bytes:
+    try:
+        pickled = pickle.dumps((returned, logged))
+        pickle.loads(pickled)  # some errors can be written and not read
+        return pickled
+    except Exception as error:  # what cannot be pickled says so in its own way
+        told = returned if isinstance(returned, Exception) else error
+        return pickle.dumps((RuntimeError(first_line(told)), []))

@@ -1,0 +1,100 @@
+"""A run from Python: functions, models, rows and dicts at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import make_trainer
+
+import lit_grpo
+from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, WeightSync
+from lit_grpo.data import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.types import SamplingParams
+
+pytestmark = pytest.mark.integration
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
+
+
+def digits(completion: str) -> float:
+    return sum(character.isdigit() for character in completion) / 16
+
+
+def test_train_takes_a_loaded_model_rows_functions_and_dicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def short(completion): return -len(completion) / 16")
+    policy: Any = random_policy()
+    run = lit_grpo.train(
+        policy,
+        ROWS,
+        [digits, "mine.py:short", {"function": "lit_grpo.rewards.exact_match", "weight": 0.5}],
+        tokenizer=load_tokenizer(str(policy_folder)),
+        validation=datasets.Dataset.from_list(ROWS),
+        max_steps=2,
+        batch_size=2,
+        num_generations=4,
+        sampling={"max_tokens": 8},
+        objective={"kl": {"beta": 0.1}},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+        callbacks={"sample_logger": {"every_n_batches": 1}},
+    )
+    assert run.module.policy is policy and run.module.sampling == SamplingParams(max_tokens=8)
+    assert not torch.equal(policy.lm_head.weight, random_policy().lm_head.weight)  # type: ignore[attr-defined]
+    rows = (run.folder / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 4 and {"rewards/digits", "rewards/short", "kl", "val/pass@1"} <= set(rows[0].split(","))
+    assert {path.name for path in run.folder.iterdir()} >= {"policy", "checkpoints", "samples.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"sampling": {"max_token": 8}}, "sampling has no setting 'max_token'; did you mean max_tokens?"),
+        ({"objective": {"kl": {"b": 1}}}, "objective.kl has no setting 'b'; it has beta, "),
+        ({"callbacks": {"sampler": {}}}, "callbacks has no 'sampler'; it has rollout_scheduler, weight_sync, "),
+        ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
+        ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
+        ({"tokenizer": object()}, "tokenizer goes with a loaded model; leave it out"),
+    ],
+)
+def test_a_mistake_in_python_is_one_sentence_before_the_run(settings: Any, problem: str, tmp_path: Path) -> None:
+    given = {"policy": "tiny", "train": ROWS, "rewards": [digits], "max_steps": 1, "dir": str(tmp_path)}
+    with pytest.raises(ValueError) as caught:
+        lit_grpo.train(**(given | settings))
+    assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "problem"),
+    [
+        (
+            [],
+            "trainer.callbacks lacks RolloutScheduler and WeightSync; list RolloutScheduler() and then",
+        ),
+        ([RolloutScheduler()], "trainer.callbacks lacks WeightSync; list "),
+        ([WeightSync()], "trainer.callbacks lacks RolloutScheduler; list "),
+        (
+            [WeightSync(), RolloutScheduler()],
+            "trainer.callbacks lists WeightSync before RolloutScheduler; put",
+        ),
+        ([MemoryMonitor(), RolloutScheduler(), WeightSync()], "trainer.callbacks lists MemoryMonitor before Rollout"),
+    ],
+)
+def test_callbacks_of_an_own_trainer_that_are_missing_or_misplaced_are_named(
+    callbacks: list[Any], problem: str, policy_folder: Path
+) -> None:
+    module = GRPOModule(str(policy_folder), rewards=[RewardSpec("lit_grpo.rewards.exact_match")])
+    data = PromptDataModule(str(policy_folder), train=ROWS, batch_size=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError) as caught:
+        make_trainer(*callbacks).fit(module, datamodule=data)
+    assert str(caught.value).startswith(problem)
