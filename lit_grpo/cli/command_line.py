@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.callbacks import (
     CompletionWriter,
     GRPOProgressBar,
-    InterruptCheckpoint,
     MemoryMonitor,
     PolicyExporter,
     RolloutScheduler,
     RolloutTimeline,
+    RunCheckpoint,
     SampleLogger,
     ThroughputMonitor,
     WeightSync,
 )
 from lit_grpo.checks import check_trainer
-from lit_grpo.cli.errors import InputParser, exit_with, one_sentence
+from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
 from lit_grpo.cli.run_folder import RunConfig, RunFolder, make_loggers
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
@@ -44,6 +43,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": -1,
     "check_val_every_n_epoch": None,
     "enable_model_summary": False,
+    "enable_checkpointing": False,  # RunCheckpoint saves
 }
 
 RUN_NAME = "LIT_GRPO_RUN_NAME"
@@ -97,14 +97,7 @@ class GRPOCLI(LightningCLI):
         parser.add_lightning_class_args(RolloutTimeline, "rollout_timeline")
         parser.add_lightning_class_args(PolicyExporter, "policy_exporter")
         parser.add_lightning_class_args(CompletionWriter, "completion_writer")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults(
-            {
-                "checkpoint.filename": "update-{step}",
-                "checkpoint.every_n_train_steps": 50,
-                "checkpoint.save_last": True,
-            }
-        )
+        parser.add_class_arguments(RunCheckpoint, "checkpoint")
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
@@ -125,7 +118,6 @@ class GRPOCLI(LightningCLI):
             self.save_config_callback = None  # the folder keeps the config that it was trained with
         folder = RunConfig(**settings["run"]).folder.absolute()
         settings["trainer"]["default_root_dir"] = str(folder)
-        settings["checkpoint"]["dirpath"] = settings["checkpoint"]["dirpath"] or str(folder / "checkpoints")
 
     def _claim(self, folder: Path, resumes: bool) -> str:
         """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
@@ -149,7 +141,7 @@ class GRPOCLI(LightningCLI):
         if trainer["logger"] is None:
             kwargs["logger"] = make_loggers(RunConfig(**settings["run"])) if self.subcommand == "fit" else False
         own = trainer["callbacks"] or []
-        kwargs["callbacks"] = [InterruptCheckpoint(), *(own if isinstance(own, list) else [own])]
+        kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
         if trainer["enable_progress_bar"] is not False:
             kwargs["callbacks"].append(GRPOProgressBar())
         return super().instantiate_trainer(**kwargs)
@@ -212,7 +204,7 @@ def run(args: list[str] | None = None) -> None:
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
-        exit_with(f"{one_sentence(str(error))}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+        exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
 
 
 def _quieten() -> None:
@@ -222,10 +214,6 @@ def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
     # Lightning calls jsonargparse by names that are deprecated.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    # ModelCheckpoint fears that the state after the optimizer step is not what is wanted; it is.
-    warnings.filterwarnings("ignore", message=".*Using ModelCheckpoint with manual optimization.*")
-    # A resumed run goes on in its own folder.
-    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
     # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Lightning asks torch in a way that torch calls deprecated.

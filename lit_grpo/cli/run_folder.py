@@ -209,13 +209,13 @@ class MetricsCSV(Logger):
         self._write()
 
     def _resume(self, first_step: int) -> None:
-        """Take over the rows before ``first_step`` of a file that is there."""
+        """Take over the rows before ``first_step`` of a file that is there, but for half a line at its end."""
         self._started = True
         if self.path.exists():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
-                self._columns = list(reader.fieldnames or self._columns)
+            lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+            reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
+            self._columns = list(reader.fieldnames or self._columns)
 
     def _write(self) -> None:
         """Write the last row again, or all rows where the columns have changed."""
@@ -229,8 +229,12 @@ class MetricsCSV(Logger):
             self._written_bytes = len(head)
         writer.writerow(self._rows[-1])
         data = text.getvalue().encode()
-        with self.path.open("wb" if whole else "r+b") as file:
-            if not whole:
-                file.seek(self._written_bytes)
-                file.truncate()
+        if whole:  # aside, for a kill must not take the rows before it
+            aside = self.path.with_name(f".{self.path.name}.writing")
+            aside.write_bytes(data)
+            aside.replace(self.path)
+            return
+        with self.path.open("r+b") as file:
+            file.seek(self._written_bytes)
+            file.truncate()
             file.write(data)

@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path)
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
         },
         "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 3},
-        "checkpoint": {"every_n_train_steps": 1},
+        "checkpoint": {"every_n_updates": 1},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     return tmp_path
@@ -80,7 +80,7 @@ def test_fit_leaves_metrics_samples_checkpoints_and_a_policy_that_transformers_l
     samples = [json.loads(line) for line in Path("runs/task/samples.jsonl").read_text().splitlines()]
     assert len(samples) == 4
     assert {"prompt", "completion", "reward", "finish"} <= samples[0].keys()
-    assert {path.name for path in Path("runs/task/checkpoints").iterdir()} == {"update-step=4.ckpt", "last.ckpt"}
+    assert {path.name for path in Path("runs/task/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert Path("runs/task/config.yaml").exists()
     model = AutoModelForCausalLM.from_pretrained("runs/task/policy")
     tokenizer = AutoTokenizer.from_pretrained("runs/task/policy")
