@@ -1,12 +1,12 @@
 """Lightning callbacks: thin adapters between the trainer and ``lit_grpo``."""
 
 from .completion_writer import CompletionWriter
-from .interrupt_checkpoint import InterruptCheckpoint
 from .memory_monitor import MemoryMonitor
 from .policy_exporter import PolicyExporter
 from .progress_bar import GRPOProgressBar
 from .rollout_scheduler import RolloutScheduler
 from .rollout_timeline import RolloutTimeline
+from .run_checkpoint import RunCheckpoint
 from .sample_logger import SampleLogger
 from .throughput_monitor import ThroughputMonitor
 from .weight_sync import WeightSync
@@ -14,11 +14,11 @@ from .weight_sync import WeightSync
 __all__ = [
     "CompletionWriter",
     "GRPOProgressBar",
-    "InterruptCheckpoint",
     "MemoryMonitor",
     "PolicyExporter",
     "RolloutScheduler",
     "RolloutTimeline",
+    "RunCheckpoint",
     "SampleLogger",
     "ThroughputMonitor",
     "WeightSync",

@@ -19,8 +19,8 @@ class PolicyExporter(pl.Callback):
     def __init__(self, folder: str = "policy") -> None:
         self.folder = folder
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save; an interrupted run has its checkpoint instead."""
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save, also where a resumed run had nothing left to do; an interrupted run has its checkpoint instead."""
         assert isinstance(pl_module, GRPOModule)
         if trainer.is_global_zero and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             pl_module.export(Path(trainer.default_root_dir) / self.folder)

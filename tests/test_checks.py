@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_grpo.callbacks import InterruptCheckpoint, MemoryMonitor, RolloutScheduler, ThroughputMonitor, WeightSync
+from lit_grpo.callbacks import MemoryMonitor, RolloutScheduler, RunCheckpoint, ThroughputMonitor, WeightSync
 
 
 @pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), HalfPrecision("16-true")])
@@ -66,7 +66,7 @@ def test_lightnings_own_monitor_sees_the_learning_rate_of_every_step(policy_fold
         ([MemoryMonitor(), RolloutScheduler()], "lists MemoryMonitor before RolloutScheduler; put it behind"),
         ([RolloutScheduler(), ThroughputMonitor(), WeightSync()], "lists ThroughputMonitor before WeightSync"),
         ([WeightSync(), RolloutScheduler()], "lists WeightSync before RolloutScheduler"),
-        ([RolloutScheduler(), InterruptCheckpoint()], "lists RolloutScheduler before InterruptCheckpoint"),
+        ([RolloutScheduler(), RunCheckpoint()], "lists RolloutScheduler before RunCheckpoint"),
     ],
 )
 def test_callbacks_that_would_see_too_early_what_is_done_are_refused(callbacks: list[Any], message: str) -> None:

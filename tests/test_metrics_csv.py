@@ -1,6 +1,8 @@
 import csv
 from pathlib import Path
 
+import pytest
+
 from lit_grpo.training.run_folder import MetricsCSV
 
 
@@ -44,3 +46,26 @@ def test_resumed_run_replaces_the_rows_that_it_logs_again(tmp_path: Path) -> Non
         {"step": "2", "reward": "20.0", "new": "1.0"},
         {"step": "3", "reward": "30.0", "new": ""},
     ]
+
+
+def test_half_a_line_at_the_end_gives_no_row(tmp_path: Path) -> None:
+    first = MetricsCSV(tmp_path / "metrics.csv")
+    for step in range(3):
+        first.log_metrics({"reward": step + 0.25}, step=step)
+    whole = first.path.read_bytes()
+    for num_bytes in range(len(whole)):
+        first.path.write_bytes(whole[:num_bytes])
+        again = MetricsCSV(first.path)
+        again.log_metrics({"reward": 7.5}, step=9)
+        rows = read(again.path)
+        assert rows[-1] == {"step": "9", "reward": "7.5"}
+        assert rows[:-1] == [{"step": str(n), "reward": str(n + 0.25)} for n in range(len(rows) - 1)]
+
+
+def test_a_new_column_leaves_the_file_whole_if_it_cannot_be_written(tmp_path: Path) -> None:
+    log = MetricsCSV(tmp_path / "metrics.csv")
+    log.log_metrics({"reward": 1.0}, step=0)
+    (tmp_path / ".metrics.csv.writing").mkdir()  # what cannot be written
+    with pytest.raises(OSError):
+        log.log_metrics({"loss": 1.0}, step=1)
+    assert read(log.path) == [{"step": "0", "reward": "1.0"}]

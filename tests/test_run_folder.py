@@ -2,28 +2,61 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.training.run_folder import RunConfig, make_loggers, prepare_folder
+from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+
+
+def open_run(folder: Path, resumes: bool = False) -> Path | None:
+    """Start a run and end it; return where an earlier one was moved to."""
+    with RunFolder() as run:
+        run.claim(folder, resumes)
+        assert run.path == folder
+        return run.open()
 
 
 def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for number in range(3):
-        moved = prepare_folder(folder, resumes=False)
-        assert moved == (None if number == 0 else tmp_path / f"run-{number}")
+        assert open_run(folder) == (None if number == 0 else tmp_path / f"run-{number}")
         (folder / "metrics.csv").write_text(str(number))
     assert [(tmp_path / name / "metrics.csv").read_text() for name in ("run-1", "run-2", "run")] == ["0", "1", "2"]
 
 
+def test_a_claim_alone_moves_and_makes_nothing(tmp_path: Path) -> None:
+    open_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.csv").write_text("rows")
+    with RunFolder() as run:
+        run.claim(tmp_path / "run", resumes=False)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+
+
+def test_runs_of_one_name_that_live_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
+    with RunFolder() as first, RunFolder() as second, RunFolder() as third:
+        for number, run in enumerate((first, second, third)):
+            run.claim(tmp_path / "run", resumes=False)
+            assert run.path.name == ("run" if number == 0 else f"run-{number}")
+        for run in (third, second, first):
+            assert run.open() is None
+            (run.path / "metrics.csv").write_text(run.path.name)
+    assert open_run(tmp_path / "run") == tmp_path / "run-3"
+
+
+def test_a_run_that_still_goes_on_is_not_resumed(tmp_path: Path) -> None:
+    with RunFolder() as first, RunFolder() as second:
+        first.claim(tmp_path / "run", resumes=False)
+        with pytest.raises(ValueError, match=r"still goes on, so it cannot be resumed there; .* with run\.name"):
+            second.claim(tmp_path / "run", resumes=True)
+
+
 def test_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("rows")
-    assert prepare_folder(tmp_path, resumes=True) is None
+    assert open_run(tmp_path, resumes=True) is None
     assert (tmp_path / "metrics.csv").read_text() == "rows"
 
 
 def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"run folder .* is not writable .*; choose another with run\.dir"):
-        prepare_folder(tmp_path / "file" / "run", resumes=False)
+        open_run(tmp_path / "file" / "run")
 
 
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:

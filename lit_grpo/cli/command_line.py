@@ -5,21 +5,32 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
 
-from lit_grpo.callbacks import GRPOProgressBar, InterruptCheckpoint
-from lit_grpo.cli.errors import InputParser, exit_with, one_sentence
+from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
+from lit_grpo.checks import check_trainer
+from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
 from lit_grpo.cli.settings import check_settings
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
-from lit_grpo.training.defaults import CALLBACKS, CHECKPOINT_DEFAULTS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, make_loggers, prepare_folder
+from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
+from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+
+RUN_NAME = "LIT_GRPO_RUN_NAME"
+"""The variable by which the ranks that the first one starts know the run's name."""
+
+EPILOG = (
+    "Also: python -m lit_grpo simulate --help (plans in pictures, without a model), and "
+    "python -m lit_grpo serve --help (a vLLM server for a policy)"
+)
 
 MISTAKES = (
     ValueError,
@@ -32,7 +43,16 @@ MISTAKES = (
 
 
 class GRPOCLI(LightningCLI):
-    """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order."""
+    """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order.
+
+    Args:
+        run_folder: Of this run; not claimed yet.
+        kwargs: As LightningCLI takes them.
+    """
+
+    def __init__(self, run_folder: RunFolder, **kwargs: Any) -> None:
+        self.run_folder = run_folder
+        super().__init__(**kwargs)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -49,7 +69,7 @@ class GRPOCLI(LightningCLI):
         )
         for name, kind in CALLBACKS.items():
             parser.add_lightning_class_args(kind, name)
-        parser.set_defaults({f"checkpoint.{name}": value for name, value in CHECKPOINT_DEFAULTS.items()})
+        parser.add_class_arguments(RunCheckpoint, "checkpoint")
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
@@ -62,21 +82,31 @@ class GRPOCLI(LightningCLI):
         """Leave the command line's settings alone: what a checkpoint was trained with does not override them."""
 
     def before_instantiate_classes(self) -> None:
-        """Check the settings, prepare the run's folder, and point everything that writes at it."""
+        """Check the settings, claim the run's folder, and point everything that writes at it."""
         settings = self._settings
         check_settings(settings, fits=self.subcommand == "fit")
         settings["weights_only"] = True  # no checkpoint runs code
-        run = RunConfig(**settings["run"])
-        folder = run.folder.absolute()
-        fits = self.subcommand == "fit"
-        if fits and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            moved = prepare_folder(folder, resumes=bool(settings.get("ckpt_path")))
-            if moved is not None:
-                print(f"The earlier run in {folder} is now in {moved}.")
-        if not fits:
+        if self.subcommand == "fit":
+            settings["run"]["name"] = self._claim(RunConfig(**settings["run"]).folder, bool(settings.get("ckpt_path")))
+        else:
             self.save_config_callback = None  # the folder keeps the config that it was trained with
+        folder = RunConfig(**settings["run"]).folder.absolute()
         settings["trainer"]["default_root_dir"] = str(folder)
-        settings["checkpoint"]["dirpath"] = settings["checkpoint"]["dirpath"] or str(folder / "checkpoints")
+
+    def _claim(self, folder: Path, resumes: bool) -> str:
+        """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
+        if not _is_first_rank():
+            return os.environ.get(RUN_NAME, folder.name)
+        self.run_folder.claim(folder, resumes)
+        name = self.run_folder.path.name
+        if name != folder.name:
+            print(
+                f"The run in {folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
+                f"--run.name {name}.",
+                file=sys.stderr,
+            )
+        os.environ[RUN_NAME] = name
+        return name
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Give the trainer the run's loggers, unless the config names others, and its first callbacks."""
@@ -85,43 +115,71 @@ class GRPOCLI(LightningCLI):
         if trainer["logger"] is None:
             kwargs["logger"] = make_loggers(RunConfig(**settings["run"])) if self.subcommand == "fit" else False
         own = trainer["callbacks"] or []
-        kwargs["callbacks"] = [InterruptCheckpoint(), *(own if isinstance(own, list) else [own])]
+        kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
         if trainer["enable_progress_bar"] is not False:
             kwargs["callbacks"].append(GRPOProgressBar())
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Validate the policy as it is, so that the curves begin at update 0."""
+        """Check all that can be, then open the run's folder, and validate the policy so that curves begin at 0."""
         settings = self._settings
+        self._check(settings.get("ckpt_path"))
+        if _is_first_rank():
+            moved = self.run_folder.open()
+            if moved is not None:
+                print(f"The earlier run in {self.run_folder.path} is now in {moved}.")
         if settings["validate_first"] and not settings.get("ckpt_path") and settings["data"]["validation"]:
             self.trainer.validate(self.model, self.datamodule, verbose=False)
+
+    def _check(self, ckpt_path: str | None) -> None:
+        """Let data, policy and callbacks find mistakes, as the trainer will; nothing has been written or moved yet."""
+        trainer, module, data = (
+            cast(Any, self.trainer),
+            cast(GRPOModule, self.model),
+            cast(PromptDataModule, self.datamodule),
+        )
+        if ckpt_path and ckpt_path.endswith(".ckpt") and "://" not in ckpt_path and not Path(ckpt_path).is_file():
+            raise ValueError(f"ckpt_path is {ckpt_path!r}, but there is no such file; give one of a run's checkpoints.")
+        check_trainer(trainer)
+        trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
+        data.setup("fit")
+        for callback in trainer.callbacks:
+            if type(callback).__module__.startswith("lit_grpo."):  # the others may write
+                callback.setup(trainer, module, "fit")
+        module.setup("fit")
+        with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
+            module.configure_model()
+        module.check_lengths(data.prompts)
+        module.configure_optimizers()
+
+
+def _is_first_rank() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def run(args: list[str] | None = None) -> None:
     """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
     _quieten()
     try:
-        GRPOCLI(
-            GRPOModule,
-            PromptDataModule,
-            args=args,
-            seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
-            trainer_defaults=TRAINER_DEFAULTS,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            parser_class=InputParser,
-            parser_kwargs={
-                "prog": "python -m lit_grpo",
-                "allow_abbrev": False,  # a field that is misspelt is not the one that begins so
-                "epilog": "Also: python -m lit_grpo simulate --help (plans in pictures, without a model), and "
-                "python -m lit_grpo serve --help (a vLLM server for a policy)",
-            },
-        )
+        with RunFolder() as run_folder:
+            GRPOCLI(
+                run_folder,
+                model_class=GRPOModule,
+                datamodule_class=PromptDataModule,
+                args=args,
+                seed_everything_default=0,
+                save_config_kwargs={"overwrite": True},
+                trainer_defaults=TRAINER_DEFAULTS,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                parser_class=InputParser,
+                # Without abbreviations: a field that is misspelt is not the one that begins so.
+                parser_kwargs={"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
+            )
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
-        exit_with(f"{one_sentence(str(error))}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+        exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
 
 
 def _quieten() -> None:
@@ -131,10 +189,6 @@ def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
     # Lightning calls jsonargparse by names that are deprecated.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    # ModelCheckpoint fears that the state after the optimizer step is not what is wanted; it is.
-    warnings.filterwarnings("ignore", message=".*Using ModelCheckpoint with manual optimization.*")
-    # A resumed run goes on in its own folder.
-    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
     # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Lightning asks torch in a way that torch calls deprecated.

@@ -7,6 +7,9 @@ import importlib
 import inspect
 import re
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError
@@ -45,6 +48,21 @@ def exit_with(sentence: str) -> NoReturn:
     """Print an error and exit with code 2."""
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(2)
+
+
+def own_frames(error: BaseException) -> str:
+    """Where in the user's own files an error came about: a line a frame, of it and of its causes."""
+    ours = [Path(__file__).parents[1], Path(__file__).parents[2] / "callbacks"]
+    others = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    said: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame in traceback.extract_tb(cause.__traceback__):
+            path = Path(frame.filename)
+            if path.is_file() and not any(path.is_relative_to(folder) for folder in (*ours, *others)):
+                said.append(f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
+        cause = cause.__cause__
+    return "".join(dict.fromkeys(said))
 
 
 def one_sentence(message: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_grpo.callbacks import (
     CompletionWriter,
@@ -28,8 +27,8 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": -1,
     "check_val_every_n_epoch": None,
     "enable_model_summary": False,
+    "enable_checkpointing": False,  # RunCheckpoint saves
 }
-CHECKPOINT_DEFAULTS: dict[str, Any] = {"filename": "update-{step}", "every_n_train_steps": 50, "save_last": True}
 CALLBACKS: dict[str, type[pl.Callback]] = {
     "rollout_scheduler": RolloutScheduler,
     "weight_sync": WeightSync,
@@ -39,6 +38,8 @@ CALLBACKS: dict[str, type[pl.Callback]] = {
     "rollout_timeline": RolloutTimeline,
     "policy_exporter": PolicyExporter,
     "completion_writer": CompletionWriter,
-    "checkpoint": ModelCheckpoint,
 }
-"""The callbacks of every run by the names of their settings, in the order in which they are called."""
+"""The callbacks of every run by the names of their settings, in the order in which they are called.
+
+RunCheckpoint, whose settings are ``checkpoint``, stands before them all.
+"""

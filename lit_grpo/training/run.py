@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lit_grpo.callbacks import GRPOProgressBar, InterruptCheckpoint
+from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
-from lit_grpo.training.defaults import CALLBACKS, CHECKPOINT_DEFAULTS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, make_loggers, prepare_folder
+from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
+from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +57,8 @@ def train(
         batch_size: Prompts of one training iteration.
         tokenizer: Of a loaded model; by default that of where the model was loaded from.
         validation: Validation prompts, as ``train``.
-        name: The run's folder is ``dir/name``; an earlier run there is moved aside.
+        name: The run's folder is ``dir/name``; an earlier run there is moved aside, and where one still goes on, this
+            one gets a folder of its own.
         dir: Folder of all runs.
         seed: Of sampling and of the order of the prompts.
         data: Further settings of :class:`PromptDataModule`.
@@ -77,35 +78,38 @@ def train(
     module = GRPOModule(**given)
     given = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
     datamodule = PromptDataModule(**{**given, **(data or {})})
-    run = RunConfig(name, dir)
-    made = _callbacks(run.folder, callbacks or {})
-    prepare_folder(run.folder, resumes=False)
-    fitted = _trainer(run, made, {"max_steps": max_steps, **(trainer or {})})
-    if validation is not None:
-        fitted.validate(module, datamodule, verbose=False)
-    fitted.fit(module, datamodule)
+    made = _callbacks(callbacks or {})
+    with RunFolder() as run_folder:
+        run_folder.claim(RunConfig(name, dir).folder, resumes=False)
+        run_folder.open()
+        run = RunConfig(run_folder.path.name, dir)
+        fitted = _trainer(run, made, {"max_steps": max_steps, **(trainer or {})})
+        if validation is not None:
+            fitted.validate(module, datamodule, verbose=False)
+        fitted.fit(module, datamodule)
     return Run(module, run.folder)
 
 
 def _trainer(run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping[str, Any]) -> pl.Trainer:
-    """Make the trainer; the callbacks in its settings come before those of every run."""
+    """Make the trainer; the callbacks in its settings come behind the first of ``callbacks``."""
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
-    first = [InterruptCheckpoint(), *options.pop("callbacks", ())]
+    checkpoint, *others = callbacks
+    first = [checkpoint, *options.pop("callbacks", ())]
     if options.get("enable_progress_bar") is not False:
         first.append(GRPOProgressBar())
     if "logger" not in options:
         options["logger"] = make_loggers(run)
-    return pl.Trainer(callbacks=[*first, *callbacks], **options)
+    return pl.Trainer(callbacks=[*first, *others], **options)
 
 
-def _callbacks(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> list[pl.Callback]:
+def _callbacks(settings: Mapping[str, Mapping[str, Any]]) -> list[pl.Callback]:
     """Make the callbacks of every run, in their order.
 
     Raises:
         ValueError: There is none of a name.
     """
+    kinds = {"checkpoint": RunCheckpoint, **CALLBACKS}
     for name in settings:
-        if name not in CALLBACKS:
-            raise ValueError(f"callbacks has no {name!r}; it has {', '.join(CALLBACKS)}.")
-    defaults = {"checkpoint": {"dirpath": str(folder / "checkpoints"), **CHECKPOINT_DEFAULTS}}
-    return [kind(**{**defaults.get(name, {}), **settings.get(name, {})}) for name, kind in CALLBACKS.items()]
+        if name not in kinds:
+            raise ValueError(f"callbacks has no {name!r}; it has {', '.join(kinds)}.")
+    return [kind(**settings.get(name, {})) for name, kind in kinds.items()]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -36,31 +40,96 @@ class RunConfig:
         return Path(self.dir) / self.name
 
 
-def prepare_folder(folder: Path, resumes: bool) -> Path | None:
-    """Make the run's folder; move one that an earlier run has left out of the way, unless this run resumes it.
+class RunFolder:
+    """The folder of a run, which one living run has at a time: whoever holds the lock ``DIR/.NAME.lock``.
 
-    Returns:
-        Where the earlier run's folder is now, if there was one.
-
-    Raises:
-        ValueError: The folder cannot be written to.
+    A run claims its folder first, and opens it once nothing is left to check: until then nothing is made or moved.
     """
-    moved = None
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self._resumes = False
+        self._lock: FileLock | None = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let others have the folder."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def claim(self, path: Path, resumes: bool) -> None:
+        """Reserve ``path``, or, where a run that still goes on has it, the next free one that is named after it.
+
+        Raises:
+            ValueError: The run that is to be resumed still goes on, or nothing can be written there.
+        """
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path)
+            if self._lock is None and resumes:
+                raise ValueError(
+                    f"The run in {str(path)!r} still goes on, so it cannot be resumed there; stop it first, or go on "
+                    "in another folder with run.name."
+                )
+            if self._lock is None:
+                path, self._lock = _next_free(path)
+        self.path, self._resumes = path, resumes
+
+    def open(self) -> Path | None:
+        """Make the folder; move one that an earlier run has left out of the way, unless this run resumes it.
+
+        Returns:
+            Where the earlier run's folder is now, if there was one.
+
+        Raises:
+            ValueError: The folder cannot be written to.
+        """
+        moved = None
+        with _writing(self.path):
+            if not self._resumes and (self.path / "metrics.csv").exists():
+                moved, lock = _next_free(self.path)
+                self.path.rename(moved)
+                lock.release()
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.write_text("")
+            probe.unlink()
+        return moved
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        if not resumes and (folder / "metrics.csv").exists():
-            number = 1
-            while (moved := folder.with_name(f"{folder.name}-{number}")).exists():
-                number += 1
-            folder.rename(moved)
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-test"
-        probe.write_text("")
-        probe.unlink()
+        yield
     except OSError as error:
         raise ValueError(
-            f"The run folder {str(folder)!r} is not writable ({error.strerror}); choose another with run.dir."
+            f"The run folder {str(path)!r} is not writable ({error.strerror}); choose another with run.dir."
         ) from error
-    return moved
+
+
+def _lock(path: Path) -> FileLock | None:
+    """Take the lock of a folder, unless a living run has it."""
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    return lock
+
+
+def _next_free(path: Path) -> tuple[Path, FileLock]:
+    """The first of NAME-1, NAME-2, ... that neither exists nor is claimed, and its lock."""
+    for number in itertools.count(1):
+        free = path.with_name(f"{path.name}-{number}")
+        lock = None if free.exists() else _lock(free)
+        if lock is not None and not free.exists():
+            return free, lock
+        if lock is not None:  # another run has made it in between
+            lock.release()
+    raise AssertionError("numbers do not end")
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:
@@ -140,13 +209,13 @@ class MetricsCSV(Logger):
         self._write()
 
     def _resume(self, first_step: int) -> None:
-        """Take over the rows before ``first_step`` of a file that is there."""
+        """Take over the rows before ``first_step`` of a file that is there, but for half a line at its end."""
         self._started = True
         if self.path.exists():
-            with self.path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
-                self._columns = list(reader.fieldnames or self._columns)
+            lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+            reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
+            self._columns = list(reader.fieldnames or self._columns)
 
     def _write(self) -> None:
         """Write the last row again, or all rows where the columns have changed."""
@@ -160,8 +229,12 @@ class MetricsCSV(Logger):
             self._written_bytes = len(head)
         writer.writerow(self._rows[-1])
         data = text.getvalue().encode()
-        with self.path.open("wb" if whole else "r+b") as file:
-            if not whole:
-                file.seek(self._written_bytes)
-                file.truncate()
+        if whole:  # aside, for a kill must not take the rows before it
+            aside = self.path.with_name(f".{self.path.name}.writing")
+            aside.write_bytes(data)
+            aside.replace(self.path)
+            return
+        with self.path.open("r+b") as file:
+            file.seek(self._written_bytes)
+            file.truncate()
             file.write(data)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from lit_grpo.cli.command_line import run
 from lit_grpo.cli.simulate import main as simulate
+from lit_grpo.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path)
             "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
         },
         "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 3},
-        "checkpoint": {"every_n_train_steps": 1},
+        "checkpoint": {"every_n_updates": 1},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     return tmp_path
@@ -78,7 +80,7 @@ def test_fit_leaves_metrics_samples_checkpoints_and_a_policy_that_transformers_l
     samples = [json.loads(line) for line in Path("runs/task/samples.jsonl").read_text().splitlines()]
     assert len(samples) == 4
     assert {"prompt", "completion", "reward", "finish"} <= samples[0].keys()
-    assert {path.name for path in Path("runs/task/checkpoints").iterdir()} == {"update-step=4.ckpt", "last.ckpt"}
+    assert {path.name for path in Path("runs/task/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert Path("runs/task/config.yaml").exists()
     model = AutoModelForCausalLM.from_pretrained("runs/task/policy")
     tokenizer = AutoTokenizer.from_pretrained("runs/task/policy")
@@ -102,6 +104,51 @@ def test_second_run_of_a_name_keeps_the_first_one(folder: Path, capsys: pytest.C
     fit("--trainer.max_steps", "1")
     assert Path("runs/task-1/metrics.csv").read_text() == before
     assert "is now in" in capsys.readouterr().out
+
+
+MISTAKES_BEFORE_A_RUN = {
+    "data": ["--data.train", "absent.jsonl"],
+    "reward": ["--model.rewards", '[{"function": "absent.py:score"}]'],
+    "reward column": ["--model.rewards", '[{"function": "rewards.py:gold"}]'],
+    "policy": ["--model.policy", "no-weights"],
+    "context": ["--model.sampling.max_tokens", "255"],
+    "learning rate": ["--model.optimizer.lr", "-1"],
+    "minibatches": ["--model.num_minibatches", "4"],
+    "strategy": ["--trainer.gradient_clip_val", "1"],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_BEFORE_A_RUN)
+def test_a_start_that_fails_leaves_the_earlier_run_where_it_is(folder: Path, policy_folder: Path, mistake: str) -> None:
+    shutil.copytree(policy_folder, "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    with Path("rewards.py").open("a") as file:
+        file.write("def gold(completion, solution):\n    return 1\n")
+    earlier = Path("runs/task")
+    earlier.mkdir(parents=True)
+    (earlier / "metrics.csv").write_text("step\n")
+    with pytest.raises(SystemExit, match="2"):
+        fit(*MISTAKES_BEFORE_A_RUN[mistake])
+    assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["task"]
+    assert [path.name for path in earlier.iterdir()] == ["metrics.csv"]
+
+
+def test_a_second_run_beside_a_living_one_gets_a_folder_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunFolder() as living:
+        living.claim(Path("runs/task"), resumes=False)
+        living.open()
+        fit("--trainer.max_steps", "1")
+        assert not list(Path("runs/task").iterdir())
+    said = capsys.readouterr().err
+    assert (
+        said
+        == "The run in runs/task still goes on, so this one is in runs/task-1; to resume it, add --run.name task-1.\n"
+    )
+    assert {"metrics.csv", "policy", "config.yaml", "checkpoints"} <= {
+        path.name for path in Path("runs/task-1").iterdir()
+    }
+    assert yaml.safe_load(Path("runs/task-1/config.yaml").read_text())["run"]["name"] == "task-1"
 
 
 def test_command_line_overrides_what_a_checkpoint_was_trained_with(folder: Path) -> None:

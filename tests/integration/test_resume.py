@@ -46,7 +46,7 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
             "lr_scheduler": scheduler,
         },
         "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
-        "checkpoint": {"every_n_train_steps": 2},
+        "checkpoint": {"every_n_updates": 2},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     return tmp_path
@@ -112,7 +112,7 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
 
 def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) -> None:
     whole = start(folder, "whole")
-    interrupted = start(folder, "interrupted", "--checkpoint.every_n_train_steps", "1000", reward_s=0.1)
+    interrupted = start(folder, "interrupted", "--checkpoint.every_n_updates", "1000", reward_s=0.1)
     wait_until(lambda: num_rows(folder, "interrupted") >= 3, interrupted)
     interrupted.send_signal(signal.SIGINT)
     said = finish(interrupted)

@@ -1,0 +1,219 @@
+"""Checkpoints between two updates: from time to time, at the end, on signals and on errors."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_grpo.checks import check_order
+from lit_grpo.module import GRPOModule
+
+from .checkpoint_file import CheckpointError, WholeFileIO
+from .rollout_scheduler import RolloutScheduler
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(SystemExit):
+    """A signal ends the run; the exit code is 128 and its number, on the first rank, which speaks for all."""
+
+
+class RunCheckpoint(pl.Callback):
+    """Save the run between two updates, with its row and its validation written, so that it resumes exactly.
+
+    ``last.ckpt`` is the newest checkpoint, ``best.ckpt`` the one with the highest ``val/pass@1``. Both are written
+    from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM or SIGUSR1 (a
+    scheduler's warning), and on an error. Until the first optimizer step of a batch nothing has changed, so the batch
+    is broken off at once and sampled again on resuming. From then on the batch, and a validation after it, is finished
+    first; a second Ctrl-C does not wait, and saves nothing. A validation that fails is not made up for on resuming.
+    Several ranks finish the batch in any case, and save once all know of the signal; an error on one of them saves
+    nothing. The callback stands first in the list, so that it stops before the next rollout begins.
+
+    Args:
+        every_n_updates: Save when the policy's version reaches or passes a multiple of this; 0 saves at the end only.
+        folder: Where to, within the run's folder.
+    """
+
+    def __init__(self, every_n_updates: int = 50, folder: str = "checkpoints") -> None:
+        if every_n_updates < 0:
+            raise ValueError(f"checkpoint.every_n_updates must be at least 0, not {every_n_updates}.")
+        self.every_n_updates = every_n_updates
+        self.folder = folder
+        self._best = float("-inf")
+        self._best_is_due = False
+        self._newest: tuple[int, str | None] = (0, None)  # the version that is saved, and where
+        self._phase: Literal["away", "rollout", "update", "learnt"] = "away"
+        self._requested = 0  # the number of the signal
+        self._several = False
+        self._previous: dict[int, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the place in the list, and have files written as a whole."""
+        check_order(trainer, RunCheckpoint, RolloutScheduler)
+        trainer.strategy.checkpoint_io = WholeFileIO()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best validation so far."""
+        return {"best": self._best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from it."""
+        self._best = state_dict["best"]
+
+    # ---- from time to time ----------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to listen to signals."""
+        assert isinstance(pl_module, GRPOModule)
+        path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
+        self._newest = (pl_module.policy_version, None if path is None else str(path))
+        self._several, self._phase = trainer.world_size > 1, "learnt"
+        self._listen()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Save what is due, of the batch before; then stop if that was asked for."""
+        assert isinstance(pl_module, GRPOModule)
+        with _without_batch(trainer):
+            self._save_due(trainer, pl_module.policy_version)
+        if self._several:
+            self._requested = int(pl_module.ranks.max(float(self._requested)))
+        self._phase = "rollout"
+        if self._requested:
+            self._stop(trainer.global_rank)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """From here on the state is of no use until the batch is done."""
+        self._phase = "update"
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """From here on it is."""
+        self._phase = "learnt"
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remember whether this is the best so far."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._hang_up()
+            return
+        score = float(trainer.callback_metrics.get("val/pass@1", float("-inf")))
+        if score > self._best:
+            self._best, self._best_is_due = score, True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last state."""
+        assert isinstance(pl_module, GRPOModule)
+        self._save_due(trainer, pl_module.policy_version, at_end=True)
+        self._phase = "away"
+        self._hang_up()
+
+    def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
+        if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        if self._best_is_due:
+            self._best_is_due = False
+            trainer.save_checkpoint(self._path(trainer, "best"))
+        saved, n = self._newest[0], self.every_n_updates
+        if version > saved and (at_end or (n and version // n > saved // n)):
+            self._save_last(trainer, version)
+
+    def _save_last(self, trainer: pl.Trainer, version: int) -> None:
+        path = self._path(trainer, "last")
+        trainer.save_checkpoint(path)
+        self._newest = (version, str(path))
+
+    def _path(self, trainer: pl.Trainer, name: str) -> Path:
+        return Path(trainer.default_root_dir) / self.folder / f"{name}.ckpt"
+
+    # ---- signals and errors ---------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen outside of fit too, where Lightning would swallow SIGTERM."""
+        self._listen()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen no more."""
+        self._hang_up()
+
+    on_predict_end = on_test_end
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread() and not self._previous:
+            self._previous = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
+
+    def _hang_up(self) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous = {}
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._requested:
+            if signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self._requested = signum
+        if self._phase == "away" or (self._phase == "rollout" and not self._several):
+            self._stop()
+        print("\nFinishing this update, then saving a checkpoint; press Ctrl-C again to stop without.", flush=True)
+
+    def _stop(self, rank: int = 0) -> None:
+        raise Stopped(128 + self._requested if rank == 0 else 0)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Save ``last.ckpt``, where the state is that between two updates, and say how to go on."""
+        assert isinstance(pl_module, GRPOModule)
+        phase, self._phase = self._phase, "away"
+        can_save = not isinstance(exception, KeyboardInterrupt | CheckpointError)
+        can_save = can_save and (isinstance(exception, Stopped) or not self._several)
+        try:
+            if phase in ("rollout", "learnt") and can_save and pl_module.policy_version > self._newest[0]:
+                with _without_batch(trainer, learnt=phase == "learnt"):
+                    self._save_last(trainer, pl_module.policy_version)
+        except CheckpointError as error:
+            print(error)
+        finally:
+            self._hang_up()
+        if phase != "away" and trainer.is_global_zero:
+            print(self._how_to_go_on(trainer))
+
+    def _how_to_go_on(self, trainer: pl.Trainer) -> str:
+        version, path = self._newest
+        if path is None:
+            return "Stopped before there was anything to save."
+        name = Path(trainer.default_root_dir).name
+        return (
+            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {path} goes on from there."
+        )
+
+
+@contextmanager
+def _without_batch(trainer: pl.Trainer, learnt: bool = False) -> Iterator[None]:
+    """Count the batch that has been drawn as not begun, or as done where it is learnt from.
+
+    Otherwise validation would come a batch early after resuming.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    counts = (progress.total, progress.current)
+    before, was_last = [dict(vars(count)) for count in counts], progress.is_last_batch
+    for count in counts:
+        done = count.ready if learnt else count.completed
+        vars(count).update(ready=done, started=done, processed=done, completed=done)
+    progress.is_last_batch = was_last and learnt
+    try:
+        yield
+    finally:
+        for count, values in zip(counts, before, strict=True):
+            vars(count).update(values)
+        progress.is_last_batch = was_last

@@ -1,0 +1,141 @@
+"""Runs that stop on signals and errors: what they save and say, and that they go on as if nothing had been."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.callbacks import RunCheckpoint
+from lit_grpo.cli.command_line import run
+
+pytestmark = pytest.mark.integration
+
+REWARD = """
+import os, signal
+from pathlib import Path
+calls = 0
+def score(completion):
+    global calls
+    event = Path("event")  # FAIL or the number of a signal, and the call at which it comes
+    if event.exists():
+        calls += 1
+        what, when = event.read_text().split()
+        if calls == int(when) and what == "FAIL":
+            raise KeyError("no such answer")
+        if calls == int(when):
+            os.kill(os.getpid(), int(what))
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+"""
+MEASURED = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> Path:
+    """A task of two optimizer steps a batch, three batches an epoch and a validation after every second one."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    config = {
+        "trainer": {"accelerator": "cpu", "max_steps": 12, "enable_progress_bar": False, "val_check_interval": 2},
+        "model": {
+            "policy": str(policy_folder),
+            "rewards": [{"function": "rewards.py:score"}],
+            "num_generations": 4,
+            "num_minibatches": 2,
+            "sampling": {"max_tokens": 8},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
+        },
+        "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    return tmp_path
+
+
+def fit(name: str, *arguments: str) -> None:
+    run(["fit", "--config", "config.yaml", "--run.name", name, *arguments])
+
+
+def metrics(name: str) -> list[dict[str, str]]:
+    with Path("runs", name, "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+
+
+def assert_same_run(one: str, other: str) -> None:
+    from safetensors.torch import load_file
+
+    assert metrics(one) == metrics(other)
+    expected, actual = (load_file(f"runs/{name}/policy/model.safetensors") for name in (one, other))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def version(path: str) -> int:
+    return torch.load(path, weights_only=True)["policy_version"]
+
+
+def test_a_run_resumes_exactly_from_every_checkpoint_even_if_it_was_killed_right_after(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = RunCheckpoint._save_last
+
+    def and_copy(self: Any, trainer: Any, version: int) -> None:
+        save(self, trainer, version)
+        shutil.copytree("runs/whole", f"runs/killed-{version}", ignore=shutil.ignore_patterns("policy"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCheckpoint, "_save_last", and_copy)
+        fit("whole", "--checkpoint.every_n_updates", "1")
+    killed = sorted((path.name for path in Path("runs").glob("killed-*")), key=lambda name: int(name[7:]))
+    assert killed == [f"killed-{n}" for n in (2, 4, 6, 8, 10, 12)]
+    for name in killed:
+        fit(name, "--ckpt_path", f"runs/{name}/checkpoints/last.ckpt")
+        assert_same_run("whole", name)
+
+
+def test_checkpoints_come_when_a_multiple_is_crossed_and_at_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    monkeypatch.setattr(RunCheckpoint, "_save_last", _noting(saved))
+    fit("task", "--checkpoint.every_n_updates", "3")
+    assert saved == [4, 6, 10, 12]
+    scores = {int(row["step"]): float(row["val/pass@1"]) for row in metrics("task")[1:] if row["val/pass@1"]}
+    assert version("runs/task/checkpoints/best.ckpt") == max(scores, key=lambda step: scores[step])
+
+
+def _noting(saved: list[int]) -> Any:
+    save = RunCheckpoint._save_last
+
+    def save_and_note(self: Any, trainer: Any, version: int) -> None:
+        saved.append(version)
+        save(self, trainer, version)
+
+    return save_and_note
+
+
+@pytest.mark.parametrize(("event", "code"), [("15", 143), ("10", 138), ("2", 130), ("FAIL", 2)])
+def test_a_run_that_stops_saves_a_checkpoint_and_resumes_exactly(
+    folder: Path, event: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("whole")
+    # 7 rewards of the first validation, then 8 a batch, and 7 of a validation after every second batch
+    (folder / "event").write_text(f"{event} {7 + 3 * 8 + 7 - 5}")
+    with pytest.raises(SystemExit) as exit_:
+        fit("task")
+    assert exit_.value.code == code
+    said = capsys.readouterr()
+    assert "the same command with --run.name task --ckpt_path" in said.out
+    if event == "FAIL":
+        assert "error: reward 'score'" in said.err
+        assert "rewards.py:12 in score: raise KeyError" in said.err
+        assert "site-packages" not in said.err and "runner.py" not in said.err
+    (folder / "event").unlink()
+    checkpoint = "runs/task/checkpoints/last.ckpt"
+    assert version(checkpoint) == 4
+    fit("task", "--ckpt_path", checkpoint)
+    assert_same_run("whole", "task")
