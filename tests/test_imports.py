@@ -38,11 +38,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "metrics": {*UTILITIES, "update.advantages"},
     "checks": {"types"},
+    "resuming": set(),
     "evaluation": {*UTILITIES, "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,
-        *("metrics", "checks", "evaluation", "policy", "optim", "rewards"),
+        *("metrics", "checks", "resuming", "evaluation", "policy", "optim", "rewards"),
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
