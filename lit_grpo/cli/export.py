@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lit_grpo.cli.errors import exit_with
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"The policy is in {options.folder}.")
 
 
-def _export(checkpoint: Path, folder: Path, changes: dict[str, str]) -> None:
+def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> None:
     from lit_grpo.module import GRPOModule
 
     logging.getLogger("lightning.pytorch.utilities.migration").setLevel(logging.WARNING)
