@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -35,6 +36,7 @@ from lit_grpo.policy.loading import (
     load_tokenizer,
 )
 from lit_grpo.policy.nf4 import without_quant_states
+from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -156,7 +158,7 @@ class GRPOModule(EvaluationModule):
         )
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype = dtype
-        self.lora = lora
+        self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
         self.reference = reference
         self.sampling_seed = sampling_seed
         check_generations(num_generations, eval_num_generations, pass_at_k)
@@ -165,6 +167,7 @@ class GRPOModule(EvaluationModule):
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version = self.batches_without_reward = 0
         self._collapse = CollapseWatch()
+        self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class GRPOModule(EvaluationModule):
             if self.lora is not None:
                 add_adapters(self.policy, self.lora)
             checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
-        if self.trainer.training and getattr(self, "learner", None) is None:
+        if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()
 
     def _make_learner(self) -> Learner:
@@ -233,14 +236,28 @@ class GRPOModule(EvaluationModule):
         optimizer = self.make_optimizer(p for p in self.policy.parameters() if p.requires_grad)
         if isinstance(optimizer, GaLoreAdamW):
             optimizer.leave_whole(embeddings(self.policy))
-        if self.make_lr_scheduler is None:
-            return optimizer
-        return [optimizer], [{"scheduler": self.make_lr_scheduler(optimizer), "interval": "step"}]
+        scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
+        objective, advantages = self.settings.objective, self.settings.advantages
+        model = {"policy": self.policy_name, "objective": objective, "advantages": advantages}
+        self._told = told_of({f"model.{name}": value for name, value in model.items()})
+        self._told |= told_of_optimizer(optimizer, scheduler)
+        if self._told_before:
+            check_optimizer(self._told_before, self._told)
+        return optimizer if scheduler is None else ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+
+    def on_train_start(self) -> None:
+        """On resuming let the optimizer's settings hold, and name all that differ from the checkpoint's."""
+        differing = differences(self._told_before, self._told) if self._told_before else {}
+        if differing:
+            apply_to(cast("LightningOptimizer", self.optimizers()).optimizer, self._told_before, self._told)
+            self.ranks.warn(f"Resumed with other settings than the checkpoint's: {', '.join(differing.values())}.")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
         checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
-        checkpoint["policy_version"] = self.policy_version
+        checkpoint["policy_version"], checkpoint["told"] = self.policy_version, self._told
+        lora = None if self.lora is None else asdict(self.lora)
+        checkpoint["hyper_parameters"] = {"policy": self.policy_name, "dtype": self.policy_dtype, "lora": lora}
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
             checkpoint |= learner.state_dict()
@@ -252,7 +269,7 @@ class GRPOModule(EvaluationModule):
             ValueError: The checkpoint is foreign, or of another policy.
         """
         check_checkpoint(checkpoint, without_quant_states(self.state_dict()))
-        self.policy_version = checkpoint["policy_version"]
+        self.policy_version, self._told_before = checkpoint["policy_version"], checkpoint["told"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
             learner.load_state_dict(checkpoint)

@@ -2,6 +2,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -418,7 +419,7 @@ def test_iterator_made_before_loading_starts_at_the_loaded_place() -> None:
     expected = draw(PromptLoader(numbered(10), 3), 3)
     loader = PromptLoader(numbered(10), 3)
     batches = iter(loader)
-    state = {"prompts_consumed": 6, "seed": 0, "shuffle": True, "num_prompts": 10}
+    state = PromptLoader(numbered(10), 3).state_dict() | {"prompts_consumed": 6}
     loader.load_state_dict(state)
     assert loader.state_dict() == state
     assert drawn(next(batches)) == expected[2]
@@ -440,6 +441,16 @@ def test_batch_size_and_ranks_may_change_on_resume() -> None:
     resumed = PromptLoader(numbered(7), 4)
     resumed.load_state_dict(loader.state_dict())
     assert [place for step in draw(resumed, 2) for place in step] == whole[12:20]
+
+
+def test_other_content_of_as_many_prompts_is_an_error_on_resume() -> None:
+    prompts = [replace(prompt, columns={"answer": "1"}) for prompt in numbered(3)]
+    state = PromptLoader(prompts, 2).state_dict()
+    PromptLoader([replace(prompt) for prompt in prompts], 1).load_state_dict(state)
+    for change in ({"token_ids": (7,)}, {"columns": {"answer": "2"}}):
+        others = [*prompts[:2], replace(prompts[2], **change)]
+        with pytest.raises(ValueError, match=r"stream of prompts: digest_of_prompts was \w+ and is now \w+; restore"):
+            PromptLoader(others, 2).load_state_dict(state)
 
 
 def test_other_prompts_or_seed_on_resume_are_an_error() -> None:

@@ -39,11 +39,12 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {*UTILITIES, "update.advantages"},
     "checks": {"types"},
     "settings": set(),
+    "resuming": set(),
     "evaluation": {*UTILITIES, "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,
-        *("metrics", "checks", "settings", "evaluation", "policy", "optim", "rewards"),
+        *("metrics", "checks", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },

@@ -28,8 +28,8 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
 
 EPILOG = (
-    "Also: python -m lit_grpo simulate --help (plans in pictures, without a model), and "
-    "python -m lit_grpo serve --help (a vLLM server for a policy)"
+    "Also: python -m lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in "
+    "pictures, without a model), python -m lit_grpo serve --help (a vLLM server for a policy), and --version"
 )
 
 MISTAKES = (

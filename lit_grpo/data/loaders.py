@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,13 +78,15 @@ class PromptLoader:
         """Go on where a checkpoint left off; batch size and number of ranks may have changed.
 
         Raises:
-            ValueError: The seed, ``shuffle`` or the number of prompts differs, so that the order would too.
+            ValueError: The seed, ``shuffle`` or the prompts differ, so that the stream would too.
         """
         differing = [
             f"{name} was {state_dict[name]} and is now {value}"
             for name, value in self._identity().items()
             if state_dict[name] != value
         ]
+        if len(differing) > 1 and differing[-1].startswith("digest"):
+            differing.pop()  # it follows from the others, or adds nothing to them
         if differing:
             raise ValueError(
                 f"Resuming would not continue the same stream of prompts: {', '.join(differing)}; "
@@ -91,7 +96,17 @@ class PromptLoader:
         self._batch = None
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": len(self.prompts)}
+        size = len(self.prompts)
+        return {"seed": self.seed, "shuffle": self.shuffle, "num_prompts": size, "digest_of_prompts": self._digest}
+
+    @cached_property
+    def _digest(self) -> str:
+        """Of all that prompts say; what JSON does not know counts by its type."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
+            digest.update(f"{prompt.prompt_id}{prompt.token_ids}{columns}\n".encode())
+        return digest.hexdigest()[:12]
 
     def _draw(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self.prompts))

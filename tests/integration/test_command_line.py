@@ -13,7 +13,10 @@ import pytest
 import torch
 import yaml
 
+from lit_grpo import __version__
+from lit_grpo.__main__ import main as start
 from lit_grpo.cli.command_line import run
+from lit_grpo.cli.export import main as export
 from lit_grpo.cli.simulate import main as simulate
 from lit_grpo.training.run_folder import RunFolder
 
@@ -157,6 +160,57 @@ def test_command_line_overrides_what_a_checkpoint_was_trained_with(folder: Path)
     assert [int(row["step"]) for row in metrics("task")] == [0, 1, 2, 3]
     saved = Path("runs/task/config.yaml").read_text()
     assert "num_generations: 6" in saved
+
+
+def test_an_optimizer_setting_on_the_command_line_holds_for_a_resumed_run(folder: Path) -> None:
+    fit("--trainer.max_steps", "2")
+    checkpoint = ["--ckpt_path", "runs/task/checkpoints/last.ckpt", "--run.name", "on"]
+    with pytest.warns(UserWarning, match=r"checkpoint's: model\.optimizer\.lr was 0\.001 and is now 1e-06\."):
+        fit(*checkpoint, "--trainer.max_steps", "3", "--model.optimizer.lr", "1e-6")
+    assert float(metrics("on")[-1]["lr"]) == pytest.approx(1e-6)
+
+
+def test_settings_that_a_checkpoint_would_override_are_refused_and_others_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linear = "--model.lr_scheduler=torch.optim.lr_scheduler.LinearLR"
+    fit("--trainer.max_steps", "1", linear)
+    resume = ["--trainer.max_steps", "2", "--ckpt_path", "runs/task/checkpoints/last.ckpt"]
+    for options, said in (
+        ([linear, "--model.optimizer.lr", "1e-6"], "model.optimizer.lr was 0.001 and is now 1e-06; leave them"),
+        ([linear, "--model.lr_scheduler.total_iters=9"], "model.lr_scheduler.total_iters was 5 and is now 9; leave"),
+        ([linear, "--model.optimizer=torch.optim.Adam"], "now torch.optim.adam.Adam"),
+        ([], "model.lr_scheduler was torch.optim.lr_scheduler.LinearLR and is now None"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            fit(*resume, *options)
+        assert said in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"other settings .*: model\.objective\.loss was dapo and is now gspo\."):
+        fit(*resume, linear, "--model.objective.loss", "gspo")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
+    folder: Path, lora: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("--trainer.max_steps", "1", *(["--model.lora.r", "4"] if lora else []))
+    export(["runs/task/checkpoints/last.ckpt", "runs/exported/policy"])
+    expected, actual = weights("task"), weights("exported")
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    for checkpoint, target, said in (
+        ("absent.ckpt", "other", "There is no checkpoint 'absent.ckpt'"),
+        ("config.yaml", "other", "'config.yaml' is no checkpoint of a run"),
+        ("runs/task/checkpoints/last.ckpt", "runs/task/policy", "is there already; give a folder that is new"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            export([checkpoint, target])
+        assert said in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit_grpo", "--version"])
+    start()
+    assert capsys.readouterr().out == f"lit_grpo {__version__}\n"
 
 
 def test_validate_test_and_predict_run_on_an_exported_policy(folder: Path) -> None:

@@ -1,0 +1,41 @@
+"""``python -m lit_grpo export``: a checkpoint's policy as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_grpo.cli.errors import exit_with
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Load and save; a mistake ends with one sentence and exit code 2."""
+    parser = argparse.ArgumentParser("python -m lit_grpo export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="such as runs/NAME/checkpoints/best.ckpt")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to, new or empty")
+    parser.add_argument("--policy", help="where the policy that training began with is now, if it has been moved")
+    options = parser.parse_args(arguments)
+    if not options.checkpoint.is_file():
+        exit_with(f"There is no checkpoint {str(options.checkpoint)!r}; give one of a run's checkpoints.")
+    if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
+        exit_with(f"{str(options.folder)!r} is there already; give a folder that is new or empty.")
+    try:
+        _export(options.checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
+    except ValueError as error:
+        exit_with(str(error))
+    print(f"The policy is in {options.folder}.")
+
+
+def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> None:
+    from lit_grpo.module import GRPOModule
+
+    logging.getLogger("lightning.pytorch.utilities.migration").setLevel(logging.WARNING)
+    try:
+        module = GRPOModule.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True, **changes)
+    except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run: {str(error).splitlines()[0]}") from error
+    module.export(folder)

@@ -1,0 +1,85 @@
+"""What a run is told is kept in its checkpoints, so that what it is told on resuming holds, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+Told = dict[str, Any]
+"""Settings by the names that they have on the command line."""
+SCHEDULE = "model.lr_scheduler"
+OPTIMIZER = "model.optimizer"
+BESIDE = ("last_epoch", "base_lrs", "params", "initial_lr")
+"""What a scheduler or a parameter group counts or takes from elsewhere, and nobody sets."""
+
+
+def told_of(settings: Mapping[str, Any]) -> Told:
+    """Flatten settings, some of which are dataclasses; keep what is plain."""
+    told: Told = {}
+    for name, value in settings.items():
+        if is_dataclass(value):
+            told |= told_of({f"{name}.{field.name}": getattr(value, field.name) for field in fields(value)})
+        elif _is_plain(value):
+            told[name] = value
+    return told
+
+
+def told_of_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
+    """The class of an optimizer that has taken no step, and its settings, and of a scheduler where there is one."""
+    told = {OPTIMIZER: _path(optimizer)}
+    group = {**vars(optimizer), **optimizer.param_groups[0]}
+    group["lr"] = group.get("initial_lr", group["lr"])  # a schedule has changed it already
+    told |= told_of({f"{OPTIMIZER}.{name}": value for name, value in group.items() if _is_set(name)})
+    if scheduler is not None:
+        told[SCHEDULE] = _path(scheduler)
+        state = scheduler.state_dict()
+        told |= told_of({f"{SCHEDULE}.{name}": value for name, value in state.items() if _is_set(name)})
+    return told
+
+
+def differences(before: Told, now: Told) -> dict[str, str]:
+    """What a setting was and is now, by name."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return {name: f"{name} was {before.get(name)} and is now {now.get(name)}" for name in names}
+
+
+def check_optimizer(before: Told, now: Told) -> None:
+    """Refuse another optimizer or schedule than the checkpoint's, whose state would not fit or would override it.
+
+    Raises:
+        ValueError: One is another, or the learning rate is, which a schedule goes on from.
+    """
+    differing = differences(before, now)
+    scheduled = {f"{OPTIMIZER}.lr"} if SCHEDULE in before else set()
+    refused = [text for name, text in differing.items() if name in {OPTIMIZER, *scheduled} or name.startswith(SCHEDULE)]
+    if refused:
+        raise ValueError(
+            f"Resuming goes on with the checkpoint's optimizer and schedule, but {', '.join(refused)}; leave them as "
+            "they were, or export the checkpoint and start a new run on it."
+        )
+
+
+def apply_to(optimizer: torch.optim.Optimizer, before: Told, now: Told) -> None:
+    """Let what an optimizer is told now hold over what a checkpoint has brought back."""
+    for name in differences(before, now):
+        option = name.removeprefix(f"{OPTIMIZER}.")
+        for group in optimizer.param_groups:
+            if option in group and option != name:
+                group[option] = now[name]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_set(name: str) -> bool:
+    return not name.startswith("_") and name not in BESIDE
+
+
+def _path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
