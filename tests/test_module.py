@@ -393,6 +393,15 @@ def test_a_uniform_batch_counts_as_a_step_and_moves_no_weight_whatever_the_optim
     assert recorder.logs[1]["frac_reward_zero_std"] == 1.0
 
 
+def test_a_batch_that_teaches_nothing_logs_no_entropy_rather_than_that_of_the_batch_before(
+    policy_folder: Path, policy: Any
+) -> None:
+    mixed, uniform = random_groups(policy, MIXED), random_groups(policy, [[0.5] * 4])
+    recorder = fit(make_module(policy_folder), mixed, uniform, mixed)
+    entropies = [logs["entropy"] for logs in recorder.logs]
+    assert entropies[0] > 0 and math.isnan(entropies[1]) and entropies[2] > 0
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(policy_folder: Path, policy: Any) -> None:
     groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
     groups[0].rollouts[0].completion.logprobs_T[0] = -200.0  # the ratio overflows, and the advantage is negative
