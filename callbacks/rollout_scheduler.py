@@ -121,7 +121,7 @@ class RolloutScheduler(pl.Callback):
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics |= pl_module.generator.sleep()
-        pl_module.log_dict(batch.metrics)
+        pl_module.log_anew("rollout", batch.metrics)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int

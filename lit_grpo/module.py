@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -168,6 +169,7 @@ class GRPOModule(EvaluationModule):
         self.policy_version = self.batches_without_reward = 0
         self._collapse = CollapseWatch()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
+        self._names_logged: dict[str, set[str]] = {}
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -301,9 +303,15 @@ class GRPOModule(EvaluationModule):
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
         check_minibatches(self.settings.num_minibatches, len(batch.groups))
-        self.log_dict(self.learner.learn(batch.groups))
+        self.log_anew("update", self.learner.learn(batch.groups))
         self.log("step", float(self.policy_version))
         batch.trained = True
+
+    def log_anew(self, source: str, values: Mapping[str, float]) -> None:
+        """Log values, and NaN for what ``source`` logged before and not now: Lightning would repeat its last value."""
+        names = self._names_logged.setdefault(source, set())
+        names.update(values)
+        self.log_dict(dict.fromkeys(names, math.nan) | dict(values))
 
     def _check_rewards(self, frac_no_reward: float) -> None:
         """Stop a run that has nothing to learn from: now and then a batch may have no reward, but not several on end.

@@ -393,6 +393,15 @@ def test_a_uniform_batch_counts_as_a_step_and_moves_no_weight_whatever_the_optim
     assert recorder.logs[1]["frac_reward_zero_std"] == 1.0
 
 
+def test_a_batch_that_teaches_nothing_logs_no_entropy_rather_than_that_of_the_batch_before(
+    policy_folder: Path, policy: Any
+) -> None:
+    mixed, uniform = random_groups(policy, MIXED), random_groups(policy, [[0.5] * 4])
+    recorder = fit(make_module(policy_folder), mixed, uniform, mixed)
+    entropies = [logs["entropy"] for logs in recorder.logs]
+    assert entropies[0] > 0 and math.isnan(entropies[1]) and entropies[2] > 0
+
+
 def test_an_update_whose_gradient_is_not_finite_is_left_out_and_three_in_a_row_end_the_run(
     policy_folder: Path, policy: Any
 ) -> None:

@@ -47,7 +47,8 @@ def _load(path: str, args: dict[str, Any]) -> Callable[..., Any]:
     """Return what is to be called; where it cannot be loaded, what says so."""
     try:
         loaded = load_object(path)
-        return loaded(**args) if inspect.isclass(loaded) else functools.partial(loaded, **args)
+        built: Any = loaded(**args) if inspect.isclass(loaded) else functools.partial(loaded, **args)
+        return built
     except Exception as error:  # the user's class is built here, and may fail in any way
         return functools.partial(_raise, error)
 

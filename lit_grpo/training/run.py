@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lit_grpo.data.sources import RowSource
     from lit_grpo.rewards import RewardSpec
 
-    Source = str | RowSource | Iterable[Mapping[str, Any]]
+    Source = str | RowSource | Iterable[Any]
 
 
 class Run(NamedTuple):
