@@ -148,8 +148,7 @@ class GRPOModule(EvaluationModule):
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm)
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
-        self.policy_version = 0
-        self._collapse = CollapseWatch()
+        self.policy_version, self._collapse = 0, CollapseWatch()
 
     # ---- set-up -----------------------------------------------------------------------------------
 
