@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 from jsonargparse import ArgumentError
 
-from lit_grpo.cli.errors import InputParser, one_sentence
+from lit_grpo.cli.errors import InputParser, one_sentence, shipped_config
 from lit_grpo.data.sources import FileRows, RowSource
 from lit_grpo.types import SamplingParams
 
@@ -56,3 +58,12 @@ def test_a_field_that_nothing_has_is_named_whole(case: str, capsys: pytest.Captu
 def test_the_parser_of_a_class_in_a_config_leaves_the_sentence_to_the_one_above() -> None:
     with pytest.raises(ArgumentError, match="no such thing"):
         InputParser(exit_on_error=False).error("no such thing")
+
+
+def test_a_config_that_comes_with_the_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(shipped_config("arithmetic")).is_file()
+    assert Path(shipped_config("generators/vllm.yaml")).is_file()
+    assert shipped_config("absent") == "absent"
+    (tmp_path / "arithmetic.yaml").write_text("")
+    assert shipped_config("arithmetic.yaml") == "arithmetic.yaml"

@@ -138,7 +138,10 @@ def test_the_wheel_has_every_package() -> None:
 
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {module for module, path in MODULES.items() if path.stem == "__init__"}
-    assert set(listed) == {name.replace("callbacks", "lit_grpo.callbacks") for name in found}
+    assert set(listed) == {name.replace("callbacks", "lit_grpo.callbacks") for name in found} | {
+        "lit_grpo.configs",
+        "lit_grpo.configs.generators",
+    }
 
 
 def test_scheduling_loads_neither_torch_nor_lightning_nor_transformers() -> None:

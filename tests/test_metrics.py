@@ -187,6 +187,7 @@ def test_rollout_metrics_of_two_groups() -> None:
             "completions/mean_length": 3.5,
             "completions/max_length": 8.0,
             "completions/clipped_ratio": 0.25,
+            "completions/mean_logprob": math.log(0.5),
             "staleness/mean": 8 * 2 / 14,
             "staleness/max": 2.0,
             "rewards/exact": 0.5,

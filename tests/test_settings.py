@@ -23,7 +23,7 @@ TRAINER = {
 
 
 def settings(ckpt_path: str | None = None, **trainer: Any) -> dict[str, Any]:
-    return {"trainer": TRAINER | trainer, "ckpt_path": ckpt_path}
+    return {"trainer": TRAINER | trainer, "ckpt_path": ckpt_path, "run": {"wandb": "disabled"}}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,14 @@ def test_a_gpu_that_is_not_there_is_missed_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"trainer\.accelerator is 'cuda', but torch finds no such device here"):
         check_settings(settings(accelerator="cuda"), fits=True)
+
+
+def test_a_logger_that_is_not_installed_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_grpo.cli.settings.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"run\.wandb is offline, but wandb is not installed; install lit_grpo\[wandb\]"
+    ):
+        check_settings(settings() | {"run": {"wandb": "offline"}}, fits=True)
 
 
 def test_checkpoints_come_from_disk_and_from_runs(tmp_path: Path) -> None:

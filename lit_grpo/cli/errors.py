@@ -9,12 +9,14 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
 
+_CONFIG = ("--config", "-c")
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
 _KEY = re.compile(r'Parser key "([\w.]+)"')
@@ -24,8 +26,14 @@ class InputParser(LightningArgumentParser):
     """A parser whose errors are one sentence, without hundreds of lines of usage before it.
 
     A value that is the name of a file (``--data.train rows.jsonl``) is that name: jsonargparse would read the
-    file as a configuration of its own. Configurations come by ``--config`` alone.
+    file as a configuration of its own. Configurations come by ``--config`` alone: files, or names of those that come
+    with the package (``arithmetic``, ``generators/vllm``).
     """
+
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        """Parse, with the path of each configuration that is named."""
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_args([*_with_paths(given)], *rest, **options)
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         """Add a class's arguments, none of which is read from a file."""
@@ -42,6 +50,24 @@ class InputParser(LightningArgumentParser):
         if sentence.startswith("unrecognized arguments: "):
             sentence += _nearest(sentence.split()[2], self)
         exit_with(sentence)
+
+
+def shipped_config(name: str) -> str:
+    """Return the path of a configuration that comes with the package; a file, or an unknown name, as it is."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
+    path = folder / f"{name.removesuffix('.yaml')}.yaml"
+    return str(path) if not Path(name).is_file() and path.is_file() else name
+
+
+def _with_paths(arguments: Sequence[str]) -> Iterator[str]:
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before in _CONFIG:
+            yield shipped_config(argument)
+        elif argument.startswith("--config="):
+            yield f"--config={shipped_config(argument.removeprefix('--config='))}"
+        else:
+            yield argument
 
 
 def exit_with(sentence: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
                 f"trainer.val_check_interval is {interval}, but it counts updates, for prompts are drawn without end; "
                 "give a whole number, such as 10."
             )
+    if (wandb := settings["run"]["wandb"]) != "disabled" and util.find_spec("wandb") is None:
+        raise ValueError(f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out.")
     if settings.get("weights_only") is False:
         raise ValueError("weights_only is false, but a checkpoint is never let run code; leave it out.")
     if path := settings.get("ckpt_path"):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.integration
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel installs."""
     source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
-    for name in ("lit_grpo", "callbacks"):
+    for name in ("lit_grpo", "callbacks", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -87,3 +87,9 @@ def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
     (folder / "config.yaml").write_text(json.dumps(config))
     assert "mine was there" in python(folder, installed, "-m", "lit_grpo", "fit", "--config", "config.yaml")
     assert (folder / "runs" / "grpo" / "policy" / "config.json").is_file()
+
+
+def test_configs_of_the_wheel_are_found_by_name(folder: Path, installed: Path) -> None:
+    names = ["--config", "arithmetic", "--config", "generators/slots", "--print_config"]
+    printed = python(folder, installed, "-m", "lit_grpo", "fit", *names)
+    assert "name: arithmetic" in printed and "lit_grpo.rollout.slots.SlotGenerator" in printed
