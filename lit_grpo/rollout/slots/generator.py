@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+KEPT_SHARE = 4
+
+
 class SlotGenerator(Versioned):
     """Decode on the policy module, in at most ``num_slots`` rows that are refilled at every step.
 
@@ -202,7 +205,8 @@ class SlotGenerator(Versioned):
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Stop requests and hand them back, with what they have come to as their prefixes.
 
-        Their keys and values are kept for a return, as far as there is memory: as much as slots of full length take.
+        Their keys and values are kept for a return, as far as there is memory: a quarter of what slots of full length
+        take, so that what is kept does not grow with the group.
         """
         wanted = set(keys)
         if not wanted:
@@ -228,9 +232,9 @@ class SlotGenerator(Versioned):
         return requests[::-1]
 
     def _room_to_keep(self, cache: SlotCache) -> int:
-        """KV tokens of completions without a row that may be kept."""
+        """KV tokens of completions without a row that may be kept: a share of what slots of full length take."""
         assert self.budget is not None
-        return min(self.budget.tokens - cache.allocated_tokens, self.num_slots * cache.max_tokens)
+        return min(self.budget.tokens - cache.allocated_tokens, self.num_slots * cache.max_tokens // KEPT_SHARE)
 
     # ---- one step ---------------------------------------------------------------------------------
 
