@@ -141,10 +141,8 @@ class GRPOModule(EvaluationModule):
         self.generator: Generator = generator or SlotGenerator()
         self.on_reward_error: Literal["raise", "none"] = on_reward_error
         self.reward_timeout_s, self.reward_workers = reward_timeout_s, reward_workers
-        self.num_generations = num_generations
-        self.sampling = sampling
-        self.eval_num_generations = eval_num_generations
-        self.eval_sampling = eval_sampling or sampling
+        self.num_generations, self.eval_num_generations = num_generations, eval_num_generations
+        self.sampling, self.eval_sampling = sampling, eval_sampling or sampling
         self.settings = Settings(
             objective,
             advantages,
@@ -166,8 +164,7 @@ class GRPOModule(EvaluationModule):
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm)
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
-        self.policy_version = self.batches_without_reward = 0
-        self._collapse = CollapseWatch()
+        self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
 

@@ -159,10 +159,8 @@ class SlotGenerator(Versioned):
         """Slots and KV memory, and how much of them is free."""
         if self.budget is not None and not self._num_in_flight:
             self.budget.measure(self._shape_now().bytes_per_token)
-        kv_tokens, free_slots = (
-            None if self.budget is None else self.budget.tokens,
-            self.num_slots - self._num_in_flight,
-        )
+        kv_tokens = None if self.budget is None else self.budget.tokens
+        free_slots = self.num_slots - self._num_in_flight
         return Capacity(self.num_slots, free_slots, kv_tokens, self._allocated_tokens, Pieces())
 
     @property
@@ -205,8 +203,7 @@ class SlotGenerator(Versioned):
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Stop requests and hand them back, with what they have come to as their prefixes.
 
-        Their keys and values are kept for a return, as far as there is memory: a quarter of what slots of full length
-        take, so that what is kept does not grow with the group.
+        Their keys and values are kept for a return: up to a quarter of what slots of full length take, if it is there.
         """
         wanted = set(keys)
         if not wanted:
@@ -226,13 +223,14 @@ class SlotGenerator(Versioned):
             for row in sorted(rows, reverse=True):
                 assert self._rows is not None and self._cache is not None
                 requests.append(self._rows.request(row))
-                self._kept.keep(requests[-1], row, self._cache, self._room_to_keep(self._cache))
+                if not self._prompts.is_released(requests[-1].group):
+                    self._kept.keep(requests[-1], row, self._cache, self._room_to_keep(self._cache))
                 self._cache.remove(row)
                 self._rows.remove(row)
         return requests[::-1]
 
     def _room_to_keep(self, cache: SlotCache) -> int:
-        """KV tokens of completions without a row that may be kept: a share of what slots of full length take."""
+        """KV tokens of completions without a row that may be kept."""
         assert self.budget is not None
         return min(self.budget.tokens - cache.allocated_tokens, self.num_slots * cache.max_tokens // KEPT_SHARE)
 

@@ -48,6 +48,10 @@ class PromptStates:
             self._expected.pop(key, None)
         self._released |= released
 
+    def is_released(self, group: GroupKey) -> bool:
+        """Whether no more requests will come for a prompt."""
+        return group in self._released
+
     def compute(self, policy: PreTrainedModel, batch: Missing, cache: SlotCache, most_tokens: int) -> torch.Tensor:
         """Prefill prompts of the same room, ``most_tokens`` at once; return their last states, (prompts, D)."""
         sequences = [prompt.token_ids for _, prompt in batch]

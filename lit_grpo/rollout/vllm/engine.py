@@ -25,6 +25,7 @@ from lit_grpo.rollout.vllm.arguments import (
     import_vllm,
     kv_bytes_per_token,
     quiet_start,
+    require_vllm,
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.streams import Stream
@@ -83,6 +84,7 @@ class VLLMGenerator(EngineGenerator):
                 "VLLMGenerator decodes for a run of one process; on several devices take "
                 "lit_grpo.rollout.vllm.server.VLLMServerGenerator, which starts servers for each rank."
             )
+        require_vllm()
         if policy.device.type == "cpu":
             check_head_size(policy.config.get_text_config())
         _end_engines()
