@@ -96,7 +96,8 @@ class ForcedEngine(VLLMGenerator):
         fields, length = super()._fields(stream, keyed), self.lengths.get(stream.request.key)
         if length is None:
             return fields
-        return fields | {"max_tokens": length, "min_tokens": length, "ignore_eos": True, "stop_token_ids": []}
+        rest = length - stream.num_begun
+        return fields | {"max_tokens": rest, "min_tokens": rest, "ignore_eos": True, "stop_token_ids": []}
 
 
 def main(options: Options) -> int:
