@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
@@ -120,6 +120,7 @@ class RolloutScheduler(pl.Callback):
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
+        batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
         batch.metrics |= pl_module.generator.sleep()
         pl_module.log_anew("rollout", batch.metrics)
 
@@ -169,16 +170,11 @@ class RolloutScheduler(pl.Callback):
         return [] if self._rewards is None else [Rewarding(self._rewards)]
 
     def _choose_points(self) -> None:
-        """Choose the points of the next rollout, and say so where they have changed."""
+        """Choose the points of the next rollout."""
         if self._lengths is None or self._choice is None or self.plan in BLIND:
             return
         correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points if point}
-        points = self._choice.points(correlations)
-        if points != self._points:
-            share, first = self._choice.savings.get(points, 0.0), max(points, default=0)
-            what = "in time slices" if len(points) > 1 else f"with a probe of {first} tokens" if first else "unprobed"
-            rank_zero_info(f"Rollouts go on {what}: of late {share:.0%} of the steps would have been saved by it.")
-        self._points = points
+        self._points = self._choice.points(correlations)
 
     def _make_lengths(self, max_tokens: int) -> LengthPredictor:
         points = self.prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]

@@ -323,7 +323,7 @@ def test_the_method_of_the_paper_runs_from_its_config(tmp_path: Path, monkeypatc
     (first, second) = [row for row in metrics("infinite-sampling") if row["reward"]]
     for row in (first, second):
         assert float(row["rollout/steps"]) >= float(row["rollout/tokens"]) / 8
-    assert set(second) >= {"lengths/within_at_8", "lengths/spearman_at_0"}
+    assert set(second) >= {"lengths/within_at_8", "lengths/spearman_at_0", "rollout/probe_tokens"}
 
 
 def test_help_documents_every_field(folder: Path) -> None:

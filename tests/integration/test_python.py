@@ -61,7 +61,10 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
     [
         ({"sampling": {"max_token": 8}}, "sampling has no setting 'max_token'; did you mean max_tokens?"),
         ({"objective": {"kl": {"b": 1}}}, "objective.kl has no setting 'b'; it has beta, "),
-        ({"callbacks": {"sampler": {}}}, "callbacks has no 'sampler'; it has checkpoint, rollout_scheduler, weight_sync, "),
+        (
+            {"callbacks": {"sampler": {}}},
+            "callbacks has no 'sampler'; it has checkpoint, rollout_scheduler, weight_sync, ",
+        ),
         ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
         ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
         ({"tokenizer": object()}, "tokenizer goes with a loaded model; leave it out"),
