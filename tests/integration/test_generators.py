@@ -92,7 +92,6 @@ def add_random_adapters(policy: Any) -> None:
 @pytest.fixture(scope="module")
 def started(case: tuple[Any, bool], policy: Any, tokenizer: Any) -> Iterator[Any]:
     generator = case[0]()
-    generator.feature_points = POINTS
     generator.start(PolicySpec(policy, tokenizer))
     yield generator
     generator.close()
@@ -101,6 +100,7 @@ def started(case: tuple[Any, bool], policy: Any, tokenizer: Any) -> Iterator[Any
 @pytest.fixture
 def generator(started: Any, policy: Any) -> Any:
     started.load_weights(started.weights(), 0)
+    started.feature_points = POINTS
     return started
 
 
