@@ -23,7 +23,10 @@ ROOMS: dict[str, set[str]] = {
     "scheduling.replay": {"types", "scheduling", "scheduling.plans", "rollout"},
     "rewards": UTILITIES,
     "rollout.weights": {*UTILITIES, "policy"},
-    "rollout": {*UTILITIES, "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights"},
+    "rollout": {
+        *UTILITIES,
+        *("policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
+    },
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},

@@ -220,7 +220,7 @@ def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> 
     groups = [RolloutGroup(prompts[0], [member(prompts[0], 0, [0] * 3, [True] * 3, 0.5)]), RolloutGroup(prompts[1], [])]
     learner, steps = make_learner(advantages=Advantages(estimator), num_minibatches=2)
     logs = learner.learn(groups)
-    assert all(math.isfinite(value) for value in logs.values())
+    assert all(math.isfinite(value) for name, value in logs.items() if not name.startswith("sampling/"))
     assert len(steps.gradients) == 2 and float(steps.gradients[1].norm()) == 0
     rollout_logs = rollout_metrics(groups, learner.rewards(groups), 4, lambda t: t, lambda t: t)
     assert rollout_logs["frac_no_rollout"] == 0.5 and rollout_logs["frac_reward_zero_std"] == 1.0
@@ -238,7 +238,8 @@ def test_staleness_is_of_sampled_tokens_alone() -> None:
 def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:
     groups = [RolloutGroup(Prompt("a", (3,), ""), [])]
     learner, _ = make_learner()
-    assert all(math.isfinite(value) for value in learner.learn(groups).values())
+    learnt = learner.learn(groups)
+    assert all(math.isfinite(value) != name.startswith("sampling/") for name, value in learnt.items())
     logs = rollout_metrics(groups, learner.rewards(groups), 0, lambda t: t, lambda t: t)
     assert logs["frac_no_rollout"] == 1.0 and logs["completions/max_length"] == 0.0
     assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact"])

@@ -28,7 +28,6 @@ class FakeGenerator:
 
     version = 0
     feature_points = ()
-    decodes_on_policy = True
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

@@ -13,7 +13,7 @@ from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics
 from lit_grpo.ranks import Ranks, Reduce
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.metrics import TokenMetrics
+from lit_grpo.update.metrics import LogprobGapError, TokenMetrics
 from lit_grpo.update.objective.corrections import gap_sums
 
 NAN = math.nan
@@ -94,7 +94,7 @@ def test_token_means_do_not_depend_on_the_split() -> None:
         metrics = TokenMetrics()
         for entropy, gap in zip(entropy_N.tensor_split(cuts), gap_N.tensor_split(cuts), strict=True):
             metrics.add(entropy.sum() / 4, entropy=entropy)
-            metrics.add_gap(gap, torch.ones_like(gap, dtype=torch.int64))
+            metrics.add_gap(gap, torch.ones_like(gap, dtype=torch.int64), torch.ones_like(gap, dtype=torch.bool))
         metrics.finish_update(grad_norm=2.0, lr=0.5)
         return metrics.compute(alone, alone)
 
@@ -123,20 +123,31 @@ def test_loss_and_gradient_norm_are_means_over_the_updates_of_a_batch() -> None:
     assert (logs["loss"], logs["grad_norm"], logs["entropy"], logs["update/tokens"]) == (2.0, 6.0, 2.0, 2.0)
 
 
-def test_a_batch_without_tokens_gives_zeros() -> None:
+def test_a_batch_without_tokens_compares_nothing() -> None:
     metrics = TokenMetrics()
     metrics.finish_update(grad_norm=0.0)
     logs = metrics.compute(alone, alone)
-    assert logs == {
-        "grad_norm": 0.0,
-        "loss": 0.0,
-        "sampling/logprob_gap_mean": 0.0,
-        "sampling/logprob_gap_max": 0.0,
-        "sampling/kl": 0.0,
-        "sampling/ess_token": 1.0,
-        "sampling/ess_sequence": 1.0,
-        "update/tokens": 0.0,
+    assert {name for name, value in logs.items() if math.isnan(value)} == {
+        "sampling/logprob_gap_mean",
+        "sampling/logprob_gap_max",
+        "sampling/kl",
+        "sampling/ess_token",
+        "sampling/ess_sequence",
     }
+    assert (logs["grad_norm"], logs["loss"], logs["update/tokens"]) == (0.0, 0.0, 0.0)
+    metrics.check_gap(alone, 1e-9)
+
+
+def test_a_batch_sampled_with_other_weights_is_refused_by_its_fresh_tokens() -> None:
+    metrics = TokenMetrics()
+    gap_N, fresh_N = torch.tensor([0.1, -0.3, 9.0]), torch.tensor([True, True, False])
+    metrics.add_gap(gap_N, torch.tensor([3]), fresh_N)
+    metrics.check_gap(alone, 0.2001)
+    with pytest.raises(LogprobGapError, match=r"differ from the policy's by 0\.2 nats a token"):
+        metrics.check_gap(alone, 0.1999)
+    metrics.add_gap(torch.tensor([math.nan]), torch.tensor([1]), torch.tensor([True]))
+    with pytest.raises(LogprobGapError):
+        metrics.check_gap(alone, 0.2)
 
 
 def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() -> None:
@@ -150,7 +161,7 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
     for num_tokens in (3, 0):
         metrics = TokenMetrics()
         metrics.add(torch.tensor(0.0), entropy=torch.ones(num_tokens))
-        metrics.add_gap(torch.ones(num_tokens), torch.tensor([num_tokens]))
+        metrics.add_gap(torch.ones(num_tokens), torch.tensor([num_tokens]), torch.ones(num_tokens, dtype=torch.bool))
         metrics.finish_update(grad_norm=0.0)
         metrics.compute(count, alone)
     assert lengths[0] == lengths[1]

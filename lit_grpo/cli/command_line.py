@@ -23,6 +23,7 @@ from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
 from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+from lit_grpo.update.metrics import LogprobGapError
 
 RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
@@ -38,6 +39,7 @@ MISTAKES = (
     RewardError,
     GenerationError,
     WeightSyncError,
+    LogprobGapError,
     FloatingPointError,
 )
 

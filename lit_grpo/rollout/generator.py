@@ -121,11 +121,9 @@ class Generator(Decoder, Protocol):
     """Decodes with a policy's weights, which it is sent.
 
     The life of a generator: ``start`` once, then ``load_weights`` before the first rollout and after
-    every policy update, ``submit``/``step`` in between, and ``close`` at the end.
+    every policy update, ``submit``/``step`` in between, and ``close`` at the end. One that computes with weights of its
+    own is a :class:`Scorer` too.
     """
-
-    decodes_on_policy: bool
-    """Whether it computes with the policy's own tensors, adapters and all, so that weights need not travel."""
 
     def start(self, policy: PolicySpec) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""
@@ -161,6 +159,26 @@ class Generator(Decoder, Protocol):
 
     def close(self) -> None:
         """Free what ``start`` took."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Has weights of its own, and shows by what it makes of given tokens that they are the policy's."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens that it can score together, the first among them."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return the log-probs, at temperature 1, of all tokens after the first of each sequence.
+
+        They follow each other in one tensor (N) for each engine, by its name.
+
+        Raises:
+            WeightSyncError: Requests are in flight, or no engine answers.
+        """
         ...
 
 

@@ -1,46 +1,109 @@
-"""A few sampled tokens whose log-probs tell whether a generator computes with the policy's weights."""
+"""Given tokens, scored on both sides: whether a generator computes with the policy's weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lit_grpo.types import Completion, Prompt, Request, SamplingParams
+from lit_grpo.policy.loading import context_length, hidden_states
+from lit_grpo.rollout.weights.tensors import WeightSyncError
+from lit_grpo.update.logprobs.forward import head_logprobs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lit_grpo.rollout.generator import Generator
-
-
-_NUM_TOKENS = 8
+    from lit_grpo.rollout.generator import Scorer
 
 
-def logprob_gap(generator: Generator, policy: PreTrainedModel, prompt: Prompt, version: int) -> float:
-    """Sample a short completion, and return the mean difference of its log-probs from the policy's, in nats.
+_NUM_TOKENS, _MOST_TOKENS_EACH = 512, 256
 
-    What digests cannot see shows here: weights that arrived, and are computed with wrongly or not at all. The prompt is
-    sampled under a name of its own, so that no random number of a rollout is used.
+
+class Gap(NamedTuple):
+    """How far an engine's log-probs are from the policy's, on average: in nats, and relative to their spread."""
+
+    engine: str
+    nats: float
+    relative: float
+
+
+class SyncProof:
+    """Compares the log-probs that every engine of a generator gives to some given tokens with the policy's.
+
+    The tokens are drawn from the whole vocabulary, once for all syncs. So they are unlikely ones, and all that a model
+    computes shows in their log-probs; those of tokens that it has sampled itself are near 0 whatever it computes. The
+    same tokens at every sync also make for about the same rounding errors: the syncs before tell how far apart the two
+    sides may be. Gaps are compared relative to the spread of the policy's log-probs, which grows as it learns.
+
+    Args:
+        tokenizer: Says which tokens there are.
+        max_gap: The largest relative gap at any sync.
+        max_growth: The largest gap as a multiple of the largest so far; twice that where all has been sent again.
     """
-    named = Prompt("probe", prompt.token_ids, prompt.text, visit=version)
-    generator.submit([Request(named, (0,), SamplingParams(max_tokens=_NUM_TOKENS))])
-    finished: list[Completion] = []
-    while not finished:
-        finished = generator.step().finished
-    generator.release([named])
-    completion = finished[0]
-    gap_T = completion.logprobs_T - _logprobs(policy, named, completion)
-    return float(gap_T.abs().mean())
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_gap: float, max_growth: float) -> None:
+        self.tokenizer, self.max_gap, self.max_growth = tokenizer, max_gap, max_growth
+        self._largest = math.inf  # of the syncs that were good
+
+    def measure(self, scorer: Scorer, policy: PreTrainedModel) -> Gap:
+        """Return the gap of the engine that is furthest off."""
+        sequences = given_tokens(self.tokenizer, min(scorer.longest_sequence, context_length(policy)))
+        expected_N = given_logprobs(policy, sequences)
+        spread = float(expected_N.std())
+        scores = scorer.score(sequences)
+        gaps = {name: float((scored_N - expected_N).abs().mean()) for name, scored_N in scores.items()}
+        worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf)
+        return Gap(worst, gaps[worst], gaps[worst] / spread)
+
+    def accepts(self, gap: Gap) -> bool:
+        """Whether a sync is good, which the next are then compared with."""
+        if not gap.relative <= min(self.max_gap, self.max_growth * self._largest):
+            return False
+        known = max(gap.relative, _ROUNDING)
+        self._largest = known if math.isinf(self._largest) else max(self._largest, known)
+        return True
+
+    def check(self, gap: Gap, version: int) -> None:
+        """Check the gap of a sync that was not good the first time.
+
+        Raises:
+            WeightSyncError: It is too large.
+        """
+        limit = min(self.max_gap, 2 * self.max_growth * self._largest)
+        if not gap.relative <= limit:
+            raise WeightSyncError(
+                f"After the sync of version {version} the log-probs that {gap.engine} gives to given tokens differ "
+                f"from the policy's by {gap.nats:.3g} nats on average, {gap.relative:.3g} of their spread, where "
+                f"{limit:.3g} is allowed: its weights are not the policy's, or it computes otherwise. The limits are "
+                f"weight_sync.max_relative_gap ({self.max_gap}) and twice max_gap_growth ({self.max_growth}) times the "
+                "largest so far."
+            )
+
+
+_ROUNDING = 1e-6
+"""A relative gap as float32 has it at its best; smaller ones differ from each other by more than a factor."""
+
+
+def given_tokens(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
+    """Draw sequences of ordinary tokens, always the same, of at most ``longest`` tokens."""
+    added: Mapping[str, int] = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
+    special = {*tokenizer.all_special_ids, *added.values()}
+    ids = [number for number in range(len(tokenizer)) if number not in special]
+    length = max(min(_MOST_TOKENS_EACH, longest), 2)
+    draw = random.Random(0)
+    return [draw.choices(ids, k=length) for _ in range(math.ceil(_NUM_TOKENS / length))]
 
 
 @torch.no_grad()
-def _logprobs(policy: PreTrainedModel, prompt: Prompt, completion: Completion) -> torch.Tensor:
-    """The policy's own log-probs of a completion, shape T."""
-    training = policy.training
+def given_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The policy's log-probs of all tokens after the first of each of B sequences of T tokens; shape B (T - 1)."""
+    was_training = policy.training
     policy.eval()
-    ids_T = torch.cat([torch.tensor(prompt.token_ids), completion.token_ids_T]).to(policy.device)
-    logits_TV = policy(input_ids=ids_T[None], use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
-    policy.train(training)
-    logprobs_TV = logits_TV.float().log_softmax(-1).cpu()
-    return logprobs_TV.gather(-1, completion.token_ids_T[:, None]).squeeze(-1)
+    ids_BT = torch.tensor(sequences, device=policy.device)
+    hidden_BTD = hidden_states(policy, ids_BT)
+    logprobs_N, _ = head_logprobs(policy, hidden_BTD[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
+    policy.train(was_training)
+    return logprobs_N.float().cpu()

@@ -94,6 +94,7 @@ class Learner:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
         self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
         self.budget: TokenBudget | None = None
+        self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
         self._num_skipped = 0  # updates in a row
 
     @property
@@ -117,6 +118,7 @@ class Learner:
 
         Raises:
             ValueError: A token that is to be learnt from has no sampled log-prob.
+            LogprobGapError: The generator did not sample with the policy's weights; none has changed.
             FloatingPointError: Gradients of several updates in a row are not finite; the weights stay as they are.
         """
         settings, metrics = self.settings, TokenMetrics()
@@ -240,6 +242,8 @@ class Learner:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             step.entropy_sum = 0.0
+        if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
+            metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
         version = self.optimization.policy_version
         grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm)
         skipped = not math.isfinite(grad_norm)
@@ -322,7 +326,8 @@ class Learner:
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
         if metrics.num_updates == 0:  # the weights are still those that sampled
-            metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C)
+            fresh_N = micro_batch.versions_N == self.optimization.policy_version
+            metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C, fresh_N)
         return loss
 
     def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:

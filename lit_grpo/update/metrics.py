@@ -11,6 +11,10 @@ from lit_grpo.ranks import Reduce
 from lit_grpo.update.objective.corrections import gap_metrics, gap_sums
 
 
+class LogprobGapError(RuntimeError):
+    """What was sampled was not sampled with the policy's weights; nothing has been learnt from it."""
+
+
 class TokenMetrics:
     """Gathers what the optimizer steps on one batch did.
 
@@ -24,7 +28,8 @@ class TokenMetrics:
         self._num_tokens = 0
         nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
         self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
-        self._max_gap = 0.0
+        self._max_gap = -math.inf
+        self._fresh: tuple[float, float] = (0.0, 0.0)
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
@@ -38,12 +43,31 @@ class TokenMetrics:
         """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
         self._kl = (float(kl_N.sum()), float(kl_N.numel()))
 
-    def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor) -> None:
-        """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths."""
+    def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor) -> None:
+        """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths.
+
+        Tokens are ``fresh`` that the policy sampled with the weights that it has now.
+        """
         for name, value in gap_sums(difference_N, lengths_C).items():
             self._gap_sums[name] += value
         if difference_N.numel():
             self._max_gap = max(self._max_gap, float(difference_N.abs().max()))
+            gap, count = self._fresh
+            self._fresh = gap + float((difference_N.abs() * fresh_N).sum()), count + float(fresh_N.sum())
+
+    def check_gap(self, reduce_sum: Reduce, limit: float) -> None:
+        """Check the mean gap of fresh tokens, over all ranks, before they are learnt from.
+
+        Raises:
+            LogprobGapError: It is above ``limit`` nats.
+        """
+        gap, count = reduce_sum(torch.tensor(self._fresh, dtype=torch.float64)).tolist()
+        if not gap <= limit * count:
+            raise LogprobGapError(
+                f"The log-probs that a batch was sampled with differ from the policy's by {gap / count:.3g} nats a "
+                f"token, where weight_sync.max_logprob_gap allows {limit}, so it is not learnt from: the generator's "
+                "weights changed after the last sync, or it samples otherwise than the trainer computes."
+            )
 
     def finish_update(self, **values: float) -> None:
         """Count an optimizer step, with values that are the same on every rank."""
@@ -65,7 +89,8 @@ class TokenMetrics:
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
         logs |= gap_metrics(gap)
-        logs["sampling/logprob_gap_max"] = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
+        largest = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
+        logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan
         logs["update/tokens"] = num_tokens
         logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}
         if self._kl is not None:

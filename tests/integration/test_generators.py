@@ -15,11 +15,13 @@ from test_learner import gradient_of
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.generator import Generator, Scorer
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.proof import SyncProof, given_logprobs, given_tokens
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.files import weights_folder, write_full
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import EMPTY, OBSERVED, Completion, Prompt, Request, Rollout, SamplingParams, Trajectory
 
@@ -370,7 +372,7 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
     check_arrival(weights.digests, report.digests)
     adapters = sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
     everything = sum(parameter.nbytes for parameter in policy.parameters())
-    if generator.decodes_on_policy:
+    if isinstance(generator, SlotGenerator):
         assert report.num_bytes == 0
     elif getattr(generator, "adapters", "merged") == "alone":
         assert report.num_bytes == adapters < everything / 5
@@ -379,6 +381,46 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
         assert generator.load_weights(generator.weights(), 3).num_bytes == everything
     else:
         assert report.num_bytes == everything
+
+
+def test_given_tokens_are_scored_as_the_policy_does_by_every_engine(
+    generator: Any, policy: Any, tokenizer: Any
+) -> None:
+    assert isinstance(generator, Scorer) != isinstance(generator, SlotGenerator)  # which has no weights of its own
+    if isinstance(generator, SlotGenerator):
+        return
+    assert generator.longest_sequence == 127
+    sequences = given_tokens(tokenizer, generator.longest_sequence)
+    assert [len(sequence) for sequence in sequences] == [127] * 5
+    expected_N = given_logprobs(policy, sequences)
+    logits = policy(input_ids=torch.tensor(sequences), use_cache=False).logits.double().log_softmax(-1)
+    assert torch.allclose(
+        expected_N.double(), logits[:, :-1].gather(-1, torch.tensor(sequences)[:, 1:, None]).flatten(), atol=1e-5
+    )
+    scores = generator.score(sequences)
+    assert len(scores) == (2 if isinstance(generator, VLLMServerGenerator) else 1)
+    for scored_N in scores.values():
+        assert torch.allclose(scored_N, expected_N, atol=1e-4)
+    generator.submit([Request(PROMPTS[0], (0,), SAMPLING)])
+    with pytest.raises(WeightSyncError, match="1 requests are in flight"):
+        generator.score(sequences)
+    generator.abort([(PROMPTS[0].prompt_id, 0, (0,))])
+
+
+def test_one_of_two_servers_with_other_weights_is_named(generator: Any, policy: Any, tokenizer: Any) -> None:
+    if not isinstance(generator, VLLMServerGenerator):
+        return
+    proof = SyncProof(tokenizer, 0.1, 1.3)
+    assert proof.accepts(proof.measure(generator, policy))
+    other = generator._fleet.alive[1]
+    with weights_folder() as folder:
+        weights = {name: tensor.clone() for name, tensor in generator.weights()}
+        weights["model.layers.1.self_attn.o_proj.weight"] *= 1.001
+        write_full(weights.items(), folder / "weights.safetensors")
+        other.update(folder / "weights.safetensors", 0, False)
+    gap = proof.measure(generator, policy)
+    assert not proof.accepts(gap)
+    assert gap.engine == f"the vLLM server at {other.client.url}"
 
 
 def all_but_one(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

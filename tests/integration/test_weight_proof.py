@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
-from lit_grpo.rollout.weights.tensors import WeightSyncError
+from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Request, SamplingParams
+from lit_grpo.update.metrics import LogprobGapError
 
 pytestmark = pytest.mark.integration
 
@@ -38,19 +42,16 @@ def generator() -> VLLMGenerator:
     return VLLMGenerator(4, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": 32})
 
 
+def make_task(folder: Path, generator: VLLMGenerator, **options: Any) -> Any:
+    settings = {"optimizer": sgd(0.3), "sampling": SamplingParams(max_tokens=9)} | options
+    return make_module(folder, generator=generator, rewards=[RewardSpec(f"{__file__}:even_sum")], **settings)
+
+
 def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, **options: Any) -> Any:
     """Train on the folder's prompts; the policy is loaded from there each time."""
     data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=2)
-    module = make_module(
-        folder,
-        generator=generator,
-        optimizer=sgd(0.3),
-        sampling=SamplingParams(max_tokens=9),
-        rewards=[RewardSpec(f"{__file__}:even_sum")],
-        **options,
-    )
     trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=num_updates, max_epochs=-1)
-    trainer.fit(module, datamodule=data)
+    trainer.fit(make_task(folder, generator, **options), datamodule=data)
     return trainer
 
 
@@ -135,9 +136,102 @@ def test_weights_that_arrive_and_are_not_computed_with_stop_the_run(
         return report
 
     monkeypatch.setattr(generator, "load_weights", load)
-    with pytest.raises(WeightSyncError, match="log-probs differ from the policy's"):
+    with pytest.raises(WeightSyncError, match="gives to given tokens differ from the policy's by"):
         train(folder, generator)
     refused(generator)
+
+
+class Stale:
+    """After a load of version 1 the engine computes with the weights of version 0, some times."""
+
+    def __init__(self, generator: VLLMGenerator, times: int) -> None:
+        self.generator, self.times = generator, times
+        self.old: dict[str, torch.Tensor] = {}
+
+    def __call__(self, weights: Weights, version: int) -> Any:
+        report = VLLMGenerator.load_weights(self.generator, weights, version)
+        self.old = self.old or {name: tensor.clone() for name, tensor in weights}
+        if version == 1 and self.times:
+            self.times -= 1
+            self.generator._load(iter(self.old.items()), version)
+        return report
+
+
+def test_one_small_update_that_was_lost_is_sent_again(
+    folder: Path, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = Stale(generator, times=1)
+    monkeypatch.setattr(generator, "load_weights", stale)
+    with pytest.warns(UserWarning, match="all weights are sent once more"):
+        trainer = train(folder, generator, optimizer=sgd(1e-3))
+    assert stale.times == 0
+    assert trainer.callback_metrics["sync/logprob_gap"] < 1e-6
+
+
+def test_an_update_that_is_lost_again_stops_the_run(
+    folder: Path, generator: VLLMGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "load_weights", Stale(generator, times=2))
+    with pytest.raises(WeightSyncError, match="gives to given tokens differ"), pytest.warns(UserWarning):
+        train(folder, generator, optimizer=sgd(1e-3))
+    refused(generator)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "as they came"])
+def test_what_the_engine_holds_is_digested_where_it_can_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Something changes behind the transfer; what a CPU computes with in a packed form cannot be read."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    if not packed:
+        monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
+        monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+    generator = VLLMGenerator(2, kv_memory="4MiB", engine_args={"max_model_len": 64, "block_size": 32})
+    policy, tokenizer = load_policy(str(folder)), load_tokenizer(str(folder))
+    generator.start(PolicySpec(policy, tokenizer))
+    from lit_grpo.rollout.vllm.worker import DigestingTransfer
+
+    finish = DigestingTransfer.finish_weight_update
+    names = ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
+    if not packed:
+        names += ["model.layers.1.self_attn.qkv_proj.weight", "model.layers.0.mlp.down_proj.weight"]
+    for name in names:
+
+        def change(transfer: Any, name: str = name) -> None:
+            finish(transfer)
+            parameter = dict(transfer.model.named_parameters())[name]
+            parameter.data[:2] += 1.0
+
+        monkeypatch.setattr(DigestingTransfer, "finish_weight_update", change)
+        weights = generator.weights()
+        report = generator.load_weights(weights, 1)
+        with pytest.raises(WeightSyncError, match="weights arrived with another content"):
+            check_arrival(weights.digests, report.digests)
+    monkeypatch.setattr(DigestingTransfer, "finish_weight_update", finish)
+    weights = generator.weights()
+    check_arrival(weights.digests, generator.load_weights(weights, 2).digests)
+
+
+class Intruder(pl.Callback):
+    """Loads foreign weights into the engine after the sync that follows the first update."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            pl_module.generator._load(((name, tensor * 1.5) for name, tensor in pl_module.generator.weights()), 1)
+            self.weights = {name: tensor.clone() for name, tensor in pl_module.policy.state_dict().items()}
+
+
+def test_a_batch_that_was_sampled_with_other_weights_is_not_learnt_from(folder: Path, generator: VLLMGenerator) -> None:
+    intruder = Intruder()
+    module = make_task(folder, generator)
+    trainer = make_trainer(intruder, RolloutScheduler(), WeightSync(), max_steps=4, max_epochs=-1)
+    data = PromptDataModule(str(folder), train=str(folder / "train.jsonl"), batch_size=1)
+    with pytest.raises(LogprobGapError, match="so it is not learnt from"):
+        trainer.fit(module, datamodule=data)
+    assert module.policy_version == 1
+    assert all(torch.equal(tensor, intruder.weights[name]) for name, tensor in module.policy.state_dict().items())
 
 
 def generator_prompt() -> Any:

@@ -51,8 +51,6 @@ class SlotGenerator(Versioned):
             scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
     """
 
-    decodes_on_policy = True
-
     def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")

@@ -143,8 +143,9 @@ class VLLMGenerator(EngineGenerator):
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
             self._engine.collective_rpc("finish_weight_update")
+            digests = joined(self._engine.collective_rpc("held_digests"))
         self._holds_base = True
-        return SyncReport(parcel.digests, parcel.num_bytes)
+        return SyncReport(digests, parcel.num_bytes)
 
     def _exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Take new adapters by a name of their own."""
@@ -156,7 +157,28 @@ class VLLMGenerator(EngineGenerator):
 
             self._adapter = LoRARequest(f"version-{version}-{self._num_adapters}", self._num_adapters, str(folder))
             self._engine.add_lora(self._adapter)
+            self._engine.collective_rpc("compute_head_plainly")
             return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        for number, token_ids in enumerate(sequences):
+            prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=self._salt)
+            self._engine.add_request(str(number), prompt, params, lora_request=self._adapter)
+        outputs: list[Any] = []
+        try:
+            while len(outputs) < len(sequences):
+                outputs += [output for output in self._engine.step() if output.finished]
+        except Exception as error:
+            self._engine.abort_request([str(number) for number in range(len(sequences))])
+            raise WeightSyncError(f"vLLM could not score given tokens: {error}") from error
+        outputs.sort(key=lambda output: int(output.request_id))
+        return {"vLLM's engine": [_prompt_logprobs(output) for output in outputs]}
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -235,6 +257,11 @@ class VLLMGenerator(EngineGenerator):
             sampled = output.outputs[0]
             logprobs = [at[token].logprob for token, at in zip(sampled.token_ids, sampled.logprobs or (), strict=True)]
             self._take(stream, sampled.token_ids, logprobs, sampled.finish_reason if output.finished else None, events)
+
+
+def _prompt_logprobs(output: Any) -> list[float]:
+    token_ids, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    return [at[token].logprob for token, at in zip(token_ids, logprobs, strict=True)]
 
 
 def _end_engines() -> None:

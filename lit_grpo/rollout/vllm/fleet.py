@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -79,21 +78,18 @@ class Server:
         except ServerError:
             return ""
 
-    def update(self, path: Path, version: int, number: int, patches_follow: bool) -> dict[str, str]:
-        """Load the weights of a file; return the digests that all workers have received."""
+    def update(self, path: Path, version: int, patches_follow: bool) -> dict[str, str]:
+        """Load the weights of a file; return the digests of what all workers hold."""
         self.version, self.holds_base = -1, False
-        receipt = path.parent / f"receipt-{number}"
-        info = {"path": str(path), "receipt": str(receipt), "patches_follow": patches_follow}
+        info = {"path": str(path), "patches_follow": patches_follow}
         with self._paused():
             self.client.post("/start_weight_update")
             self.client.post("/update_weights", {"update_info": info})
             self.client.post("/finish_weight_update", {"weight_version": str(version)})
         self._settle(version)
-        receipts = [json.loads(file.read_text()) for file in path.parent.glob(f"{receipt.name}-*.json")]
-        if not receipts:
-            raise WeightSyncError(f"The vLLM server at {self.client.url} does not say what it has bound.")
+        held = self._ask_workers("held_digests")
         self.version, self.holds_base = version, True
-        return joined(receipts)
+        return joined(held)
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Take another adapter, by another name; return the digests of what the workers hold of it."""
@@ -105,6 +101,7 @@ class Server:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
         self.client.post("/update_weight_version", {"new_version": str(version)})
         self._settle(version)
+        self._ask_workers("compute_head_plainly")
         held = self._ask_workers("adapter_digests", str(folder))
         self.version = version
         return joined(held)
@@ -144,6 +141,7 @@ class Server:
         return self.client.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
 
 
+Answer = TypeVar("Answer")
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -250,7 +248,7 @@ class Fleet:
         with weights_folder(self.weights_folder) as folder:
             path = folder / "weights.safetensors"
             num_bytes, changed = self._write(weights, path)
-            digests = self._tell(lambda number, server: server.update(path, version, number, self.sends_changes))
+            digests = self._agreed(lambda server: server.update(path, version, self.sends_changes))
         self._version = version
         return SyncReport(digests, num_bytes, changed)
 
@@ -263,7 +261,7 @@ class Fleet:
         self._look()
         for server in self.alive:
             server.up = server.holds_base
-        return self._tell(lambda _, server: server.exchange(folder, version))
+        return self._agreed(lambda server: server.exchange(folder, version))
 
     def lacks_base(self) -> bool:
         """Whether there is a server without the weights that adapters stand beside, such as one that began anew."""
@@ -288,28 +286,39 @@ class Fleet:
         held = self._held if self.sends_changes else None
         return write_full(weights, path, held), 1.0
 
-    def _tell(self, call: Callable[[int, Server], dict[str, str]]) -> dict[str, str]:
-        """Call for all servers that are up at the same time, and return the digests, on which all must agree.
+    def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
+        """Return the log-probs of all tokens after the first of each sequence, by each server's name.
 
-        Those that fail are left out, unless all do.
+        Raises:
+            WeightSyncError: No server answers.
         """
-        results: list[dict[str, str]] = []
+        scores = self._ask_all(lambda server: server.client.score(sequences, salt))
+        return {f"the vLLM server at {server.client.url}": rows for server, rows in scores.items()}
+
+    def _agreed(self, call: Callable[[Server], dict[str, str]]) -> dict[str, str]:
+        """Call for all servers that are up, and return the digests, on which all must agree."""
+        first, *others = self._ask_all(call).values()
+        if any(digests != first for digests in others):
+            raise WeightSyncError("The vLLM servers have bound different weights.")
+        return first
+
+    def _ask_all(self, call: Callable[[Server], Answer]) -> dict[Server, Answer]:
+        """Call for all servers that are up at the same time; those that fail are left out, unless all do."""
+        answers: dict[Server, Answer] = {}
         failures: list[ServerError] = []
         with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
-            pending = [(s, pool.submit(call, number, s)) for number, s in enumerate(self._servers) if s.up]
-            for server, result in pending:
+            pending = [(server, pool.submit(call, server)) for server in self.alive]
+            for server, answer in pending:
                 try:
-                    results.append(result.result())
+                    answers[server] = answer.result()
                 except ServerError as error:
                     server.up = False
                     failures.append(error)
-        if failures and not results:
+        if failures and not answers:
             raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
-        if not results:
+        if not answers:
             raise WeightSyncError("No vLLM server took the policy's weights; see its log for why.")
-        if any(digests != results[0] for digests in results):
-            raise WeightSyncError("The vLLM servers have bound different weights.")
-        return results[0]
+        return answers
 
     # ---- end --------------------------------------------------------------------------------------
 

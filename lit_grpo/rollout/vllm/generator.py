@@ -8,6 +8,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
@@ -21,12 +23,11 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.streams import Stream, Streams
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
-from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, complete
+from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothing_in_flight, complete
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -57,8 +58,6 @@ class EngineGenerator(Versioned, ABC):
         arguments: The user's arguments for vLLM.
     """
 
-    decodes_on_policy = False
-
     def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
@@ -88,6 +87,10 @@ class EngineGenerator(Versioned, ABC):
     @abstractmethod
     def _exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Bring the adapters in a folder, in the place of others; return the digests of what engines hold of them."""
+
+    @abstractmethod
+    def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        """Return the log-probs of all tokens after the first of each sequence, by the name of each engine."""
 
     @abstractmethod
     def _lacks_base(self) -> bool:
@@ -171,6 +174,18 @@ class EngineGenerator(Versioned, ABC):
             report.digests |= self._exchange(folder, version)
         report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
         return report
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens that every engine has room for."""
+        room = self._room()
+        return min(room.context, room.figure(min) or room.context) - 1  # one is to follow
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return the log-probs of all tokens after the first of each sequence, in one tensor for each engine."""
+        check_nothing_in_flight(len(self._streams))
+        scores = self._score(sequences)
+        return {name: torch.tensor([value for row in rows for value in row]) for name, rows in scores.items()}
 
     def close(self) -> None:
         """End what is in flight; engines end with this object, or serve another ``start``."""

@@ -60,6 +60,15 @@ class ServerClient:
         """Tell or ask something."""
         return self._call("POST", path, json=body)
 
+    def score(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
+        """Return the log-probs of all tokens after the first of each sequence."""
+        body = {"model": self.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": 0, "cache_salt": salt}
+        choices = sorted(self.post("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+        return [
+            [at[str(token)]["logprob"] for token, at in zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)]
+            for token_ids, choice in zip(sequences, choices, strict=True)
+        ]
+
     def _call(self, method: str, path: str, **options: Any) -> Any:
         try:
             response = self._control.request(method, path, **options)

@@ -94,6 +94,9 @@ class VLLMServerGenerator(EngineGenerator):
     def _exchange(self, folder: Path, version: int) -> dict[str, str]:
         return self._fleet.exchange(folder, version)
 
+    def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        return self._fleet.score(sequences, self._salt)
+
     def _lacks_base(self) -> bool:
         return self._fleet.lacks_base()
 

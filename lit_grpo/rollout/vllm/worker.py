@@ -6,13 +6,12 @@ of its processes, by the entry point ``vllm.general_plugins``, and mixes :class:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -49,18 +48,27 @@ class Update(WeightTransferUpdateInfo):
     """Where the tensors are: a ``parcel`` of the same process, or the ``path`` of a file.
 
     A file is of :mod:`lit_grpo.rollout.weights.files`; with ``patches_follow`` the worker keeps what it holds on the
-    host, for later files that tell only what changed. The digests of what it received each worker writes to
-    ``receipt``-RANK.json.
+    host, for later files that tell only what changed.
     """
 
     parcel: Parcel | None = None
     path: str = ""
-    receipt: str = ""
     patches_follow: bool = False
 
 
+class Arrived(NamedTuple):
+    """A tensor as it was received."""
+
+    digest: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class DigestingTransfer(WeightTransferEngine[Hello, Update]):
-    """Loads all tensors in one update, and fails where a parameter of the model got none."""
+    """Loads all tensors in one update, and fails where a parameter of the model got none.
+
+    ``arrived`` are the tensors of the last update, by the sender's names.
+    """
 
     init_info_cls = Hello
     update_info_cls = Update
@@ -68,6 +76,7 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, torch.Tensor] = {}
+        self.arrived: dict[str, Arrived] = {}
 
     def init_transfer_engine(self, init_info: Hello) -> None:
         """Compare the models.
@@ -105,9 +114,7 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
             return
         with safe_open(update_info.path, framework="pt") as file:
             tensors = rebuild(file, self._held)
-            parcel = Parcel(self._keep(tensors) if update_info.patches_follow else tensors)
-            self._load(parcel)
-        Path(f"{update_info.receipt}-{self.parallel_config.rank}.json").write_text(json.dumps(parcel.digests))
+            self._load(Parcel(self._keep(tensors) if update_info.patches_follow else tensors))
 
     def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
@@ -115,9 +122,11 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
             yield name, self._held[name]
 
     def _load(self, parcel: Parcel) -> None:
+        self.arrived.clear()
+
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in parcel.tensors:
-                parcel.digests[name] = digest(tensor)
+                self.arrived[name] = Arrived(digest(tensor), tensor.shape, tensor.dtype)
                 parcel.num_bytes += tensor.nbytes
                 yield name, tensor
 
@@ -151,6 +160,20 @@ class WorkerExtension:
 
     get_model: Any
     model_runner: Any
+    weight_transfer_engine: Any
+
+    def held_digests(self) -> dict[str, str]:
+        """Return the digests of the policy's tensors, by its names, as the model holds them after an update.
+
+        Those that vLLM keeps in another form (packed for a CPU, quantized, in shards) are digested as they arrived.
+        """
+        arrived: dict[str, Arrived] = self.weight_transfer_engine.arrived
+        held = {
+            name: digest(tensor)
+            for name, tensor in _held_weights(self.get_model())
+            if name in arrived and (tensor.shape, tensor.dtype) == arrived[name][1:]
+        }
+        return {name: each.digest for name, each in arrived.items()} | held
 
     def draw_by_position(self) -> bool:
         """Let a token's random numbers depend on its request's seed and its position alone; say if this vLLM lets us.
@@ -175,6 +198,15 @@ class WorkerExtension:
         """The largest rank of LoRA adapters that it takes."""
         return self.get_model().lora_manager.lora_config.max_lora_rank
 
+    def compute_head_plainly(self) -> None:
+        """Leave out adapters of the head, of which there are none.
+
+        vLLM has a place for them, which on a CPU fails for the log-probs of given tokens, and takes time on any device.
+        """
+        for module in self.get_model().modules():
+            if type(module).__name__ == "LogitsProcessorWithLoRA":
+                module._get_logits = _plain_logits(module.base_layer)
+
     def adapter_digests(self, folder: str) -> dict[str, str]:
         """Return the digests of the adapter's tensors that its layers decode with, by their names in ``folder``.
 
@@ -189,8 +221,15 @@ class WorkerExtension:
             raise WeightSyncError(f"vLLM holds the adapters {list(held)} and uses {in_use}, where it was sent one.")
         (adapter,) = held.values()
         with safe_open(Path(folder) / "adapter_model.safetensors", framework="pt") as file:
-            tensors = _held_tensors(model, manager, adapter, list(file.keys()))
+            tensors = _held_adapter(model, manager, adapter, list(file.keys()))
             return {name: digest(tensor) for name, tensor in tensors}
+
+
+def _plain_logits(processor: Any) -> Callable[..., Any]:
+    def logits(hidden_states: torch.Tensor, head: Any, *args: Any, **options: Any) -> Any:
+        return processor._get_logits(hidden_states, getattr(head, "base_layer", head), *args, **options)
+
+    return logits
 
 
 class _SeededGenerator(torch.Generator):
@@ -217,7 +256,25 @@ def _seed_rows(runner: Any) -> None:
         generator.manual_seed(int.from_bytes(key.digest(), "little", signed=True))
 
 
-def _held_tensors(model: Any, manager: Any, adapter: Any, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+_KEPT_AS_IT_CAME = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+def _held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of vLLM's model that are kept as they came, by their names in checkpoints; fused ones apart."""
+    fused = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        if type(getattr(module, "quant_method", None)).__name__ not in _KEPT_AS_IT_CAME:
+            continue
+        for kind, parameter in module.named_parameters(recurse=False):
+            parent, _, layer = checkpoint_name(f"{path}.{kind}").removesuffix(f".{kind}").rpartition(".")
+            parts, sizes = fused.get(layer, [layer]), getattr(module, "output_partition_sizes", [])
+            rows = parameter[: getattr(module, "org_vocab_size", None)]  # what follows is padding
+            tensors = rows.split(sizes) if len(parts) == len(sizes) and sum(sizes) == len(rows) else [rows]
+            for part, tensor in zip(parts, tensors, strict=False):
+                yield ".".join(filter(None, [parent, part, kind])), tensor
+
+
+def _held_adapter(model: Any, manager: Any, adapter: Any, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Find what vLLM has made of peft's tensors: those of some layers it holds together, as lists."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 

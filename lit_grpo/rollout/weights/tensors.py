@@ -60,10 +60,9 @@ class SyncReport:
 
 @dataclass
 class Parcel:
-    """Tensors handed over within a process, and the digests and bytes of those that were taken."""
+    """Tensors handed over within a process, and the bytes of those that were taken."""
 
     tensors: Iterable[tuple[str, torch.Tensor]]
-    digests: dict[str, str] = field(default_factory=dict)
     num_bytes: int = 0
 
 

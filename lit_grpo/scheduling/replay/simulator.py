@@ -112,7 +112,6 @@ class ReplayGenerator:
 
     version = 0
     feature_points: tuple[int, ...] = ()
-    decodes_on_policy = True
 
     def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
         self._engine, self._lengths = engine, lengths

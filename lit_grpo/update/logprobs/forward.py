@@ -46,12 +46,23 @@ def micro_batch_logprobs(
     kwargs = {"shared_prefix": layout} if micro_batch.groups else {}
     hidden_BTD = hidden_states(model, micro_batch.input_ids_BT, position_ids=micro_batch.position_ids_BT, **kwargs)
     hidden_ND = layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, micro_batch.source_N)
+    return head_logprobs(model, hidden_ND, micro_batch.target_ids_N, temperature, entropy_gradient)
+
+
+def head_logprobs(
+    model: PreTrainedModel,
+    hidden_ND: torch.Tensor,
+    target_ids_N: torch.Tensor,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-prob and entropy, shape N, of targets under the model's head, without a full logits tensor."""
     linear = linear_head(model)
     if linear is not None:
-        return linear_logprobs(hidden_ND, micro_batch.target_ids_N, linear, temperature, entropy_gradient)
+        return linear_logprobs(hidden_ND, target_ids_N, linear, temperature, entropy_gradient)
     return token_logprobs(
         hidden_ND,
-        micro_batch.target_ids_N,
+        target_ids_N,
         head=lambda hidden: token_logits(model, hidden),
         vocab_size=model.config.get_text_config().vocab_size,
         temperature=temperature,

@@ -100,13 +100,13 @@ def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, t
 
 
 def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the measures of the gap: 0, 0, 1 and 1 where generator and trainer agree, or nothing was compared.
+    """Return the measures of the gap: 0, 0, 1 and 1 where generator and trainer agree; NaN where nothing was compared.
 
     ``logprob_gap_mean`` is the mean absolute difference per token and ``kl`` the k3 estimate of KL(generator ||
     trainer) per token, in nats; ``ess_token`` and ``ess_sequence`` are effective sample sizes,
     ``(sum w)**2 / (n sum w**2)``, of the weights trainer / generator.
     """
-    num_tokens, num_sequences = max(sums["gap_tokens"], 1.0), max(sums["gap_sequences"], 1.0)
+    num_tokens, num_sequences = sums["gap_tokens"] or math.nan, sums["gap_sequences"] or math.nan
     return {
         "sampling/logprob_gap_mean": sums["gap_difference"] / num_tokens,
         "sampling/kl": sums["gap_kl"] / num_tokens,
@@ -116,4 +116,4 @@ def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _share(total: float, squares: float, count: float) -> float:
-    return total**2 / (count * squares) if squares else 1.0
+    return total**2 / (count * squares) if squares else count / count

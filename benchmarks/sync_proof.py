@@ -1,0 +1,130 @@
+"""Ninety ways in which an engine's weights can be wrong after a sync, and whether the proof of the sync finds them.
+
+Each corruption replaces weights in vLLM's engine after a load whose digests were right, so that only what the engine
+computes can tell. What matters is its effect on what is learnt from: how far it moves the log-probs of completions that
+the policy samples, on average over their tokens, computed in float64. It counts where it is larger than the gap that
+the first sync leaves on the same tokens, which is rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import roll_out
+from benchmarks.workloads import arithmetic_prompts, load
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.rollout.proof import SyncProof
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.weights.tensors import check_arrival
+from lit_grpo.types import RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Tensors = dict[str, torch.Tensor]
+UPDATE = 1e-6
+"""What one small update changes each element by."""
+
+
+def corruptions(new: Tensors, old: Tensors) -> Iterator[tuple[str, str, Tensors]]:
+    """Yield kind, tensor and all tensors of each corruption of ``new``; ``old`` is before the last update."""
+    for name, tensor in new.items():
+        yield "zeroed", name, new | {name: torch.zeros_like(tensor)}
+        yield "rows permuted", name, new | {name: tensor.roll(1, 0)}
+        yield "one update lost", name, new | {name: old[name]}
+    for name, tensor in new.items():
+        other = name.replace("layers.0.", "layers.1.")
+        if other != name:
+            yield "exchanged between layers", name, new | {name: new[other], other: tensor}
+    for layer in ("layers.0.", "layers.1."):
+        yield "a layer's update lost", layer, new | {name: old[name] for name in new if layer in name}
+    yield "every update lost", "all", old
+    half = dict(list(new.items())[: len(new) // 2])
+    yield "half of the tensors lost an update", "first half", new | {name: old[name] for name in half}
+    for name in ("model.norm.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.k_norm.weight"):
+        yield "one element zeroed", name, new | {name: _one_zeroed(new[name])}
+
+
+def main(options: Options) -> int:
+    """Corrupt, prove and measure."""
+    policy, tokenizer = load(options.policy or "tiny", options.device)
+    prompts = arithmetic_prompts(tokenizer, 2 if options.quick else 8)
+    sampling = SamplingParams(max_tokens=32)
+    generator = VLLMGenerator(32, kv_memory="32MiB", engine_args={"max_model_len": 320, "block_size": 32})
+    generator.start(PolicySpec(policy, tokenizer))
+    proof = SyncProof(tokenizer, max_gap=0.1, max_growth=1.3)
+    old = {name: tensor.clone() for name, tensor in PolicyWeights(policy)}
+    _update(policy)
+    new = {name: tensor.clone() for name, tensor in PolicyWeights(policy)}
+    _sync(generator, policy, 0)
+    assert proof.accepts(proof.measure(generator, policy))
+    groups, _ = roll_out(generator, prompts, 8, sampling)
+    sampled_N = torch.cat([rollout.completion.logprobs_T for group in groups for rollout in group.rollouts])
+    exact = copy.deepcopy(policy).double().eval()
+    exact_N = _logprobs(exact, groups)
+    first = float((sampled_N - exact_N).abs().mean())
+    rows: list[Row] = []
+    for number, (kind, name, tensors) in enumerate(corruptions(new, old)):
+        if options.quick and number % 6:
+            continue
+        _sync(generator, policy, number + 1)
+        assert proof.accepts(proof.measure(generator, policy))
+        generator._load(iter(tensors.items()), number + 1)
+        found = not proof.accepts(proof.measure(generator, policy))
+        exact.load_state_dict(tensors, strict=False)
+        effect = float((_logprobs(exact, groups) - exact_N).abs().mean())
+        rows.append({"kind": kind, "tensor": name, "effect": effect, "over_first": effect / first, "found": int(found)})
+        note(f"{kind} {name}: {effect:.2e}{'' if found else ' not found'}")
+    with_effect = [row for row in rows if float(row["effect"]) > first]
+    missed = sum(not row["found"] for row in with_effect)
+    claims = [
+        Claim("corruptions tried", len(rows), ">=", 90),
+        Claim("of them with an effect above the first sync's gap", len(with_effect), ">=", 60),
+        Claim("of those not found by the proof", missed, "<=", 0),
+    ]
+    settings: Row = {"first_gap": first, "tokens": "512 given", "update": UPDATE}
+    return finish("sync_proof", options, settings, rows, claims)
+
+
+def _sync(generator: VLLMGenerator, policy: PreTrainedModel, version: int) -> None:
+    weights = generator.weights()
+    check_arrival(weights.digests, generator.load_weights(weights, version).digests)
+
+
+def _update(policy: PreTrainedModel) -> None:
+    """Change every element by about as much as a small learning rate does."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += UPDATE * torch.randn(parameter.shape, generator=draw).sign()
+
+
+@torch.no_grad()
+def _logprobs(policy: PreTrainedModel, groups: list[RolloutGroup]) -> torch.Tensor:
+    """The log-probs of all tokens of the groups' completions, shape N."""
+    logprobs: list[torch.Tensor] = []
+    for group in groups:
+        start = len(group.prompt.token_ids)
+        for completion in (rollout.completion for rollout in group.rollouts):
+            ids_T = torch.cat([torch.tensor(group.prompt.token_ids), completion.token_ids_T])
+            logits_TV: Any = policy(input_ids=ids_T[None], use_cache=False).logits[0, start - 1 : -1]
+            logprobs.append(logits_TV.log_softmax(-1).gather(-1, completion.token_ids_T[:, None]).squeeze(-1))
+    return torch.cat(logprobs)
+
+
+def _one_zeroed(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[0] = 0.0
+    return changed
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))
