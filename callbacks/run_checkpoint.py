@@ -122,15 +122,21 @@ class RunCheckpoint(pl.Callback):
             return
         if self._best_is_due:
             self._best_is_due = False
-            trainer.save_checkpoint(self._path(trainer, "best"), weights_only=False)
+            self._save(trainer, self._path(trainer, "best"))
         saved, n = self._newest[0], self.every_n_updates
         if version > saved and (at_end or (n and version // n > saved // n)):
             self._save_last(trainer, version)
 
     def _save_last(self, trainer: pl.Trainer, version: int) -> None:
         path = self._path(trainer, "last")
-        trainer.save_checkpoint(path, weights_only=False)
+        self._save(trainer, path)
         self._newest = (version, str(path))
+
+    def _save(self, trainer: pl.Trainer, path: Path) -> None:
+        module = trainer.lightning_module
+        assert isinstance(module, GRPOModule)
+        with module.phases.of("checkpoint"):
+            trainer.save_checkpoint(path, weights_only=False)
 
     def _path(self, trainer: pl.Trainer, name: str) -> Path:
         return Path(trainer.default_root_dir) / self.folder / f"{name}.ckpt"

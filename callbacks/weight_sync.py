@@ -58,6 +58,10 @@ class WeightSync(pl.Callback):
 
     def _sync(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, float]:
         assert isinstance(module, GRPOModule)
+        with module.phases.of("weight sync"):
+            return self._hand_over(trainer, module)
+
+    def _hand_over(self, trainer: pl.Trainer, module: GRPOModule) -> dict[str, float]:
         start = time.perf_counter()
         generator, version = module.generator, module.policy_version
         weights = generator.weights()

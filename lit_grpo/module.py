@@ -25,6 +25,7 @@ from lit_grpo.checks import (
     check_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
+from lit_grpo.faults import Phases
 from lit_grpo.metrics import CollapseWatch, rollout_metrics
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
@@ -165,6 +166,7 @@ class GRPOModule(EvaluationModule):
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
+        self.phases = Phases()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
 
@@ -288,6 +290,10 @@ class GRPOModule(EvaluationModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Learn from one batch of whole rollout groups."""
+        with self.phases.of("update"):
+            self._learn(batch)
+
+    def _learn(self, batch: PromptBatch) -> None:
         if not batch.groups:
             raise RuntimeError(
                 "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
@@ -329,6 +335,7 @@ class GRPOModule(EvaluationModule):
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""
+        self.phases.move()
         with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
             self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
 
