@@ -3,8 +3,8 @@
 A run of the command line in a process of its own (two where there are two ranks) announces its phases. It is killed in
 a phase that is drawn beforehand, at a moment that is drawn from the phase's usual length, or at any moment at all, the
 start of the process among them. When such a run has come to its end, its metrics (but for times and memory), samples
-and trace must be those of the run that was left alone, and its policy must be equal bit for bit. What counts is the
-phase that a process announced last before it died.
+and trace must be those of the run that was left alone, and its policy must be equal bit for bit. A kill
+counts in the phase that the process announced last before it died, another signal in that which it came in.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Life:
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self.announced: list[tuple[float, str]] = []
         self.said: list[str] = []
+        self.hit = ""
         self._news = threading.Condition()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
         self._process = subprocess.Popen(
@@ -90,8 +91,8 @@ class Life:
             self._news.notify_all()
 
     @property
-    def last_phase(self) -> str:
-        """What it was at when it ended."""
+    def phase(self) -> str:
+        """What it is at, or was when it ended."""
         return self.announced[-1][1] if self.announced else "start"
 
     def wait_for(self, phase: str, occurrence: int) -> None:
@@ -107,6 +108,7 @@ class Life:
     def send(self, signum: int, group: bool) -> None:
         """Send a signal to its first rank, or to all."""
         if self._process.poll() is None:
+            self.hit = self.phase
             (os.killpg if group else os.kill)(self._process.pid, signum)
 
     def end(self) -> int:
@@ -117,7 +119,7 @@ class Life:
             if self._reader.is_alive():
                 raise RuntimeError("A rank outlives the first:\n" + "".join(self.said))
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"It hangs in {self.last_phase}:\n" + "".join(self.said)) from None
+            raise RuntimeError(f"It hangs in {self.phase}:\n" + "".join(self.said)) from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -192,7 +194,7 @@ class Workplace:
         while targets:
             name = f"{plan.signal}-{plan.ranks}-{plan.group}-{runs}"
             for life, code in self._run(name, plan, targets, rng):
-                died[life.last_phase] += 1
+                died[life.phase if plan.signal == "SIGKILL" else life.hit] += 1
                 wrong += code != CODES[plan.signal]
             runs += 1
             equal += not self._differences(alone, name)
@@ -225,7 +227,7 @@ class Workplace:
                 return
             if not targets:
                 raise RuntimeError(f"{name} failed:\n" + "".join(life.said))
-            note(f"{name}: {plan.signal} meant for {targets.pop()} came in {life.last_phase}")
+            note(f"{name}: {plan.signal} meant for {targets.pop()} came in {life.hit}, the last was {life.phase}")
             yield life, code
 
     def _begin(self, name: str, ranks: int) -> Life:

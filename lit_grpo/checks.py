@@ -12,6 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.types import Prompt, SamplingParams
 
+FORMAT = 2
+"""Of checkpoints; it changes whenever what they hold does."""
+
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
     """Refuse numbers of completions that nothing can be computed from.
@@ -54,6 +57,20 @@ def check_checkpoint(checkpoint: Mapping[str, Any], weights: Mapping[str, torch.
                 f"The checkpoint is of another policy: the shape of {name} is {theirs.get(name, 'none')} there and "
                 f"{own.get(name, 'none')} here; set model.policy and model.lora to what it was trained with."
             )
+
+
+def check_format(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to go on from a checkpoint of another format.
+
+    Raises:
+        ValueError: An earlier version of this package has written it, or a later one.
+    """
+    if (theirs := checkpoint.get("format", "earlier")) != FORMAT:
+        raise ValueError(
+            f"The checkpoint is of another version of lit_grpo (format {theirs}, where this one has {FORMAT}), and "
+            "training cannot go on from it; go on with that version, or take its policy out with python -m lit_grpo "
+            "export and begin a new run on it."
+        )
 
 
 def check_updates(

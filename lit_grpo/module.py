@@ -14,8 +14,10 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.checks import (
+    FORMAT,
     check_callbacks,
     check_checkpoint,
+    check_format,
     check_generations,
     check_micro_batch,
     check_minibatches,
@@ -25,7 +27,6 @@ from lit_grpo.checks import (
     check_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.faults import Phases
 from lit_grpo.metrics import CollapseWatch, rollout_metrics
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
@@ -166,7 +167,6 @@ class GRPOModule(EvaluationModule):
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
-        self.phases = Phases()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
 
@@ -256,7 +256,9 @@ class GRPOModule(EvaluationModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
         checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
-        checkpoint["policy_version"], checkpoint["told"] = self.policy_version, self._told
+        checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
+        names = {source: sorted(names) for source, names in self._names_logged.items()}
+        checkpoint["logged"] = (names, self.batches_without_reward, self._collapse.state_dict())
         lora = None if self.lora is None else asdict(self.lora)
         checkpoint["hyper_parameters"] = {"policy": self.policy_name, "dtype": self.policy_dtype, "lora": lora}
         learner: Learner | None = getattr(self, "learner", None)
@@ -270,10 +272,15 @@ class GRPOModule(EvaluationModule):
             ValueError: The checkpoint is foreign, or of another policy.
         """
         check_checkpoint(checkpoint, without_quant_states(self.state_dict()))
-        self.policy_version, self._told_before = checkpoint["policy_version"], checkpoint["told"]
+        self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
+            check_format(checkpoint)
             learner.load_state_dict(checkpoint)
+            names, self.batches_without_reward, collapse = checkpoint["logged"]
+            self._names_logged = {source: set(those) for source, those in names.items()}
+            self._collapse.load_state_dict(collapse)
+            self._told_before = checkpoint["told"]
 
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.

@@ -41,11 +41,11 @@ ROOMS: dict[str, set[str]] = {
     "settings": set(),
     "resuming": set(),
     "faults": UTILITIES,
-    "evaluation": {*UTILITIES, "metrics", "rewards"},
+    "evaluation": {*UTILITIES, "faults", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,
-        *("metrics", "checks", "settings", "resuming", "faults", "evaluation", "policy", "optim", "rewards"),
+        *("metrics", "checks", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },

@@ -133,13 +133,17 @@ class Learner:
         return logs | self.state.coefficients()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what the objective remembers, and a reference that has moved."""
+        """What a checkpoint keeps: what the objective remembers, a reference that has moved, and what was found out."""
         reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
-        return {"objective_state": self.state.state_dict(), "reference": reference}
+        tokens = None if self.budget is None else self.budget.tokens
+        counts = {"skipped": self._num_skipped, "budget": tokens}
+        return {"objective_state": self.state.state_dict(), "reference": reference, "learner": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.state.load_state_dict(state["objective_state"])
+        self._num_skipped, tokens = state["learner"]["skipped"], state["learner"]["budget"]
+        self.budget = None if tokens is None else TokenBudget(tokens)
         if isinstance(self.reference, Reference):
             self.reference.load_state_dict(state["reference"])
 

@@ -60,7 +60,7 @@ def metrics(name: str) -> list[dict[str, str]]:
     """Read a run's metrics, without those that measure time or memory."""
     with Path("runs", name, "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    measured = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+    measured = ("time/", "perf/", "memory/")
     return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
 
 
