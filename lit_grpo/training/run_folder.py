@@ -155,7 +155,8 @@ class MetricsCSV(Logger):
     """Write metrics to a CSV file with one row a step, whatever logged it and when.
 
     Lightning's own CSVLogger writes a row a call and deletes the file of the run that it resumes. Here a
-    resumed run goes on with the file: rows from its first step on are replaced.
+    resumed run goes on with the file: rows behind its first step are replaced, and that of its first step is filled:
+    a validation may be all that it lacks.
 
     Args:
         path: The file.
@@ -209,12 +210,12 @@ class MetricsCSV(Logger):
         self._write()
 
     def _resume(self, first_step: int) -> None:
-        """Take over the rows before ``first_step`` of a file that is there, but for half a line at its end."""
+        """Take over the rows up to ``first_step`` of a file that is there, but for half a line at its end."""
         self._started = True
         if self.path.exists():
             lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
             reader = csv.DictReader(line for line in lines if line.endswith("\n"))
-            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
+            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) <= first_step]
             self._columns = list(reader.fieldnames or self._columns)
 
     def _write(self) -> None:

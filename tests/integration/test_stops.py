@@ -11,6 +11,7 @@ import torch
 
 from lit_grpo.callbacks import RunCheckpoint
 from lit_grpo.cli.command_line import run
+from lit_grpo.rollout.weights.tensors import WeightSyncError
 
 pytestmark = pytest.mark.integration
 
@@ -138,3 +139,43 @@ def test_a_run_that_stops_saves_a_checkpoint_and_resumes_exactly(
     assert version(checkpoint) == 4
     fit("task", "--ckpt_path", checkpoint)
     assert_same_run("whole", "task")
+
+
+CALLS = 7 + 2 * 8  # of a validation, and of the batches before the next
+
+
+@pytest.mark.parametrize(("update", "call"), [(4, CALLS + 3), (8, 2 * CALLS + 1), (12, 3 * CALLS + 7)])
+def test_a_validation_that_fails_is_repeated_on_resuming(folder: Path, update: int, call: int) -> None:
+    fit("whole")
+    (folder / "event").write_text(f"FAIL {call}")
+    with pytest.raises(SystemExit):
+        fit("task", "--checkpoint.every_n_updates", "8")
+    (folder / "event").unlink()
+    checkpoint = "runs/task/checkpoints/last.ckpt"
+    assert version(checkpoint) == min(update, 8)  # after the last update there would be no validation to come again
+    fit("task", "--ckpt_path", checkpoint)
+    assert_same_run("whole", "task")
+
+
+def test_a_sync_that_fails_after_an_update_loses_none_of_its_metrics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit("whole")
+    for update in (6, 8):  # a validation follows after the second
+        failing = iter([False] * (1 + update // 2) + [True])
+
+        def fail(*_: Any, failing: Any = failing) -> None:
+            if next(failing):
+                raise WeightSyncError("A tensor is missing.")
+
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr("lit_grpo.callbacks.weight_sync.check_arrival", fail)
+            fit(f"task-{update}")
+        assert int(metrics(f"task-{update}")[-1]["step"]) == update
+        assert version(f"runs/task-{update}/checkpoints/last.ckpt") == update
+        fit(f"task-{update}", "--ckpt_path", f"runs/task-{update}/checkpoints/last.ckpt")
+        assert [but_sync(row) for row in metrics(f"task-{update}")] == [but_sync(row) for row in metrics("whole")]
+
+
+def but_sync(row: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in row.items() if not name.startswith("sync/")}
