@@ -192,12 +192,11 @@ class RunCheckpoint(pl.Callback):
             can_save = False  # no update would be left, and so no validation: the last update is taken again instead
         try:
             if phase in ("rollout", "learnt") and can_save and pl_module.policy_version > self._newest[0]:
-                progress = trainer.fit_loop.epoch_loop.batch_progress.total
-                if learnt and progress.completed < progress.processed:  # the update's row is yet to come
+                if learnt and trainer.training:  # its row may not be written yet
                     trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
                 with _without_batch(trainer, learnt, self._validated):
                     self._save_last(trainer, pl_module.policy_version)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             print(error)
         finally:
             self._hang_up()

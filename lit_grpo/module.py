@@ -39,6 +39,7 @@ from lit_grpo.policy.loading import (
     load_tokenizer,
 )
 from lit_grpo.policy.nf4 import without_quant_states
+from lit_grpo.policy.saving import written_as_a_whole
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
@@ -286,12 +287,16 @@ class GRPOModule(EvaluationModule):
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
 
         LoRA adapters are merged into the weights, and also saved alone in ``adapter/``.
+
+        Raises:
+            ValueError: There is no room for it; what was there before is left as it was.
         """
-        if has_adapters(self.policy):
-            save_merged(self.policy, folder)
-        else:
-            self.policy.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        with written_as_a_whole(Path(folder)) as aside:
+            if has_adapters(self.policy):
+                save_merged(self.policy, aside)
+            else:
+                self.policy.save_pretrained(aside)
+            self.tokenizer.save_pretrained(aside)
 
     # ---- training ---------------------------------------------------------------------------------
 

@@ -61,5 +61,5 @@ def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
 
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:
     loggers = make_loggers(RunConfig(name="one", dir=str(tmp_path)))
-    assert [type(logger).__name__ for logger in loggers] == ["MetricsCSV", "TensorBoardLogger"]
+    assert [type(logger).__name__ for logger in loggers] == ["MetricsCSV", "TensorBoard"]
     assert {Path(str(logger.log_dir)) for logger in loggers} == {tmp_path / "one"}

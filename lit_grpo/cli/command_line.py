@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +42,9 @@ MISTAKES = (
     WeightSyncError,
     FloatingPointError,
 )
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class GRPOCLI(LightningCLI):
@@ -176,6 +181,14 @@ def run(args: list[str] | None = None) -> None:
                 # Without abbreviations: a field that is misspelt is not the one that begins so.
                 parser_kwargs={"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
             )
+    except OSError as error:
+        if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        place = "" if error.filename is None else f" to {error.filename}"
+        exit_with(
+            f"A run's file could not be written{place} ({error.strerror}); make room, and resume the run from its last "
+            "checkpoint, or choose another run.dir."
+        )
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
@@ -186,6 +199,8 @@ def _quieten() -> None:
     """Silence what says nothing to the user; each entry names the cause."""
     import logging
 
+    # TensorBoard writes in a thread, whose error on a full disk the next write raises where it is told of.
+    threading.excepthook = _quiet_of_full_disks
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
     # Lightning calls jsonargparse by names that are deprecated.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -201,3 +216,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     # A run without validation prompts has no validation loader.
     warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
+
+
+def _quiet_of_full_disks(failure: threading.ExceptHookArgs) -> None:
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in FULL):
+        threading.__excepthook__(failure)

@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,7 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for."""
     loggers: list[Logger] = [
         MetricsCSV(config.folder / "metrics.csv"),
-        TensorBoardLogger(config.dir, name=config.name, version=""),
+        TensorBoard(config.dir, name=config.name, version=""),
     ]
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -149,6 +149,20 @@ def make_loggers(config: RunConfig) -> list[Logger]:
             )
         )
     return loggers
+
+
+class TensorBoard(TensorBoardLogger):
+    """Lightning's logger, which says of any failure that a value cannot be logged; a full disk is named as such."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write."""
+        try:
+            super().log_metrics(metrics, step)
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise
 
 
 class MetricsCSV(Logger):
