@@ -74,7 +74,11 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
 
 
 def check_updates(
-    num_iterations: int, num_minibatches: int, max_tokens_per_micro_batch: int | Literal["auto"], max_grad_norm: float
+    num_iterations: int,
+    num_minibatches: int,
+    max_tokens_per_micro_batch: int | Literal["auto"],
+    max_grad_norm: float,
+    max_skipped_updates: int,
 ) -> None:
     """Refuse numbers that no optimizer step could be made of.
 
@@ -82,6 +86,7 @@ def check_updates(
         ValueError: One is too small.
     """
     counts = {"num_iterations": num_iterations, "num_minibatches": num_minibatches}
+    counts["max_skipped_updates"] = max_skipped_updates
     if max_tokens_per_micro_batch != "auto":
         counts["max_tokens_per_micro_batch"] = max_tokens_per_micro_batch
     for name, value in counts.items():

@@ -92,6 +92,9 @@ class GRPOModule(EvaluationModule):
             its completions or by itself. ``auto`` estimates it from the free memory, and halves it and begins
             the step anew when memory runs out all the same.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
+        max_skipped_updates: An update whose loss or gradient is not finite changes no weight and is counted in
+            ``update/skipped``; so many of them in a row end the run. Of the first few the rollouts are written to the
+            run's folder, ``broken-update-N-rank-R.safetensors``.
         optimizer: Any torch optimizer; AdamW with a learning rate of 1e-6 by default.
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
         dtype: What the policy's weights are loaded in. Keep float32 and choose the compute precision with
@@ -130,6 +133,7 @@ class GRPOModule(EvaluationModule):
         num_minibatches: int = 1,
         max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
         max_grad_norm: float = 1.0,
+        max_skipped_updates: int = 3,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
         lr_scheduler: LRSchedulerCallable | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
@@ -157,14 +161,13 @@ class GRPOModule(EvaluationModule):
             max_tokens_per_micro_batch,
             max_grad_norm,
             gradient_checkpointing,
+            max_skipped_updates,
         )
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
-        self.policy_dtype = dtype
+        self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
-        self.reference = reference
-        self.sampling_seed = sampling_seed
         check_generations(num_generations, eval_num_generations, pass_at_k)
-        check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm)
+        check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
@@ -216,7 +219,7 @@ class GRPOModule(EvaluationModule):
             name = self.policy_name
             model = load_policy(name, self.policy_dtype) if isinstance(name, str) else copy.deepcopy(self.policy)
             reference = Reference(model, self.trainer.strategy.root_device, self.reference)
-        return Learner(self.policy, self, self.settings, reference)
+        return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         """Check that every prompt leaves room for its completion, before anything is sampled.

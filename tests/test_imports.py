@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "update.objective": {*UTILITIES, "update", "update.advantages"},
     "update": {
         *UTILITIES,
+        "faults",
         "policy",
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
