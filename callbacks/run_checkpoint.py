@@ -57,8 +57,11 @@ class RunCheckpoint(pl.Callback):
         self._previous: dict[int, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list, and have files written as a whole."""
+        """Check the place in the list, have files written as a whole, and on every rank into the first one's folder."""
         check_order(trainer, RunCheckpoint, RolloutScheduler)
+        # Ranks that torchrun or a scheduler starts do not know that the first has found its folder taken.
+        folder = trainer.strategy.broadcast(trainer.default_root_dir)
+        trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
         trainer.strategy.checkpoint_io = WholeFileIO()
 
     def state_dict(self) -> dict[str, Any]:

@@ -118,7 +118,8 @@ class GRPOCLI(LightningCLI):
         settings = self._settings
         trainer = self._get(self.config_init, "trainer")
         if trainer["logger"] is None:
-            kwargs["logger"] = make_loggers(RunConfig(**settings["run"])) if self.subcommand == "fit" else False
+            fits, resumes = self.subcommand == "fit", bool(settings.get("ckpt_path"))
+            kwargs["logger"] = make_loggers(RunConfig(**settings["run"]), resumes) if fits else False
         own = trainer["callbacks"] or []
         kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
         if trainer["enable_progress_bar"] is not False:

@@ -132,8 +132,13 @@ def _next_free(path: Path) -> tuple[Path, FileLock]:
     raise AssertionError("numbers do not end")
 
 
-def make_loggers(config: RunConfig) -> list[Logger]:
-    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for."""
+def make_loggers(config: RunConfig, resumes: bool = False) -> list[Logger]:
+    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for; a run that resumes goes on with its own.
+
+    Args:
+        config: Of the run.
+        resumes: Whether it goes on in its folder; otherwise what is there may be another's, who is to be moved.
+    """
     loggers: list[Logger] = [
         MetricsCSV(config.folder / "metrics.csv"),
         TensorBoard(config.dir, name=config.name, version=""),
@@ -141,7 +146,9 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
         loggers.append(
-            WandbLogger(
+            WandB(
+                config.folder / "wandb-id",
+                resumes,
                 name=config.name,
                 project=config.wandb_project,
                 save_dir=str(config.folder),
@@ -149,6 +156,31 @@ def make_loggers(config: RunConfig) -> list[Logger]:
             )
         )
     return loggers
+
+
+class WandB(WandbLogger):
+    """Lightning's logger, which keeps the W&B run's id in a file, so that a run that resumes is the same one there.
+
+    Args:
+        id_file: Keeps the id.
+        resumes: Whether to go on with the run that it names, if there is one.
+        kwargs: As Lightning's takes them.
+    """
+
+    def __init__(self, id_file: Path, resumes: bool, **kwargs: Any) -> None:
+        if resumes and id_file.is_file():
+            kwargs |= {"id": id_file.read_text().strip(), "resume": "allow"}
+        super().__init__(**kwargs)
+        self._id_file = id_file
+
+    @property
+    def experiment(self) -> Any:
+        """W&B's run."""
+        begins = self._experiment is None
+        run = super().experiment
+        if begins and self._experiment is not None:  # on the first rank
+            self._id_file.write_text(f"{run.id}\n")
+        return run
 
 
 class TensorBoard(TensorBoardLogger):
