@@ -140,7 +140,7 @@ def main(options: Options) -> int:
 
 def _plans(quick: bool) -> list[Plan]:
     if quick:
-        return [Plan("SIGKILL", {"update": 1, "checkpoint": 1, ANY: 1}), Plan("SIGTERM", {"rollout": 1}, 2, True)]
+        return [Plan("SIGKILL", {"update": 1, "checkpoint": 1, "validation": 1}), Plan("SIGTERM", {"rollout": 1}, 2, True)]
     each = dict.fromkeys(PHASES, 1)
     return [
         Plan("SIGKILL", dict.fromkeys((*PHASES, ANY), 5)),
@@ -176,7 +176,7 @@ class Workplace:
         self.folder, self.num_updates = folder, num_updates
         self._usual: dict[int, dict[str, float]] = {}  # length of each phase by the number of ranks, in seconds
         save_random_policy(folder / "policy", TO_UPDATE["smallest"])
-        prompts = [{"prompt": f"{n}={n + 1}="} for n in range(11)]
+        prompts = [{"prompt": f"{n}={n + 1}="} for n in range(7)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
         (folder / "config.yaml").write_text(json.dumps(self._config()))
 
@@ -218,7 +218,7 @@ class Workplace:
             if targets and targets[-1] == ANY:
                 time.sleep(rng.uniform(0, self._usual[plan.ranks][ANY]))
             elif targets:
-                life.wait_for(targets[-1], rng.randint(1, OCCURRENCES))
+                life.wait_for(targets[-1], rng.randint(2, OCCURRENCES))
                 time.sleep(rng.uniform(0, self._usual[plan.ranks][targets[-1]]))
             if targets:
                 life.send(SIGNALS[plan.signal], plan.group)
@@ -267,7 +267,7 @@ class Workplace:
                 "lr_scheduler": scheduler,
             },
             "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
-            "checkpoint": {"every_n_updates": 3},
+            "checkpoint": {"every_n_updates": 5},
             "rollout_timeline": {"record_trace": True},
             "sample_logger": {"every_n_batches": 1},
         }

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,23 @@ def test_a_sync_that_fails_after_an_update_loses_none_of_its_metrics(
 
 def but_sync(row: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in row.items() if not name.startswith("sync/")}
+
+
+@pytest.mark.parametrize("begins_well", [False, True])
+def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
+    folder: Path, begins_well: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 4, "gamma": 1e9}}
+    arguments = ["--model.lr_scheduler", json.dumps(schedule)] if begins_well else []
+    arguments += ["--model.optimizer.init_args.lr", "2e-3" if begins_well else "1e6"]
+    with pytest.raises(SystemExit):
+        fit("task", "--trainer.max_steps", "40", *arguments)
+    assert re.search(r"error: The policy collapsed at update \d+: .* lower the learning rate", capsys.readouterr().err)
+    scores = {int(row["step"]): float(row["val/pass@1"]) for row in metrics("task")[1:] if row["val/pass@1"]}
+    best = torch.load("runs/task/checkpoints/best.ckpt", weights_only=True)
+    assert best["policy_version"] == max(scores, key=lambda step: scores[step])
+    if begins_well:  # what came after it has no weight left that is of use
+        assert best["policy_version"] == 4 and scores[4] > min(scores.values())
+        last = torch.load("runs/task/checkpoints/last.ckpt", weights_only=True)
+        largest = [max(float(w.abs().max()) for w in one["state_dict"].values()) for one in (best, last)]
+        assert largest[0] < 10 and not largest[1] < 1e5
