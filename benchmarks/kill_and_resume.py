@@ -31,7 +31,7 @@ from benchmarks.kill_and_resume_case import MARK
 from benchmarks.random_policies import TO_UPDATE, save_random_policy
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
-PHASES = ("rollout", "update", "weight sync", "checkpoint", "validation")
+PHASES: tuple[str, ...] = ("rollout", "update", "weight sync", "checkpoint", "validation")
 ANY = "any moment"
 MEASURED = ("time/", "perf/", "memory/")
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
@@ -140,7 +140,10 @@ def main(options: Options) -> int:
 
 def _plans(quick: bool) -> list[Plan]:
     if quick:
-        return [Plan("SIGKILL", {"update": 1, "checkpoint": 1, "validation": 1}), Plan("SIGTERM", {"rollout": 1}, 2, True)]
+        return [
+            Plan("SIGKILL", {"update": 1, "checkpoint": 1, "validation": 1}),
+            Plan("SIGTERM", {"rollout": 1}, 2, True),
+        ]
     each = dict.fromkeys(PHASES, 1)
     return [
         Plan("SIGKILL", dict.fromkeys((*PHASES, ANY), 5)),
