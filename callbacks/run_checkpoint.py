@@ -127,12 +127,15 @@ class RunCheckpoint(pl.Callback):
     def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
-        if self._best_is_due:
-            self._best_is_due = False
-            self._save(trainer, self._path(trainer, "best"))
+        self._save_best(trainer)
         saved, n = self._newest[0], self.every_n_updates
         if version > saved and (at_end or (n and version // n > saved // n)):
             self._save_last(trainer, version)
+
+    def _save_best(self, trainer: pl.Trainer) -> None:
+        if self._best_is_due:
+            self._best_is_due = False
+            self._save(trainer, self._path(trainer, "best"))
 
     def _save_last(self, trainer: pl.Trainer, version: int) -> None:
         path = self._path(trainer, "last")
@@ -198,6 +201,7 @@ class RunCheckpoint(pl.Callback):
                 if learnt and trainer.training:  # its row may not be written yet
                     trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
                 with _without_batch(trainer, learnt, self._validated):
+                    self._save_best(trainer)
                     self._save_last(trainer, pl_module.policy_version)
         except (CheckpointError, OSError) as error:
             print(error)

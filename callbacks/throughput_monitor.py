@@ -42,6 +42,13 @@ class ThroughputMonitor(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Watch no more."""
+        self._stop_watching()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Watch no more."""
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.stop()
         self._watch = None

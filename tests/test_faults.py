@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
 from hand_made import fit, make_module, random_groups, sgd, weights_of
 
+from lit_grpo.callbacks import ThroughputMonitor
 from lit_grpo.faults import Phases, StallWatch, forget_after
 from lit_grpo.update.objective.policy_loss import policy_loss
 
@@ -95,6 +98,32 @@ def test_a_watch_names_rank_phase_and_call_once_for_each_stall(capsys: pytest.Ca
     assert watch._told_of != told_of and "in the phase update" in "".join(heard)
     watch.stop()
     assert not watch._thread.is_alive()
+
+
+def test_a_run_is_watched_from_its_set_up_to_its_end_or_its_failure(policy_folder: Path, policy: Any) -> None:
+    def watches() -> int:
+        return sum(thread.name == "stall watch" for thread in threading.enumerate())
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append(watches())
+            if len(seen) == 2:
+                raise KeyError("an error")
+
+    seen: list[int] = []
+    groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
+    batch_ends = {"on_train_batch_end": lambda *_, **__: None}  # it would look for the times of a rollout
+    for failing in (False, True):
+        monitor = type("Monitor", (ThroughputMonitor,), batch_ends)()
+        with pytest.raises(KeyError) if failing else nullcontext():
+            fit(make_module(policy_folder), groups, callbacks=[monitor, Looks()])
+        assert watches() == 0
+    assert seen == [1, 1]
+    never = type("Monitor", (ThroughputMonitor,), batch_ends)(stall_minutes=0)
+    fit(make_module(policy_folder), groups, callbacks=[never, Looks()])
+    assert seen == [1, 1, 0]
+    with pytest.raises(ValueError, match=r"stall_minutes must be at least 0, not -1"):
+        ThroughputMonitor(stall_minutes=-1)
 
 
 def test_a_resumed_run_forgets_the_rows_that_it_writes_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.callbacks import RunCheckpoint
+from lit_grpo.callbacks import MemoryMonitor, RunCheckpoint
 from lit_grpo.cli.command_line import run
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 
@@ -200,3 +200,20 @@ def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
         last = torch.load("runs/task/checkpoints/last.ckpt", weights_only=True)
         largest = [max(float(w.abs().max()) for w in one["state_dict"].values()) for one in (best, last)]
         assert largest[0] < 10 and not largest[1] < 1e5
+
+
+def test_an_error_right_after_the_best_validation_loses_neither_it_nor_its_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, trainer: Any, module: Any) -> None:
+        if module.policy_version == 4:
+            raise KeyError("what an observer does")
+
+    fit("whole", "--trainer.max_steps", "8")
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(MemoryMonitor, "on_validation_end", fail)
+        fit("task", "--trainer.max_steps", "8")
+    assert version("runs/task/checkpoints/best.ckpt") == version("runs/task/checkpoints/last.ckpt") == 4
+    fit("task", "--trainer.max_steps", "8", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
+    assert_same_run("whole", "task")
+    assert version("runs/task/checkpoints/best.ckpt") == version("runs/whole/checkpoints/best.ckpt")
