@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.checks import check_trainer
@@ -24,7 +23,7 @@ from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank, make_loggers
 
 RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
@@ -100,7 +99,7 @@ class GRPOCLI(LightningCLI):
 
     def _claim(self, folder: Path, resumes: bool) -> str:
         """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
-        if not _is_first_rank():
+        if not is_first_rank():
             return os.environ.get(RUN_NAME, folder.name)
         self.run_folder.claim(folder, resumes)
         name = self.run_folder.path.name
@@ -130,7 +129,7 @@ class GRPOCLI(LightningCLI):
         """Check all that can be, then open the run's folder, and validate the policy so that curves begin at 0."""
         settings = self._settings
         self._check(settings.get("ckpt_path"))
-        if _is_first_rank():
+        if is_first_rank():
             moved = self.run_folder.open()
             if moved is not None:
                 print(f"The earlier run in {self.run_folder.path} is now in {moved}.")
@@ -157,10 +156,6 @@ class GRPOCLI(LightningCLI):
             module.configure_model()
         module.check_lengths(data.prompts)
         module.configure_optimizers()
-
-
-def _is_first_rank() -> bool:
-    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def run(args: list[str] | None = None) -> None:

@@ -40,6 +40,11 @@ class RunConfig:
         return Path(self.dir) / self.name
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the first rank, as far as its environment tells before ranks have met."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
 class RunFolder:
     """The folder of a run, which one living run has at a time: whoever holds the lock ``DIR/.NAME.lock``.
 

@@ -46,16 +46,33 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *before: str, arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, *before, "-m", "lit_grpo", "fit", "--config", "config.yaml", *arguments]
+FIT = ("-m", "lit_grpo", "fit", "--config", "config.yaml")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPT = """
+import os, sys
+import lit_grpo
+from own_files import score
+two = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "enable_progress_bar": False}
+run = lit_grpo.train(sys.argv[1], "prompts.jsonl", [score], max_steps=1, batch_size=1, name="task", trainer=two,
+                     num_generations=2, sampling={"max_tokens": 4})
+open(f"rank-{os.environ['RANK']}", "w").write(str(run.folder))
+"""
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
 def test_three_runs_begun_at_once_do_not_touch_each_other(folder: Path) -> None:
-    runs = [start(folder, arguments=("--seed_everything", str(seed))) for seed in (1, 2, 3)]
+    runs = [start(folder, *FIT, "--seed_everything", str(seed)) for seed in (1, 2, 3)]
     for run in runs:
         said, _ = run.communicate(timeout=300)
         assert run.returncode == 0, said
@@ -76,9 +93,17 @@ def test_ranks_of_torchrun_write_where_the_first_one_does(folder: Path) -> None:
     arguments += ("--trainer.callbacks", '[{"class_path": "own_files.Tells"}]')
     with RunFolder() as living:
         living.claim(folder / "runs" / "task", resumes=False)
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        run = start(folder, *torchrun, arguments=arguments)
+        run = start(folder, *TORCHRUN, *FIT, *arguments)
         said, _ = run.communicate(timeout=300)
     assert run.returncode == 0, said
     assert {(folder / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(folder / "runs" / "task-1")}
     assert not (folder / "runs" / "task").exists()
+
+
+def test_ranks_of_torchrun_share_the_folder_of_a_run_from_python(folder: Path, policy_folder: Path) -> None:
+    (folder / "own_train.py").write_text(SCRIPT)
+    run = start(folder, *TORCHRUN, "own_train.py", str(policy_folder))
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert len({(folder / f"rank-{rank}").read_text() for rank in (0, 1)}) == 1
+    assert [path.name for path in (folder / "runs").iterdir() if path.is_dir()] == ["task"]
