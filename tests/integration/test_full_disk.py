@@ -35,11 +35,13 @@ code=$?; cp -a runs/. kept/; exit $code
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path, policy_folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
+    """A task, and a run of it on a disk that is large enough, in ``kept``."""
+    folder = tmp_path_factory.mktemp("whole")
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
     config = {
         "trainer": {"accelerator": "cpu", "max_steps": 20, "enable_progress_bar": False},
         "model": {
@@ -53,11 +55,23 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
         "checkpoint": {"every_n_updates": 2},
         "sample_logger": {"every_n_batches": 0},
     }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (folder / "config.yaml").write_text(json.dumps(config))
+    for name in ("runs", "kept"):
+        (folder / name).mkdir()
+    if subprocess.run(["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", "true"], cwd=folder, check=False).returncode:
+        pytest.skip("This machine lets no user mount a small file system (unshare -rm).")
+    run = fit(folder, "whole")
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """The same task, without a run."""
+    for name in ("prompts.jsonl", "rewards.py", "config.yaml"):
+        shutil.copy(whole / name, tmp_path)
     for name in ("runs", "kept"):
         (tmp_path / name).mkdir()
-    if subprocess.run(["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", "true"], cwd=tmp_path, check=False).returncode:
-        pytest.skip("This machine lets no user mount a small file system (unshare -rm).")
     return tmp_path
 
 
@@ -88,15 +102,12 @@ def assert_one_sentence(run: subprocess.CompletedProcess[str], *parts: str) -> N
 @pytest.mark.parametrize(
     ("left", "sentence"), [(65_536, "last.ckpt could not be written"), (0, "A run's file could not be written")]
 )
-def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(folder: Path, left: int, sentence: str) -> None:
+def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(
+    whole: Path, folder: Path, left: int, sentence: str
+) -> None:
     from safetensors.torch import load_file
 
-    whole = fit(folder, "whole")
-    assert whole.returncode == 0, whole.stderr
     kept = folder / "kept"
-    weights = load_file(kept / "whole" / "policy" / "model.safetensors")
-    rows = metrics(folder, "whole")
-    shutil.rmtree(kept / "whole")
     run = fit(folder, "task", full_at=9 * 8 + 5, left=left)
     assert_one_sentence(run, sentence, "No space left on device", "make room")
     (kept / "filler").unlink()
@@ -104,23 +115,16 @@ def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(folder: Path, left
     assert torch.load(checkpoint, weights_only=True)["policy_version"] == 8
     resumed = fit(folder, "task", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
     assert resumed.returncode == 0, resumed.stderr
-    assert metrics(folder, "task") == rows
-    ours = load_file(kept / "task" / "policy" / "model.safetensors")
+    assert metrics(folder, "task") == metrics(whole, "whole")
+    weights, ours = (
+        load_file(run / "policy" / "model.safetensors") for run in (whole / "kept" / "whole", kept / "task")
+    )
     assert all(torch.equal(weights[name], ours[name]) for name in weights)
 
 
-def test_an_export_to_a_full_disk_leaves_what_was_there(folder: Path) -> None:
-    assert fit(folder, "task", "--trainer.max_steps", "2").returncode == 0
-    checkpoint, exported = folder / "last.ckpt", folder / "kept" / "task" / "policy"
-    shutil.copy(folder / "kept" / "task" / "checkpoints" / "last.ckpt", checkpoint)
-    before = {path.name: path.read_bytes() for path in exported.iterdir()}
-    (folder / "kept" / "filler").write_bytes(bytes(2**23 - sum(map(size, (folder / "kept").rglob("*"))) - 60_000))
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing_behind(whole: Path, folder: Path) -> None:
+    (folder / "kept" / "filler").write_bytes(bytes(2**23 - 60_000))
+    checkpoint = whole / "kept" / "whole" / "checkpoints" / "last.ckpt"
     run = command(folder, "export", str(checkpoint), "runs/new")
     assert_one_sentence(run, "The policy could not be written to runs/new", "make room")
-    assert not [path for path in (folder / "kept").iterdir() if "new" in path.name]
-    assert {path.name: path.read_bytes() for path in exported.iterdir()} == before
-
-
-def size(path: Path) -> int:
-    """What a file takes of the disk, or a folder."""
-    return -(-path.stat().st_size // 4096) * 4096 if path.is_file() else 4096
+    assert [path.name for path in (folder / "kept").iterdir()] == ["filler"]
