@@ -7,10 +7,12 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.faults import Phases
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
@@ -115,7 +117,8 @@ class RolloutScheduler(pl.Callback):
             self._lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
         self._num_slots = pl_module.generator.capacity().slots
-        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, self._listeners, self._points)
+        listeners = self._listeners(pl_module.phases)
+        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         progress = batch_idx / trainer.num_training_batches
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
         if self._rewards is not None:
@@ -147,7 +150,7 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``eval_num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        loop = RolloutLoop(pl_module.generator, listeners=self._listeners)
+        loop = RolloutLoop(pl_module.generator, listeners=self._listeners(pl_module.phases))
         self._collect(trainer, pl_module, loop, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
         if self._rewards is not None and not trainer.predicting:
             stage = "test" if trainer.testing else "val"
@@ -165,9 +168,8 @@ class RolloutScheduler(pl.Callback):
                 self._rewards.close()
             self._rewards, self._started = None, False
 
-    @property
-    def _listeners(self) -> list[Listener]:
-        return [] if self._rewards is None else [Rewarding(self._rewards)]
+    def _listeners(self, phases: Phases) -> list[Listener]:
+        return [_Moving(phases), *([] if self._rewards is None else [Rewarding(self._rewards)])]
 
     def _choose_points(self) -> None:
         """Choose the points of the next rollout."""
@@ -210,13 +212,27 @@ class RolloutScheduler(pl.Callback):
         if self._rewards is not None:
             epoch = trainer.current_epoch + progress
             self._rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
-        with trainer.precision_plugin.forward_context():
+        phase = "validation" if trainer.validating else "rollout"
+        with module.phases.of(phase), trainer.precision_plugin.forward_context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
         batch.metrics, batch.spans, batch.predicted = stats.metrics(), stats.spans, stats.predicted
         for message in stats.messages:
             rank_zero_warn(message)
         if self._rewards is not None:
             batch.metrics["rewards/errors"] = float(self._rewards.num_errors)
+
+
+class _Moving(Listener):
+    """Notes where a rollout stands."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+
+    def step(self, events: StepEvents) -> None:
+        self._phases.move()
+
+    def end(self, failed: bool) -> None:
+        self._phases.begin("reward")
 
 
 def _check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> Points:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
+from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.timeline import Timeline, draw_timeline
 from lit_grpo.types import PromptBatch
 
@@ -29,6 +30,11 @@ class RolloutTimeline(pl.Callback):
             raise ValueError(f"rollout_timeline.every_n_batches must be at least 0, not {every_n_batches}.")
         self.every_n_batches = every_n_batches
         self.record_trace = record_trace
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget, of a run that is resumed, what it is going to write again."""
+        if trainer.is_global_zero and trainer.global_step:
+            forget_after(Path(trainer.default_root_dir) / "trace.jsonl", trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int

@@ -33,7 +33,7 @@ class RunCheckpoint(pl.Callback):
     from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM or SIGUSR1 (a
     scheduler's warning), and on an error. Until the first optimizer step of a batch nothing has changed, so the batch
     is broken off at once and sampled again on resuming. From then on the batch, and a validation after it, is finished
-    first; a second Ctrl-C does not wait, and saves nothing. A validation that fails is not made up for on resuming.
+    first; a second Ctrl-C does not wait, and saves nothing. A validation that fails is repeated on resuming.
     Several ranks finish the batch in any case, and save once all know of the signal; an error on one of them saves
     nothing. The callback stands first in the list, so that it stops before the next rollout begins.
 
@@ -51,13 +51,17 @@ class RunCheckpoint(pl.Callback):
         self._best_is_due = False
         self._newest: tuple[int, str | None] = (0, None)  # the version that is saved, and where
         self._phase: Literal["away", "rollout", "update", "learnt"] = "away"
+        self._validated = True  # whether the validation after this batch is over, or there is none
         self._requested = 0  # the number of the signal
         self._several = False
         self._previous: dict[int, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list, and have files written as a whole."""
+        """Check the place in the list, have files written as a whole, and on every rank into the first one's folder."""
         check_order(trainer, RunCheckpoint, RolloutScheduler)
+        # Ranks that torchrun or a scheduler starts do not know that the first has found its folder taken.
+        folder = trainer.strategy.broadcast(trainer.default_root_dir)
+        trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
         trainer.strategy.checkpoint_io = WholeFileIO()
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,13 +103,16 @@ class RunCheckpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """From here on it is."""
-        self._phase = "learnt"
+        self._phase, self._validated = "learnt", False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember whether this is the best so far."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._hang_up()
             return
+        self._validated = True
+        for count in _validation_counts(trainer):  # one that has been repeated was begun once more than it was finished
+            vars(count).update(started=count.ready, processed=count.ready, completed=count.ready)
         score = float(trainer.callback_metrics.get("val/pass@1", float("-inf")))
         if score > self._best:
             self._best, self._best_is_due = score, True
@@ -120,17 +127,26 @@ class RunCheckpoint(pl.Callback):
     def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
-        if self._best_is_due:
-            self._best_is_due = False
-            trainer.save_checkpoint(self._path(trainer, "best"), weights_only=False)
+        self._save_best(trainer)
         saved, n = self._newest[0], self.every_n_updates
         if version > saved and (at_end or (n and version // n > saved // n)):
             self._save_last(trainer, version)
 
+    def _save_best(self, trainer: pl.Trainer) -> None:
+        if self._best_is_due:
+            self._best_is_due = False
+            self._save(trainer, self._path(trainer, "best"))
+
     def _save_last(self, trainer: pl.Trainer, version: int) -> None:
         path = self._path(trainer, "last")
-        trainer.save_checkpoint(path, weights_only=False)
+        self._save(trainer, path)
         self._newest = (version, str(path))
+
+    def _save(self, trainer: pl.Trainer, path: Path) -> None:
+        module = trainer.lightning_module
+        assert isinstance(module, GRPOModule)
+        with module.phases.of("checkpoint"):
+            trainer.save_checkpoint(path, weights_only=False)
 
     def _path(self, trainer: pl.Trainer, name: str) -> Path:
         return Path(trainer.default_root_dir) / self.folder / f"{name}.ckpt"
@@ -177,11 +193,17 @@ class RunCheckpoint(pl.Callback):
         phase, self._phase = self._phase, "away"
         can_save = not isinstance(exception, KeyboardInterrupt | CheckpointError)
         can_save = can_save and (isinstance(exception, Stopped) or not self._several)
+        learnt = phase == "learnt"
+        if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step:
+            can_save = False  # no update would be left, and so no validation: the last update is taken again instead
         try:
             if phase in ("rollout", "learnt") and can_save and pl_module.policy_version > self._newest[0]:
-                with _without_batch(trainer, learnt=phase == "learnt"):
+                if learnt and trainer.training:  # its row may not be written yet
+                    trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
+                with _without_batch(trainer, learnt, self._validated):
+                    self._save_best(trainer)
                     self._save_last(trainer, pl_module.policy_version)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             print(error)
         finally:
             self._hang_up()
@@ -199,21 +221,31 @@ class RunCheckpoint(pl.Callback):
 
 
 @contextmanager
-def _without_batch(trainer: pl.Trainer, learnt: bool = False) -> Iterator[None]:
+def _without_batch(trainer: pl.Trainer, learnt: bool = False, validated: bool = True) -> Iterator[None]:
     """Count the batch that has been drawn as not begun, or as done where it is learnt from.
 
-    Otherwise validation would come a batch early after resuming.
+    Otherwise validation would come a batch early after resuming. One that is not over counts as begun, so that it
+    comes again.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     counts = (progress.total, progress.current)
-    before, was_last = [dict(vars(count)) for count in counts], progress.is_last_batch
+    before = [(count, dict(vars(count))) for count in (*counts, *_validation_counts(trainer))]
+    was_last = progress.is_last_batch
     for count in counts:
         done = count.ready if learnt else count.completed
         vars(count).update(ready=done, started=done, processed=done, completed=done)
     progress.is_last_batch = was_last and learnt
+    if learnt and not validated:
+        for count in _validation_counts(trainer):
+            vars(count).update(ready=1, started=1, processed=0, completed=0)
     try:
         yield
     finally:
-        for count, values in zip(counts, before, strict=True):
+        for count, values in before:
             vars(count).update(values)
         progress.is_last_batch = was_last
+
+
+def _validation_counts(trainer: pl.Trainer) -> tuple[Any, Any]:
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    return progress.total, progress.current

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
+from lit_grpo.faults import forget_after
 from lit_grpo.types import PromptBatch, Rollout
 
 _WIDTH = 60
@@ -32,6 +33,11 @@ class SampleLogger(pl.Callback):
             raise ValueError(f"sample_logger.num_samples must be at least 1, not {num_samples}.")
         self.every_n_batches = every_n_batches
         self.num_samples = num_samples
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget, of a run that is resumed, what it is going to write again."""
+        if trainer.is_global_zero and trainer.global_step:
+            forget_after(Path(trainer.default_root_dir) / "samples.jsonl", trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int

@@ -75,9 +75,10 @@ class WeightSync(pl.Callback):
         assert isinstance(module, GRPOModule)
         generator = module.generator
         try:
-            metrics = self._send(module)
-            if isinstance(generator, Scorer):
-                metrics |= self._prove(trainer, module, generator)
+            with module.phases.of("weight sync"):
+                metrics = self._send(module)
+                if isinstance(generator, Scorer):
+                    metrics |= self._prove(trainer, module, generator)
         except WeightSyncError:
             generator.distrust()
             raise

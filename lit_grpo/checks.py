@@ -12,6 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.types import Prompt, SamplingParams
 
+FORMAT = 2
+"""Of checkpoints; it changes whenever what they hold does."""
+
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
     """Refuse numbers of completions that nothing can be computed from.
@@ -56,8 +59,26 @@ def check_checkpoint(checkpoint: Mapping[str, Any], weights: Mapping[str, torch.
             )
 
 
+def check_format(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to go on from a checkpoint of another format.
+
+    Raises:
+        ValueError: An earlier version of this package has written it, or a later one.
+    """
+    if (theirs := checkpoint.get("format", "earlier")) != FORMAT:
+        raise ValueError(
+            f"The checkpoint is of another version of lit_grpo (format {theirs}, where this one has {FORMAT}), and "
+            "training cannot go on from it; go on with that version, or take its policy out with python -m lit_grpo "
+            "export and begin a new run on it."
+        )
+
+
 def check_updates(
-    num_iterations: int, num_minibatches: int, max_tokens_per_micro_batch: int | Literal["auto"], max_grad_norm: float
+    num_iterations: int,
+    num_minibatches: int,
+    max_tokens_per_micro_batch: int | Literal["auto"],
+    max_grad_norm: float,
+    max_skipped_updates: int,
 ) -> None:
     """Refuse numbers that no optimizer step could be made of.
 
@@ -65,6 +86,7 @@ def check_updates(
         ValueError: One is too small.
     """
     counts = {"num_iterations": num_iterations, "num_minibatches": num_minibatches}
+    counts["max_skipped_updates"] = max_skipped_updates
     if max_tokens_per_micro_batch != "auto":
         counts["max_tokens_per_micro_batch"] = max_tokens_per_micro_batch
     for name, value in counts.items():

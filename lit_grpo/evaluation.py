@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torchmetrics import MeanMetric
 
+from lit_grpo.faults import Phases
 from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction
@@ -30,6 +31,7 @@ class EvaluationModule(pl.LightningModule):
 
     def __init__(self, rewards: Sequence[RewardFunction], pass_at_k: Sequence[int], pass_threshold: float) -> None:
         super().__init__()
+        self.phases = Phases()
         self.rewards = rewards
         self.pass_threshold = pass_threshold
         self.pass_at_k = pass_at_k

@@ -85,6 +85,14 @@ class CollapseWatch:
     def __init__(self) -> None:
         self._best, self._num_batches = 0.0, 0
 
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"best": self._best, "num_batches": self._num_batches}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from it."""
+        self._best, self._num_batches = state["best"], int(state["num_batches"])
+
     def sentence(self, logs: Mapping[str, float], version: int) -> str | None:
         """Return what to say of a batch with these metrics, once it is the third of its kind in a row."""
         reward, certain = logs["reward"], logs["completions/mean_logprob"] > -1e-3

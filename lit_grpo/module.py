@@ -14,8 +14,10 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lit_grpo.checks import (
+    FORMAT,
     check_callbacks,
     check_checkpoint,
+    check_format,
     check_generations,
     check_micro_batch,
     check_minibatches,
@@ -37,6 +39,7 @@ from lit_grpo.policy.loading import (
     load_tokenizer,
 )
 from lit_grpo.policy.nf4 import without_quant_states
+from lit_grpo.policy.saving import written_as_a_whole
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rollout.generator import Generator
@@ -89,6 +92,9 @@ class GRPOModule(EvaluationModule):
             its completions or by itself. ``auto`` estimates it from the free memory, and halves it and begins
             the step anew when memory runs out all the same.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
+        max_skipped_updates: An update whose loss or gradient is not finite changes no weight and is counted in
+            ``update/skipped``; so many of them in a row end the run. Of the first few the rollouts are written to the
+            run's folder, ``broken-update-N-rank-R.safetensors``.
         optimizer: Any torch optimizer; AdamW with a learning rate of 1e-6 by default.
         lr_scheduler: Any torch LR scheduler, stepped once per optimizer step; constant by default.
         dtype: What the policy's weights are loaded in. Keep float32 and choose the compute precision with
@@ -127,6 +133,7 @@ class GRPOModule(EvaluationModule):
         num_minibatches: int = 1,
         max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
         max_grad_norm: float = 1.0,
+        max_skipped_updates: int = 3,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
         lr_scheduler: LRSchedulerCallable | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
@@ -154,14 +161,13 @@ class GRPOModule(EvaluationModule):
             max_tokens_per_micro_batch,
             max_grad_norm,
             gradient_checkpointing,
+            max_skipped_updates,
         )
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
-        self.policy_dtype = dtype
+        self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
-        self.reference = reference
-        self.sampling_seed = sampling_seed
         check_generations(num_generations, eval_num_generations, pass_at_k)
-        check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm)
+        check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
         advantages.check(num_generations, objective.kl.place)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
@@ -213,7 +219,7 @@ class GRPOModule(EvaluationModule):
             name = self.policy_name
             model = load_policy(name, self.policy_dtype) if isinstance(name, str) else copy.deepcopy(self.policy)
             reference = Reference(model, self.trainer.strategy.root_device, self.reference)
-        return Learner(self.policy, self, self.settings, reference)
+        return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         """Check that every prompt leaves room for its completion, before anything is sampled.
@@ -254,7 +260,9 @@ class GRPOModule(EvaluationModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
         checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
-        checkpoint["policy_version"], checkpoint["told"] = self.policy_version, self._told
+        checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
+        names = {source: sorted(names) for source, names in self._names_logged.items()}
+        checkpoint["logged"] = (names, self.batches_without_reward, self._collapse.state_dict())
         lora = None if self.lora is None else asdict(self.lora)
         checkpoint["hyper_parameters"] = {"policy": self.policy_name, "dtype": self.policy_dtype, "lora": lora}
         learner: Learner | None = getattr(self, "learner", None)
@@ -268,26 +276,39 @@ class GRPOModule(EvaluationModule):
             ValueError: The checkpoint is foreign, or of another policy.
         """
         check_checkpoint(checkpoint, without_quant_states(self.state_dict()))
-        self.policy_version, self._told_before = checkpoint["policy_version"], checkpoint["told"]
+        self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
+            check_format(checkpoint)
             learner.load_state_dict(checkpoint)
+            names, self.batches_without_reward, collapse = checkpoint["logged"]
+            self._names_logged = {source: set(those) for source, those in names.items()}
+            self._collapse.load_state_dict(collapse)
+            self._told_before = checkpoint["told"]
 
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
 
         LoRA adapters are merged into the weights, and also saved alone in ``adapter/``.
+
+        Raises:
+            ValueError: There is no room for it; what was there before is left as it was.
         """
-        if has_adapters(self.policy):
-            save_merged(self.policy, folder)
-        else:
-            self.policy.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        with written_as_a_whole(Path(folder)) as aside:
+            if has_adapters(self.policy):
+                save_merged(self.policy, aside)
+            else:
+                self.policy.save_pretrained(aside)
+            self.tokenizer.save_pretrained(aside)
 
     # ---- training ---------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Learn from one batch of whole rollout groups."""
+        with self.phases.of("update"):
+            self._learn(batch)
+
+    def _learn(self, batch: PromptBatch) -> None:
         if not batch.groups:
             raise RuntimeError(
                 "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
@@ -329,6 +350,7 @@ class GRPOModule(EvaluationModule):
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""
+        self.phases.move()
         with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
             self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
 

@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "update.objective": {*UTILITIES, "update", "update.advantages"},
     "update": {
         *UTILITIES,
+        "faults",
         "policy",
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
@@ -43,7 +44,8 @@ ROOMS: dict[str, set[str]] = {
     "checks": {"types"},
     "settings": set(),
     "resuming": set(),
-    "evaluation": {*UTILITIES, "metrics", "rewards"},
+    "faults": UTILITIES,
+    "evaluation": {*UTILITIES, "faults", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,

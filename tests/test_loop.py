@@ -246,8 +246,8 @@ def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: p
         RolloutLoop(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 
 
-def test_bubble_ratio_is_the_share_of_slot_time_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))  # each step takes one second
+def test_bubble_ratio_is_the_share_of_slot_steps_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(number**2 for number in range(1000))  # each step takes longer than the one before
     monkeypatch.setattr("lit_grpo.rollout.loop.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     generator = FakeGenerator(2, {"a": [1, 2, 3]})
     _, stats = controller(generator).collect(prompts("a"), 3, SAMPLING, seed=0)
@@ -255,6 +255,7 @@ def test_bubble_ratio_is_the_share_of_slot_time_without_a_completion(monkeypatch
     assert stats.bubble_ratio == 0.25
     metrics = stats.metrics()
     assert metrics["rollout/bubble_ratio"] == 0.25
+    assert 0.25 < metrics["perf/bubble_ratio"] < 0.5
     assert metrics["rollout/steps"] == 4 and metrics["rollout/tokens"] == 6
     assert metrics["time/rollout_s"] > 4
 

@@ -48,6 +48,18 @@ def test_resumed_run_replaces_the_rows_that_it_logs_again(tmp_path: Path) -> Non
     ]
 
 
+def test_a_validation_that_is_repeated_on_resuming_stands_in_the_row_of_its_update(tmp_path: Path) -> None:
+    first = MetricsCSV(tmp_path / "metrics.csv")
+    first.log_metrics({"reward": 1.0}, step=2)
+    second = MetricsCSV(first.path)
+    second.log_metrics({"val": 0.5}, step=2)
+    second.log_metrics({"reward": 3.0}, step=4)
+    assert read(second.path) == [
+        {"step": "2", "reward": "1.0", "val": "0.5"},
+        {"step": "4", "reward": "3.0", "val": ""},
+    ]
+
+
 def test_half_a_line_at_the_end_gives_no_row(tmp_path: Path) -> None:
     first = MetricsCSV(tmp_path / "metrics.csv")
     for step in range(3):

@@ -1,3 +1,5 @@
+import multiprocessing
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -61,5 +63,40 @@ def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
 
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:
     loggers = make_loggers(RunConfig(name="one", dir=str(tmp_path)))
-    assert [type(logger).__name__ for logger in loggers] == ["MetricsCSV", "TensorBoardLogger"]
+    assert [type(logger).__name__ for logger in loggers] == ["MetricsCSV", "TensorBoard"]
     assert {Path(str(logger.log_dir)) for logger in loggers} == {tmp_path / "one"}
+
+
+NUM_RUNS = 20
+
+
+def begin_run(folder: Path, number: int, together: Barrier, at_once: bool) -> None:
+    """Be a run that writes its number; ``at_once`` it lives as long as all others."""
+    together.wait()
+    with RunFolder() as run:
+        run.claim(folder, resumes=False)
+        if at_once:
+            together.wait()
+        run.open()
+        (run.path / "metrics.csv").write_text(f"{number}\n")
+        with (run.path / "metrics.csv").open("a") as file:
+            file.write(f"{number}\n")
+        if at_once:
+            together.wait()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_twenty_runs_of_one_name_begun_together_have_folders_of_their_own(tmp_path: Path, at_once: bool) -> None:
+    context = multiprocessing.get_context("fork")  # which starts at once, without an import
+    together = context.Barrier(NUM_RUNS)
+    runs = [
+        context.Process(target=begin_run, args=(tmp_path / "task", number, together, at_once))
+        for number in range(NUM_RUNS)
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(timeout=60)
+    assert [run.exitcode for run in runs] == [0] * NUM_RUNS
+    written = sorted(path.read_text().split() for path in tmp_path.glob("task*/metrics.csv"))
+    assert written == sorted([str(number)] * 2 for number in range(NUM_RUNS))

@@ -10,6 +10,7 @@ import torch
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
 
+from lit_grpo.checks import FORMAT
 from lit_grpo.cli.settings import check_settings
 
 TRAINER = {
@@ -76,8 +77,30 @@ def test_checkpoints_come_from_disk_and_from_runs(tmp_path: Path) -> None:
     for path, sentence in refused.items():
         with pytest.raises(ValueError, match=sentence):
             check_settings(settings(path), fits=True)
-    torch.save({"policy_version": 1, "state_dict": {}}, tmp_path / "ours.ckpt")
+    torch.save({"policy_version": 1, "state_dict": {}, "format": FORMAT}, tmp_path / "ours.ckpt")
     check_settings(settings(str(tmp_path / "ours.ckpt")), fits=True)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused_where_training_would_go_on_from_it(tmp_path: Path) -> None:
+    torch.save({"policy_version": 1, "state_dict": {}, "told": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"another version of lit_grpo \(format earlier, .* python -m lit_grpo export"):
+        check_settings(settings(str(tmp_path / "last.ckpt")), fits=True)
+    check_settings(settings(str(tmp_path / "last.ckpt")), fits=False)
+
+
+def test_a_truncated_checkpoint_names_the_newest_whole_one_beside_it(tmp_path: Path) -> None:
+    for name, version in (("best", 4), ("older", 2), ("last", 6)):
+        torch.save({"policy_version": version, "state_dict": {}, "format": FORMAT}, tmp_path / f"{name}.ckpt")
+    last = tmp_path / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(
+        ValueError, match=r"last\.ckpt' is .* damaged .*beside it '\S+best\.ckpt' is whole, of update 4"
+    ):
+        check_settings(settings(str(last)), fits=True)
+    for path in (tmp_path / "best.ckpt", tmp_path / "older.ckpt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="give one that a run has left in its folder"):
+        check_settings(settings(str(last)), fits=True)
 
 
 def test_a_checkpoint_of_another_policy_is_refused(policy_folder: Path, tmp_path: Path) -> None:

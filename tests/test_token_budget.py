@@ -17,6 +17,10 @@ from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.budget import MOST_TOKENS, TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]
@@ -25,14 +29,16 @@ REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]
 class ScarceMemory(pl.Callback):
     """Raises what a full device raises, wherever more than ``room`` tokens go through the policy at once."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: int, of_the_reference: bool = False) -> None:
+        self.room, self.of_the_reference = room, of_the_reference
         self.sizes: list[int] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
         pl_module.learner.budget = TokenBudget(200)
-        pl_module.policy.get_decoder().layers[1].register_forward_hook(self._check)  # pyright: ignore
+        reference = pl_module.learner.reference
+        model = reference.model if self.of_the_reference and isinstance(reference, Reference) else pl_module.policy
+        model.get_decoder().layers[1].register_forward_hook(self._check)  # pyright: ignore
 
     def _check(self, _: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> None:
         self.sizes.append(inputs[0].shape[1])
@@ -55,6 +61,25 @@ def test_a_step_that_ran_out_of_memory_begins_anew_and_ends_the_same(policy_fold
         assert relative_error(flat(actual), flat(expected)) < 1e-5
     for name, value in ample.logs[0].items():
         assert recorder.logs[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.parametrize("what", ["old", "reference", "entropy"])
+def test_a_measurement_that_ran_out_of_memory_begins_anew_and_ends_the_same(policy_folder: Path, what: str) -> None:
+    groups = random_groups(random_policy(), REWARDS)
+    options: dict[str, Any] = {
+        "old": {"objective": Objective(correction=Correction("sequence_mask")), "num_iterations": 2},
+        "reference": {"objective": Objective(kl=KLTerm(0.1)), "reference": ReferenceSettings(offload=True)},
+        "entropy": {"objective": Objective(top_entropy_quantile=0.5)},
+    }[what]
+    ample = fit(make_module(policy_folder, **options), groups)
+    scarce = ScarceMemory(room=40, of_the_reference=what == "reference")
+    with pytest.warns(match="They have at most 50 from now on and the step begins anew"):
+        recorder = fit(
+            make_module(policy_folder, max_tokens_per_micro_batch="auto", **options), groups, callbacks=[scarce]
+        )
+    assert sum(size > 40 for size in scarce.sizes) == 2
+    for actual, expected in zip(recorder.gradients, ample.gradients, strict=True):
+        assert relative_error(flat(actual), flat(expected)) < 1e-5
 
 
 def test_where_one_completion_is_too_much_the_error_says_what_to_do(policy_folder: Path) -> None:

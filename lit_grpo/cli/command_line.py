@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.checks import check_trainer
@@ -22,7 +23,7 @@ from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank, make_loggers
 from lit_grpo.update.metrics import LogprobGapError
 
 RUN_NAME = "LIT_GRPO_RUN_NAME"
@@ -42,6 +43,9 @@ MISTAKES = (
     LogprobGapError,
     FloatingPointError,
 )
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class GRPOCLI(LightningCLI):
@@ -97,7 +101,7 @@ class GRPOCLI(LightningCLI):
 
     def _claim(self, folder: Path, resumes: bool) -> str:
         """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
-        if not _is_first_rank():
+        if not is_first_rank():
             return os.environ.get(RUN_NAME, folder.name)
         self.run_folder.claim(folder, resumes)
         name = self.run_folder.path.name
@@ -115,7 +119,8 @@ class GRPOCLI(LightningCLI):
         settings = self._settings
         trainer = self._get(self.config_init, "trainer")
         if trainer["logger"] is None:
-            kwargs["logger"] = make_loggers(RunConfig(**settings["run"])) if self.subcommand == "fit" else False
+            fits, resumes = self.subcommand == "fit", bool(settings.get("ckpt_path"))
+            kwargs["logger"] = make_loggers(RunConfig(**settings["run"]), resumes) if fits else False
         own = trainer["callbacks"] or []
         kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
         if trainer["enable_progress_bar"] is not False:
@@ -126,7 +131,7 @@ class GRPOCLI(LightningCLI):
         """Check all that can be, then open the run's folder, and validate the policy so that curves begin at 0."""
         settings = self._settings
         self._check(settings.get("ckpt_path"))
-        if _is_first_rank():
+        if is_first_rank():
             moved = self.run_folder.open()
             if moved is not None:
                 print(f"The earlier run in {self.run_folder.path} is now in {moved}.")
@@ -155,10 +160,6 @@ class GRPOCLI(LightningCLI):
         module.configure_optimizers()
 
 
-def _is_first_rank() -> bool:
-    return getattr(rank_zero_only, "rank", 0) == 0
-
-
 def run(args: list[str] | None = None) -> None:
     """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
     _quieten()
@@ -178,6 +179,14 @@ def run(args: list[str] | None = None) -> None:
                 # Without abbreviations: a field that is misspelt is not the one that begins so.
                 parser_kwargs={"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
             )
+    except OSError as error:
+        if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        place = "" if error.filename is None else f" to {error.filename}"
+        exit_with(
+            f"A run's file could not be written{place} ({error.strerror}); make room, and resume the run from its last "
+            "checkpoint, or choose another run.dir."
+        )
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
@@ -188,6 +197,8 @@ def _quieten() -> None:
     """Silence what says nothing to the user; each entry names the cause."""
     import logging
 
+    # TensorBoard writes in a thread, whose error on a full disk the next write raises where it is told of.
+    threading.excepthook = _quiet_of_full_disks
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
     # Lightning calls jsonargparse by names that are deprecated.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -203,3 +214,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     # A run without validation prompts has no validation loader.
     warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
+
+
+def _quiet_of_full_disks(failure: threading.ExceptHookArgs) -> None:
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in FULL):
+        threading.__excepthook__(failure)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import util
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lit_grpo.checks import check_left_to_module
+from lit_grpo.checks import check_format, check_left_to_module
+
+DAMAGED = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError)
 
 
 def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
@@ -38,11 +41,11 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
     if settings.get("weights_only") is False:
         raise ValueError("weights_only is false, but a checkpoint is never let run code; leave it out.")
     if path := settings.get("ckpt_path"):
-        check_ckpt_path(str(path))
+        check_ckpt_path(str(path), fits)
 
 
-def check_ckpt_path(path: str) -> None:
-    """Refuse a checkpoint that is not there, not on this machine, or not one of a run.
+def check_ckpt_path(path: str, fits: bool) -> None:
+    """Refuse a checkpoint that is not there, not on this machine, or not one that a run can go on from.
 
     Raises:
         ValueError: It is one of these.
@@ -62,16 +65,34 @@ def check_ckpt_path(path: str) -> None:
             f"There is no checkpoint {path!r}; give the path of one, such as runs/NAME/checkpoints/last.ckpt."
         )
     try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        checkpoint = _load(file)
+    except DAMAGED as error:
         raise ValueError(
             f"{path!r} is no checkpoint, or a damaged one, or one that would run code ({type(error).__name__}); "
-            "give one that a run has left in its folder checkpoints/."
+            f"{_whole_beside(file)}."
         ) from error
     if not isinstance(checkpoint, Mapping) or not {"policy_version", "state_dict"} <= checkpoint.keys():
         raise ValueError(
             f"{path!r} is no checkpoint of lit_grpo; give one that a run has left in its folder checkpoints/."
         )
+    if fits:
+        check_format(checkpoint)
+
+
+def _load(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _whole_beside(file: Path) -> str:
+    """Name the newest whole checkpoint in a damaged one's folder."""
+    versions: dict[Path, int] = {}
+    for other in file.parent.glob("*.ckpt"):
+        with suppress(*DAMAGED, KeyError, TypeError):
+            versions[other] = _load(other)["policy_version"]
+    if not versions:
+        return "give one that a run has left in its folder checkpoints/"
+    newest = max(versions, key=lambda other: versions[other])
+    return f"beside it {str(newest)!r} is whole, of update {versions[newest]}: give that"
 
 
 def _check_devices(strategy: Any, accelerator: Any) -> None:

@@ -22,7 +22,7 @@ class RolloutStats:
 
     ``num_set_aside`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``bubble_ratio`` is one minus the share of slot
-    time in which a slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for
+    steps in which a slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for
     rewards. ``spans`` says which slot decoded which completion when, ``predicted`` how many tokens were expected of
     each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths allow in so many slots.
     """
@@ -34,6 +34,8 @@ class RolloutStats:
     rollout_s: float = 0.0
     reward_wait_s: float = 0.0
     scheduling_s: float = 0.0
+    active_slot_steps: int = 0
+    slot_steps: int = 0
     active_slot_s: float = 0.0
     slot_s: float = 0.0
     kv_tokens_peak: int = 0
@@ -45,6 +47,11 @@ class RolloutStats:
 
     @property
     def bubble_ratio(self) -> float:
+        """1 - sum(active slots) / (slots x steps); the same in every run with the same seed."""
+        return 1.0 - self.active_slot_steps / self.slot_steps if self.slot_steps else 0.0
+
+    @property
+    def timed_bubble_ratio(self) -> float:
         """1 - sum(active slots x step time) / (slots x rollout time)."""
         return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
 
@@ -52,6 +59,8 @@ class RolloutStats:
         """Add a step that took ``elapsed_s``."""
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
+        self.active_slot_steps += events.num_active * events.num_steps
+        self.slot_steps += capacity.slots * events.num_steps
         self.active_slot_s += events.num_active * elapsed_s
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
@@ -74,6 +83,7 @@ class RolloutStats:
             "rollout/steps_over_bound": self.num_steps / max(self.step_bound, 1),
             "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),
             "rollout/kv_tokens_peak": float(self.kv_tokens_peak),
+            "perf/bubble_ratio": self.timed_bubble_ratio,
             "time/rollout_s": self.rollout_s,
             "time/reward_wait_s": self.reward_wait_s,
             "time/scheduling_s": self.scheduling_s,

@@ -12,7 +12,7 @@ from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank, make_loggers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,14 +80,16 @@ def train(
     datamodule = PromptDataModule(**{**given, **(data or {})})
     made = _callbacks(callbacks or {})
     with RunFolder() as run_folder:
-        run_folder.claim(RunConfig(name, dir).folder, resumes=False)
-        run_folder.open()
-        run = RunConfig(run_folder.path.name, dir)
+        run = RunConfig(name, dir)
+        if is_first_rank():  # the others learn of its folder once they have met it
+            run_folder.claim(run.folder, resumes=False)
+            run_folder.open()
+            run = RunConfig(run_folder.path.name, dir)
         fitted = _trainer(run, made, {"max_steps": max_steps, **(trainer or {})})
         if validation is not None:
             fitted.validate(module, datamodule, verbose=False)
         fitted.fit(module, datamodule)
-    return Run(module, run.folder)
+    return Run(module, Path(fitted.default_root_dir))
 
 
 def _trainer(run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping[str, Any]) -> pl.Trainer:

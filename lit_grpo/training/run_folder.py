@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,11 @@ class RunConfig:
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.dir) / self.name
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the first rank, as far as its environment tells before ranks have met."""
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 class RunFolder:
@@ -132,16 +137,23 @@ def _next_free(path: Path) -> tuple[Path, FileLock]:
     raise AssertionError("numbers do not end")
 
 
-def make_loggers(config: RunConfig) -> list[Logger]:
-    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for."""
+def make_loggers(config: RunConfig, resumes: bool = False) -> list[Logger]:
+    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for; a run that resumes goes on with its own.
+
+    Args:
+        config: Of the run.
+        resumes: Whether it goes on in its folder; otherwise what is there may be another's, who is to be moved.
+    """
     loggers: list[Logger] = [
         MetricsCSV(config.folder / "metrics.csv"),
-        TensorBoardLogger(config.dir, name=config.name, version=""),
+        TensorBoard(config.dir, name=config.name, version=""),
     ]
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
         loggers.append(
-            WandbLogger(
+            WandB(
+                config.folder / "wandb-id",
+                resumes,
                 name=config.name,
                 project=config.wandb_project,
                 save_dir=str(config.folder),
@@ -151,11 +163,51 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     return loggers
 
 
+class WandB(WandbLogger):
+    """Lightning's logger, which keeps the W&B run's id in a file, so that a run that resumes is the same one there.
+
+    Args:
+        id_file: Keeps the id.
+        resumes: Whether to go on with the run that it names, if there is one.
+        kwargs: As Lightning's takes them.
+    """
+
+    def __init__(self, id_file: Path, resumes: bool, **kwargs: Any) -> None:
+        if resumes and id_file.is_file():
+            kwargs |= {"id": id_file.read_text().strip(), "resume": "allow"}
+        super().__init__(**kwargs)
+        self._id_file = id_file
+
+    @property
+    def experiment(self) -> Any:
+        """W&B's run."""
+        begins = self._experiment is None
+        run = super().experiment
+        if begins and self._experiment is not None:  # on the first rank
+            self._id_file.write_text(f"{run.id}\n")
+        return run
+
+
+class TensorBoard(TensorBoardLogger):
+    """Lightning's logger, which says of any failure that a value cannot be logged; a full disk is named as such."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write."""
+        try:
+            super().log_metrics(metrics, step)
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise
+
+
 class MetricsCSV(Logger):
     """Write metrics to a CSV file with one row a step, whatever logged it and when.
 
     Lightning's own CSVLogger writes a row a call and deletes the file of the run that it resumes. Here a
-    resumed run goes on with the file: rows from its first step on are replaced.
+    resumed run goes on with the file: rows behind its first step are replaced, and that of its first step is filled:
+    a validation may be all that it lacks.
 
     Args:
         path: The file.
@@ -209,12 +261,12 @@ class MetricsCSV(Logger):
         self._write()
 
     def _resume(self, first_step: int) -> None:
-        """Take over the rows before ``first_step`` of a file that is there, but for half a line at its end."""
+        """Take over the rows up to ``first_step`` of a file that is there, but for half a line at its end."""
         self._started = True
         if self.path.exists():
             lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
             reader = csv.DictReader(line for line in lines if line.endswith("\n"))
-            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) < first_step]
+            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) <= first_step]
             self._columns = list(reader.fieldnames or self._columns)
 
     def _write(self) -> None:

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from lit_grpo.faults import BrokenBatches
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
@@ -35,10 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-MAX_SKIPPED = 3
-"""Updates in a row whose gradient is not finite; one fewer are left out, and the run goes on."""
-
-
 @dataclass
 class Settings:
     """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
@@ -57,6 +55,7 @@ class Settings:
     max_tokens_per_micro_batch: int | Literal["auto"] = 8192
     max_grad_norm: float = 1.0
     gradient_checkpointing: Checkpointing = False
+    max_skipped_updates: int = 3
     shares_prefix: bool = True
 
 
@@ -82,6 +81,7 @@ class Learner:
         optimization: Takes gradients and steps.
         settings: What to learn, and how.
         reference: What a KL term holds on to, where there is one.
+        folder: Where a batch is written whose loss or gradient is not finite; by default nowhere.
     """
 
     def __init__(
@@ -90,11 +90,13 @@ class Learner:
         optimization: Optimization,
         settings: Settings,
         reference: Reference | AdapterFreeReference | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
         self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
         self.budget: TokenBudget | None = None
         self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
+        self._broken = BrokenBatches(folder)
         self._num_skipped = 0  # updates in a row
 
     @property
@@ -119,7 +121,8 @@ class Learner:
         Raises:
             ValueError: A token that is to be learnt from has no sampled log-prob.
             LogprobGapError: The generator did not sample with the policy's weights; none has changed.
-            FloatingPointError: Gradients of several updates in a row are not finite; the weights stay as they are.
+            FloatingPointError: Losses or gradients of several updates in a row are not finite; the weights stay as
+                they are.
         """
         settings, metrics = self.settings, TokenMetrics()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -135,13 +138,17 @@ class Learner:
         return logs | self.state.coefficients()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what the objective remembers, and a reference that has moved."""
+        """What a checkpoint keeps: what the objective remembers, a reference that has moved, and what was found out."""
         reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
-        return {"objective_state": self.state.state_dict(), "reference": reference}
+        tokens = None if self.budget is None else self.budget.tokens
+        counts = {"skipped": self._num_skipped, "budget": tokens}
+        return {"objective_state": self.state.state_dict(), "reference": reference, "learner": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.state.load_state_dict(state["objective_state"])
+        self._num_skipped, tokens = state["learner"]["skipped"], state["learner"]["budget"]
+        self.budget = None if tokens is None else TokenBudget(tokens)
         if isinstance(self.reference, Reference):
             self.reference.load_state_dict(state["reference"])
 
@@ -155,7 +162,7 @@ class Learner:
         """
         old, reference, settings = None, None, self.settings
         if self.reference is not None:
-            reference = self._measure(rollouts, "logprobs", self.reference.lend())
+            reference = self._measure(rollouts, "logprobs", self.reference.lend)
         if settings.objective.correction.active and settings.num_iterations * settings.num_minibatches > 1:
             old = self._measure(rollouts, "logprobs")
         return Before(old, reference)
@@ -187,20 +194,41 @@ class Learner:
         self,
         rollouts: Sequence[Rollout],
         what: Literal["logprobs", "entropy"],
-        lent: AbstractContextManager[PreTrainedModel] | None = None,
+        lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
     ) -> dict[Key, torch.Tensor]:
-        """Measure every token that is learnt from under the policy, or under a model that is lent for it."""
+        """Measure every token that is learnt from under the policy, or under a model that is lent for it.
+
+        Where the budget is open and the memory of a rank runs out, all of them begin anew with half of it.
+        """
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
-        max_tokens = self._max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
         place, temperature = ("logprobs", "entropy").index(what), self.settings.temperature
-        with lent or nullcontext(self.policy) as model:
-            return measure(
-                with_tokens,
-                lambda micro_batch: micro_batch_logprobs(model, micro_batch, temperature)[place],
-                max_tokens,
-                self.device,
-                self.settings.shares_prefix,
-            )
+        while True:
+            max_tokens = self._max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
+            values: dict[Key, torch.Tensor] | None = None
+            try:
+                with nullcontext(self.policy) if lend is None else lend() as model:
+                    values = measure(
+                        with_tokens,
+                        lambda micro_batch: micro_batch_logprobs(model, micro_batch, temperature)[place],
+                        max_tokens,
+                        self.device,
+                        self.settings.shares_prefix,
+                    )
+            except (RuntimeError, MemoryError) as error:
+                if self.budget is None or not is_out_of_memory(error):
+                    raise
+            short = self.budget is not None and bool(self.ranks.max(float(values is None)))
+            if values is not None and not short:
+                return values
+            self._halve_budget(with_tokens)
+
+    def _halve_budget(self, rollouts: Sequence[Rollout]) -> None:
+        """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""
+        assert self.budget is not None
+        least = int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))
+        self.ranks.warn(self.budget.halve(least))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # ---- a step -------------------------------------------------------------------------------------
 
@@ -235,19 +263,15 @@ class Learner:
         """Take one optimizer step. Without a gradient (nothing to learn) it counts, and changes no weight."""
         before = copy.deepcopy(vars(metrics))
         while not self._accumulate(self._micro_batches(step), step, metrics):
-            assert self.budget is not None
-            least = int(self.ranks.max(least_tokens(step.rollouts, self.settings.shares_prefix)))
-            self.ranks.warn(self.budget.halve(least))
+            self._halve_budget(step.rollouts)
             vars(metrics).update(copy.deepcopy(before))
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            step.entropy_sum = 0.0
+            step.loss_sum = step.entropy_sum = 0.0
         if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
             metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
         version = self.optimization.policy_version
         grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm)
-        skipped = not math.isfinite(grad_norm)
-        self._count_skipped(skipped, grad_norm, version)
+        skipped = bool(self.ranks.max(float(not math.isfinite(grad_norm + float(step.loss_sum)))))
+        self._count_skipped(skipped, grad_norm, step, version)
         lr = self.optimization.take_step()
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
@@ -257,15 +281,20 @@ class Learner:
             entropy = float(self.ranks.sum(step.entropy_sum)) / step.totals.num_entropy_tokens
             self.state.entropy.update(entropy)
 
-    def _count_skipped(self, skipped: bool, grad_norm: float, version: int) -> None:
-        """Leave a gradient that is not finite out, so that the step changes no weight; give up after a few of them."""
+    def _count_skipped(self, skipped: bool, grad_norm: float, step: Step, version: int) -> None:
+        """Leave out what is not finite, so that the step changes no weight; give up after a few of them in a row."""
         self._num_skipped = self._num_skipped + 1 if skipped else 0
-        if skipped:
-            self.policy.zero_grad()
-        if self._num_skipped == MAX_SKIPPED:
+        if not skipped:
+            return
+        self.policy.zero_grad()
+        loss, most = float(step.loss_sum), self.settings.max_skipped_updates
+        name = f"update-{version}-rank-{self.ranks.own}"
+        where = self._broken.keep(name, step.rollouts, step.advantages, {"grad_norm": grad_norm, "loss": loss})
+        if self._num_skipped >= most:
             raise FloatingPointError(
-                f"The policy collapsed at update {version}: the gradient's norm is {grad_norm}, {MAX_SKIPPED} times "
-                "in a row, and no weight has been touched since; lower the learning rate, or look for extreme rewards."
+                f"The policy collapsed at update {version}: the gradient's norm is {grad_norm} and the loss {loss}, "
+                f"not finite {most} times in a row (max_skipped_updates), and no weight has been touched since; lower "
+                f"the learning rate, or look for extreme rewards{where}."
             )
 
     def _accumulate(self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics) -> bool:
@@ -323,6 +352,7 @@ class Learner:
             self.settings.objective, tokens, step.totals, self.state.kl.beta, self.state.entropy.applied, kept_N
         )
         entropy_N = tokens.entropy_N.detach()
+        step.loss_sum += loss.detach()
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
         if metrics.num_updates == 0:  # the weights are still those that sampled

@@ -62,7 +62,7 @@ class TokenMetrics:
             LogprobGapError: It is above ``limit`` nats.
         """
         gap, count = reduce_sum(torch.tensor(self._fresh, dtype=torch.float64)).tolist()
-        if not gap <= limit * count:
+        if gap > limit * count:  # one that is not finite shows in the loss
             raise LogprobGapError(
                 f"The log-probs that a batch was sampled with differ from the policy's by {gap / count:.3g} nats a "
                 f"token, where weight_sync.max_logprob_gap allows {limit}, so it is not learnt from: the generator's "

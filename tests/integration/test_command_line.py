@@ -60,7 +60,7 @@ def metrics(name: str) -> list[dict[str, str]]:
     """Read a run's metrics, without those that measure time or memory."""
     with Path("runs", name, "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    measured = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+    measured = ("time/", "perf/", "memory/")
     return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
 
 
@@ -232,9 +232,19 @@ def _evaluation(subcommand: str, arguments: list[str]) -> list[str]:
     return [subcommand, "--config", "evaluation.yaml", *arguments]
 
 
-def test_wandb_offline_writes_a_run(folder: Path) -> None:
-    fit("--trainer.max_steps", "1", "--run.wandb", "offline")
-    assert list(Path("runs/task/wandb").glob("offline-run-*/*.wandb"))
+def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path) -> None:
+    import wandb
+
+    for steps in ("1", "2"):
+        resume = ["--ckpt_path", "runs/task/checkpoints/last.ckpt"] if steps == "2" else []
+        fit("--trainer.max_steps", steps, "--run.wandb", "offline", *resume)
+        wandb.finish()
+    first, second = Path("runs/task/wandb").glob("offline-run-*/*.wandb")
+    assert first.parent != second.parent and first.name == second.name
+    fit("--trainer.max_steps", "1", "--run.wandb", "offline")  # another run in its place
+    wandb.finish()
+    (other,) = Path("runs/task/wandb").glob("offline-run-*/*.wandb")
+    assert other.name != first.name
 
 
 def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(

@@ -21,7 +21,7 @@ def score(completion):
     time.sleep(float(os.environ.get("REWARD_S", 0)))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
-MEASURED = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+MEASURED = ("time/", "perf/", "memory/")
 
 
 @pytest.fixture

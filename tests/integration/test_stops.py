@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.callbacks import RunCheckpoint
+from lit_grpo.callbacks import MemoryMonitor, RunCheckpoint
 from lit_grpo.cli.command_line import run
+from lit_grpo.rollout.weights.tensors import WeightSyncError
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +31,7 @@ def score(completion):
             os.kill(os.getpid(), int(what))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
-MEASURED = ("time/", "perf/", "memory/", "rollout/bubble_ratio")
+MEASURED = ("time/", "perf/", "memory/")
 
 
 @pytest.fixture
@@ -138,3 +140,80 @@ def test_a_run_that_stops_saves_a_checkpoint_and_resumes_exactly(
     assert version(checkpoint) == 4
     fit("task", "--ckpt_path", checkpoint)
     assert_same_run("whole", "task")
+
+
+CALLS = 7 + 2 * 8  # of a validation, and of the batches before the next
+
+
+@pytest.mark.parametrize(("update", "call"), [(4, CALLS + 3), (8, 2 * CALLS + 1), (12, 3 * CALLS + 7)])
+def test_a_validation_that_fails_is_repeated_on_resuming(folder: Path, update: int, call: int) -> None:
+    fit("whole")
+    (folder / "event").write_text(f"FAIL {call}")
+    with pytest.raises(SystemExit):
+        fit("task", "--checkpoint.every_n_updates", "8")
+    (folder / "event").unlink()
+    checkpoint = "runs/task/checkpoints/last.ckpt"
+    assert version(checkpoint) == min(update, 8)  # after the last update there would be no validation to come again
+    fit("task", "--ckpt_path", checkpoint)
+    assert_same_run("whole", "task")
+
+
+def test_a_sync_that_fails_after_an_update_loses_none_of_its_metrics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit("whole")
+    for update in (6, 8):  # a validation follows after the second
+        failing = iter([False] * (1 + update // 2) + [True])
+
+        def fail(*_: Any, failing: Any = failing) -> None:
+            if next(failing):
+                raise WeightSyncError("A tensor is missing.")
+
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr("lit_grpo.callbacks.weight_sync.check_arrival", fail)
+            fit(f"task-{update}")
+        assert int(metrics(f"task-{update}")[-1]["step"]) == update
+        assert version(f"runs/task-{update}/checkpoints/last.ckpt") == update
+        fit(f"task-{update}", "--ckpt_path", f"runs/task-{update}/checkpoints/last.ckpt")
+        assert [but_sync(row) for row in metrics(f"task-{update}")] == [but_sync(row) for row in metrics("whole")]
+
+
+def but_sync(row: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in row.items() if not name.startswith("sync/")}
+
+
+@pytest.mark.parametrize("begins_well", [False, True])
+def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
+    folder: Path, begins_well: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 4, "gamma": 1e9}}
+    arguments = ["--model.lr_scheduler", json.dumps(schedule)] if begins_well else []
+    arguments += ["--model.optimizer.init_args.lr", "2e-3" if begins_well else "1e6"]
+    with pytest.raises(SystemExit):
+        fit("task", "--trainer.max_steps", "40", *arguments)
+    assert re.search(r"error: The policy collapsed at update \d+: .* lower the learning rate", capsys.readouterr().err)
+    scores = {int(row["step"]): float(row["val/pass@1"]) for row in metrics("task")[1:] if row["val/pass@1"]}
+    best = torch.load("runs/task/checkpoints/best.ckpt", weights_only=True)
+    assert best["policy_version"] == max(scores, key=lambda step: scores[step])
+    if begins_well:  # what came after it has no weight left that is of use
+        assert best["policy_version"] == 4 and scores[4] > min(scores.values())
+        last = torch.load("runs/task/checkpoints/last.ckpt", weights_only=True)
+        largest = [max(float(w.abs().max()) for w in one["state_dict"].values()) for one in (best, last)]
+        assert largest[0] < 10 and not largest[1] < 1e5
+
+
+def test_an_error_right_after_the_best_validation_loses_neither_it_nor_its_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, trainer: Any, module: Any) -> None:
+        if module.policy_version == 4:
+            raise KeyError("what an observer does")
+
+    fit("whole", "--trainer.max_steps", "8")
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(MemoryMonitor, "on_validation_end", fail)
+        fit("task", "--trainer.max_steps", "8")
+    assert version("runs/task/checkpoints/best.ckpt") == version("runs/task/checkpoints/last.ckpt") == 4
+    fit("task", "--trainer.max_steps", "8", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
+    assert_same_run("whole", "task")
+    assert version("runs/task/checkpoints/best.ckpt") == version("runs/whole/checkpoints/best.ckpt")

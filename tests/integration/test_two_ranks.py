@@ -51,12 +51,14 @@ TESTS = Path(__file__).parent.parent
 class Case:
     """A run on rewards_PG of each batch; of its groups rank r trains on every second one.
 
-    ``scarce`` lets the memory of rank 1 run out, where the token budget is open.
+    ``scarce`` lets the memory of rank 1 run out, where the token budget is open; ``broken`` makes the gradient of the
+    first batch infinite, by a rollout of rank 1.
     """
 
     batches: list[list[list[float]]]
     options: dict[str, Any] = field(default_factory=dict)
     scarce: bool = False
+    broken: bool = False
 
 
 MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0, 0.0, 2.0, 0.5]]
@@ -76,6 +78,16 @@ CASES = {
     "one_rank_missing": Case([RANK_0_MISSING]),
     "two_iterations_of_two_minibatches": Case([MIXED], {"num_iterations": 2, "num_minibatches": 2}),
     "memory_runs_out_on_one_rank": Case([MIXED, MIXED], {"max_tokens_per_micro_batch": "auto"}, scarce=True),
+    "memory_runs_out_in_a_measurement_of_one_rank": Case(
+        [MIXED],
+        {
+            "max_tokens_per_micro_batch": "auto",
+            "objective": Objective(correction=Correction("sequence_mask")),
+            "num_iterations": 2,
+        },
+        scarce=True,
+    ),
+    "not_finite_on_one_rank": Case([MIXED, MIXED], broken=True),
     "all_uniform_after_an_update": Case([MIXED, ALL_UNIFORM]),
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
     "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
@@ -184,7 +196,10 @@ def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     module = make_module(policy, optimizer=momentum, **({"max_tokens_per_micro_batch": 24} | case.options))
     scarce = ScarceRank()
     trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
-    trainer.fit(module, train_dataloaders=RankBatches([uneven_groups(rewards) for rewards in case.batches]))
+    batches = [uneven_groups(rewards) for rewards in case.batches]
+    if case.broken:
+        batches[0][1].rollouts[0].completion.logprobs_T[0] = -200.0
+    trainer.fit(module, train_dataloaders=RankBatches(batches))
     assert scarce.num_raised == int(case.scarce and rank_and_world_size()[0] == 1)
     return outcome(module, recorder)
 
@@ -226,7 +241,10 @@ def run_pipeline(policy: str, output: Path, **trainer_options: Any) -> dict[str,
 
 def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name."""
-    cases = {name: lambda case=case: run_case(case, policy, **trainer_options) for name, case in CASES.items()}
+    cases = {
+        name: lambda case=case: run_case(case, policy, default_root_dir=str(output), **trainer_options)
+        for name, case in CASES.items()
+    }
     return cases | {"pipeline": lambda: run_pipeline(policy, output, **trainer_options)}
 
 
@@ -283,6 +301,11 @@ def test_a_step_in_which_no_rank_has_anything_to_learn_counts_and_moves_no_weigh
         once, twice = outcomes["token"], outcomes["all_uniform_after_an_update"]
         assert (once["version"], twice["version"]) == (1, 2)
         assert torch.equal(once["weights"], twice["weights"]) and not torch.equal(once["weights"], before)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_left_out_on_all(ranks: list[Outcomes]) -> None:
+    for outcomes in ranks:
+        assert [logs["update/skipped"] for logs in outcomes["not_finite_on_one_rank"]["logs"]] == [1.0, 0.0]
 
 
 def test_pass_at_k_is_taken_over_the_prompts_of_both_ranks(

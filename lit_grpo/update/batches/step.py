@@ -29,8 +29,8 @@ class Step:
     """The completions of one optimizer step on this rank.
 
     ``rollouts`` and ``advantages`` are those that go through the policy. ``totals`` are of all ranks.
-    ``kept`` are the tokens of high entropy, by completion; None where all count. ``entropy_sum`` adds up while the step
-    is computed.
+    ``kept`` are the tokens of high entropy, by completion; None where all count. ``entropy_sum`` and ``loss_sum``
+    add up while the step is computed.
     """
 
     rollouts: Sequence[Rollout]
@@ -39,6 +39,7 @@ class Step:
     before: Before
     kept: Mapping[Key, torch.Tensor] | None = None
     entropy_sum: torch.Tensor | float = 0.0
+    loss_sum: torch.Tensor | float = 0.0
 
     def of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""

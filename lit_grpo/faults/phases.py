@@ -1,0 +1,80 @@
+"""What a run is at, and a watch that says so when nothing moves."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+BETWEEN = "between phases"
+NUM_FRAMES = 6
+
+
+class Phases:
+    """What a run is at: rollout, reward, update, weight sync, validation or checkpoint, or between them."""
+
+    def __init__(self) -> None:
+        self.name = BETWEEN
+        self.moved_at = time.monotonic()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Be in a phase, then in the one around it again."""
+        around = self.name
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.begin(around)
+
+    def begin(self, name: str) -> None:
+        """Pass on to a phase."""
+        self.name = name
+        self.move()
+
+    def move(self) -> None:
+        """Note that something has come about."""
+        self.moved_at = time.monotonic()
+
+
+class StallWatch:
+    """Says once what the main thread is at when nothing has moved for long; it ends nothing.
+
+    Args:
+        phases: Returns the run's phases.
+        minutes: How long nothing moves before it speaks.
+        rank: Of this process.
+    """
+
+    def __init__(self, phases: Callable[[], Phases], minutes: float, rank: int) -> None:
+        self._phases, self._minutes, self._rank = phases, minutes, rank
+        self._over = threading.Event()
+        self._told_of = -1.0
+        self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._minutes * 60 / 10):
+            moved_at = self._phases().moved_at
+            if moved_at != self._told_of and time.monotonic() - moved_at > self._minutes * 60:
+                self._told_of = moved_at
+                print(self._where(), file=sys.stderr, flush=True)
+
+    def _where(self) -> str:
+        phases = self._phases()
+        minutes = (time.monotonic() - phases.moved_at) / 60
+        phase = phases.name if phases.name == BETWEEN else f"in the phase {phases.name}"
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = traceback.format_list(traceback.extract_stack(frame)[-NUM_FRAMES:])
+        return (
+            f"Rank {self._rank} has not moved for {minutes:.3g} minutes, {phase}; it goes on waiting. Its main thread "
+            f"is at (innermost last):\n{''.join(frames)}"
+        )

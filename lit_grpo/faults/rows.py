@@ -1,0 +1,22 @@
+"""Files of JSON lines that a resumed run goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the rows of a file whose ``step`` is behind this one, and half a line at its end.
+
+    A run that was killed has written them, and the run that is resumed at ``step`` writes them again. A file that is
+    not there stays so.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        aside = path.with_name(f".{path.name}.writing")
+        aside.write_bytes(b"".join(kept))
+        aside.replace(path)

@@ -1,0 +1,130 @@
+"""Runs whose file system runs full: one sentence, the last good checkpoint whole, and nothing lost on resuming."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.integration
+
+REWARD = """
+import itertools, os
+from pathlib import Path
+numbers = itertools.count(1)
+def score(completion):
+    full_at = int(os.environ.get("FULL_AT", 0))
+    if next(numbers) == full_at:
+        try:
+            with open("runs/filler", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            os.truncate("runs/filler", os.path.getsize("runs/filler") - int(os.environ["LEFT"]))
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+"""
+MEASURED = ("time/", "perf/", "memory/")
+SMALL_DISK = """
+mount -t tmpfs -o size=8m tmpfs runs && cp -a kept/. runs/ && "$@"
+code=$?; cp -a runs/. kept/; exit $code
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
+    """A task, and a run of it on a disk that is large enough, in ``kept``."""
+    folder = tmp_path_factory.mktemp("whole")
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+    config = {
+        "trainer": {"accelerator": "cpu", "max_steps": 20, "enable_progress_bar": False},
+        "model": {
+            "policy": str(policy_folder),
+            "rewards": [{"function": "rewards.py:score"}],
+            "num_generations": 4,
+            "sampling": {"max_tokens": 4},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-3}},
+        },
+        "data": {"train": "prompts.jsonl", "batch_size": 2},
+        "checkpoint": {"every_n_updates": 2},
+        "sample_logger": {"every_n_batches": 0},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    for name in ("runs", "kept"):
+        (folder / name).mkdir()
+    if subprocess.run(["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", "true"], cwd=folder, check=False).returncode:
+        pytest.skip("This machine lets no user mount a small file system (unshare -rm).")
+    run = fit(folder, "whole")
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """The same task, without a run."""
+    for name in ("prompts.jsonl", "rewards.py", "config.yaml"):
+        shutil.copy(whole / name, tmp_path)
+    for name in ("runs", "kept"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str, full_at: int = 0, left: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line on a small disk, which holds what ``kept`` does, and keep what is on it then."""
+    line = ["unshare", "-rm", "sh", "-c", SMALL_DISK, "sh", sys.executable, "-m", "lit_grpo", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "FULL_AT": str(full_at), "LEFT": str(left)}
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def fit(folder: Path, name: str, *arguments: str, full_at: int = 0, left: int = 0) -> subprocess.CompletedProcess[str]:
+    return command(folder, "fit", "--config", "config.yaml", "--run.name", name, *arguments, full_at=full_at, left=left)
+
+
+def metrics(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / "kept" / name / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+
+
+def assert_one_sentence(run: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr + run.stdout, run.stderr
+    (error,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize(
+    ("left", "sentence"), [(65_536, "last.ckpt could not be written"), (0, "A run's file could not be written")]
+)
+def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(
+    whole: Path, folder: Path, left: int, sentence: str
+) -> None:
+    from safetensors.torch import load_file
+
+    kept = folder / "kept"
+    run = fit(folder, "task", full_at=9 * 8 + 5, left=left)
+    assert_one_sentence(run, sentence, "No space left on device", "make room")
+    (kept / "filler").unlink()
+    checkpoint = kept / "task" / "checkpoints" / "last.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["policy_version"] == 8
+    resumed = fit(folder, "task", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
+    assert resumed.returncode == 0, resumed.stderr
+    assert metrics(folder, "task") == metrics(whole, "whole")
+    weights, ours = (
+        load_file(run / "policy" / "model.safetensors") for run in (whole / "kept" / "whole", kept / "task")
+    )
+    assert all(torch.equal(weights[name], ours[name]) for name in weights)
+
+
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing_behind(whole: Path, folder: Path) -> None:
+    (folder / "kept" / "filler").write_bytes(bytes(2**23 - 60_000))
+    checkpoint = whole / "kept" / "whole" / "checkpoints" / "last.ckpt"
+    run = command(folder, "export", str(checkpoint), "runs/new")
+    assert_one_sentence(run, "The policy could not be written to runs/new", "make room")
+    assert [path.name for path in (folder / "kept").iterdir()] == ["filler"]

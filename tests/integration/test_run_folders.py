@@ -1,0 +1,109 @@
+"""Runs of one name that are begun at once, by the command line and by torchrun: each in a folder of its own."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_grpo.training.run_folder import RunFolder
+
+pytestmark = pytest.mark.integration
+
+FILES = """
+from pathlib import Path
+import lightning.pytorch as pl
+
+def score(completion):
+    return len(completion)
+
+class Tells(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        Path(f"rank-{trainer.global_rank}").write_text(trainer.default_root_dir)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, policy_folder: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(6)))
+    (tmp_path / "own_files.py").write_text(FILES)
+    config = {
+        "run": {"name": "task"},
+        "trainer": {"accelerator": "cpu", "max_steps": 3, "enable_progress_bar": False},
+        "model": {
+            "policy": str(policy_folder),
+            "rewards": [{"function": "own_files.py:score"}],
+            "num_generations": 2,
+            "sampling": {"max_tokens": 8},
+        },
+        "data": {"train": "prompts.jsonl", "batch_size": 2},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    return tmp_path
+
+
+FIT = ("-m", "lit_grpo", "fit", "--config", "config.yaml")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPT = """
+import os, sys
+import lit_grpo
+from own_files import score
+two = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "enable_progress_bar": False}
+run = lit_grpo.train(sys.argv[1], "prompts.jsonl", [score], max_steps=1, batch_size=1, name="task", trainer=two,
+                     num_generations=2, sampling={"max_tokens": 4})
+open(f"rank-{os.environ['RANK']}", "w").write(str(run.folder))
+"""
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_three_runs_begun_at_once_do_not_touch_each_other(folder: Path) -> None:
+    runs = [start(folder, *FIT, "--seed_everything", str(seed)) for seed in (1, 2, 3)]
+    for run in runs:
+        said, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, said
+    seeds, rewards = set[int](), set[tuple[str, ...]]()
+    for name in sorted(path.name for path in (folder / "runs").iterdir() if path.is_dir()):
+        config = yaml.safe_load((folder / "runs" / name / "config.yaml").read_text())
+        with (folder / "runs" / name / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["step"] for row in rows] == ["1", "2", "3"], name
+        seeds.add(config["seed_everything"])
+        rewards.add(tuple(row["completions/mean_logprob"] for row in rows))
+        assert (folder / "runs" / name / "policy" / "model.safetensors").is_file()
+    assert seeds == {1, 2, 3} and len(rewards) == 3
+
+
+def test_ranks_of_torchrun_write_where_the_first_one_does(folder: Path) -> None:
+    arguments = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--data.batch_size", "1")
+    arguments += ("--trainer.callbacks", '[{"class_path": "own_files.Tells"}]')
+    with RunFolder() as living:
+        living.claim(folder / "runs" / "task", resumes=False)
+        run = start(folder, *TORCHRUN, *FIT, *arguments)
+        said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert {(folder / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(folder / "runs" / "task-1")}
+    assert not (folder / "runs" / "task").exists()
+
+
+def test_ranks_of_torchrun_share_the_folder_of_a_run_from_python(folder: Path, policy_folder: Path) -> None:
+    (folder / "own_train.py").write_text(SCRIPT)
+    run = start(folder, *TORCHRUN, "own_train.py", str(policy_folder))
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert len({(folder / f"rank-{rank}").read_text() for rank in (0, 1)}) == 1
+    assert [path.name for path in (folder / "runs").iterdir() if path.is_dir()] == ["task"]
