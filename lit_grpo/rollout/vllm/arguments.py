@@ -256,7 +256,7 @@ def _max_rank(rank: int, given: int | None) -> int:
 
 
 def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a request.
+    """Return vLLM's sampling parameters of a request, all that a server might have defaults of among them.
 
     The seed follows from what identifies the request, so that its random numbers do not depend on what else is
     decoded beside it.
@@ -275,11 +275,16 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
         "max_tokens": sampling.max_tokens - num_begun,
         "seed": seed % 2**64 >> 1,  # vLLM takes signed 64-bit integers
         "stop": list(sampling.stop),
         "include_stop_str_in_output": bool(sampling.stop),
         "stop_token_ids": list(eos_ids),
+        "ignore_eos": True,  # of the engine's own; these are the policy's
         "logprobs": 0,  # of the sampled token alone
         "skip_special_tokens": False,
     }

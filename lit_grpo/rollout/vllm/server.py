@@ -113,8 +113,9 @@ class VLLMServerGenerator(EngineGenerator):
         """End what is in flight; the servers end with this object, or serve another ``start``."""
         super().close()
         if self._pump is not None:
-            self._pump.close(self._fleet.clients)
+            self._pump.close()
             self._pump = None
+        self._fleet.release()
 
     # ---- requests ---------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class VLLMServerGenerator(EngineGenerator):
         free = [server for server in ahead if count[server] < self.num_slots] or ahead
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         assert stream.ticket is not None
-        self._pump = self._pump or StreamPump()
+        self._pump = self._pump or StreamPump(self._fleet.loop)
         fields = self._fields(stream, server.keyed) | {"cache_salt": stream.salt}
         self._pump.begin(stream.ticket, server.client, stream.prompt, fields)
 
@@ -177,15 +178,15 @@ class VLLMServerGenerator(EngineGenerator):
             stream.num_failures += 1
             lost = [stream]
         else:
-            self._fleet.lose(server)
+            server.lose()
             lost = [other for other, at in self._at.items() if at is server]
             events.message = (
-                f"{error} Its {len(lost)} completions go on from there on the {len(self._fleet.alive)} servers that "
-                "are left."
+                f"{error}{server.log} Its {len(lost)} completions go on from there on the {len(self._fleet.alive)} "
+                "servers that are left."
             )
         self._withdraw(lost)
         for each in lost:
             try:
                 self._send(each)
             except GenerationError as none_left:
-                raise GenerationError(f"{error} {none_left}") from None
+                raise GenerationError(f"{error}{server.log} {none_left}") from None
