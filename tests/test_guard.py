@@ -163,6 +163,22 @@ def test_each_answer_and_each_chunk_tells_how_often_the_server_was_changed(guard
     assert response.text == f": {process}:3\n\ndata: {{1}}\n\n: {process}:3\n\ndata: {{2}}\n\n"
 
 
+def test_an_error_carries_the_state_too(guard: Guard, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: Any) -> None:
+        raise ValueError("another model is served")
+
+    monkeypatch.setattr(guard, "_app", failing)
+    transport = httpx.ASGITransport(app=guard, raise_app_exceptions=False)  # pyright: ignore[reportArgumentType]
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/weight_info", headers={"Authorization": f"Bearer {TOKEN}"})
+
+    response = asyncio.run(send())
+    assert response.status_code == 500 and response.json() == {"error": "ValueError: another model is served"}
+    assert response.headers[STATE_HEADER] == guard.state
+
+
 def test_what_counts_as_a_change_is_whatever_is_not_known_to_change_nothing() -> None:
     assert not counts("GET", "/weight_info") and not counts("POST", "/tokenize")
     assert not counts("POST", "/pause") and not counts("POST", "/v1/completions")

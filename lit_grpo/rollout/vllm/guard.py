@@ -99,7 +99,7 @@ class Guard:
         except Refusal as refusal:
             await _answer(send, refusal.status, refusal.body, self.state)
             return
-        await self._app(scope, receive, self._stating(send))
+        await self._hand_on(scope, receive, send)
 
     # ---- who --------------------------------------------------------------------------------------
 
@@ -187,21 +187,26 @@ class Guard:
 
         return again
 
-    def _stating(self, send: Send) -> Send:
-        """Add the state to an answer, and to each chunk of one that is streamed, before it."""
-        streams = False
+    async def _hand_on(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let vLLM answer, with the state added, and before each chunk of an answer that is streamed."""
+        started = streams = False
 
         async def stating(message: Message) -> None:
-            nonlocal streams
+            nonlocal started, streams
             if message["type"] == "http.response.start":
-                headers = list(message.get("headers", []))
+                started, headers = True, list(message.get("headers", []))
                 streams = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
                 message = message | {"headers": [*headers, (STATE_HEADER.encode(), self.state.encode())]}
             elif streams and message.get("body"):
                 message = message | {"body": f": {self.state}\n\n".encode() + message["body"]}
             await send(message)
 
-        return stating
+        try:
+            await self._app(scope, receive, stating)
+        except Exception as error:
+            if not started:  # or it would be answered behind our back
+                await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"}, self.state)
+            raise
 
 
 def _check_body(path: str, body: bytes) -> None:

@@ -66,6 +66,7 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
     loop.run_forever()
     for task in (tasks := asyncio.all_tasks(loop)):
         task.cancel()
