@@ -55,6 +55,8 @@ def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.Monke
 
 @dataclasses.dataclass
 class EngineArgs:
+    logprobs_mode: str = ""
+    kv_transfer_config: Any = None
     max_model_len: int = 0
     max_num_seqs: int = 0
 
@@ -63,6 +65,10 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
     check_engine_args({"max_model_len": 3}, EngineArgs)
     with pytest.raises(ValueError, match=r"engine_args holds 'max_model_length', .* did you mean max_model_len"):
         check_engine_args({"max_model_length": 3}, EngineArgs)
+    with pytest.raises(ValueError, match=r"engine_args.logprobs_mode is 'raw_logprobs', .* leave it out"):
+        check_engine_args({"logprobs_mode": "raw_logprobs"}, EngineArgs)
+    with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps keys and values of old weights"):
+        check_engine_args({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, EngineArgs)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,7 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
         (lambda: VLLMGenerator(sleep_level=3), "sleep_level must be 0, 1 or 2, not 3"),  # pyright: ignore[reportArgumentType]
         (lambda: VLLMGenerator(engine_args={"dtype": "int4"}), "must be one of float32, bfloat16, float16, not 'int4'"),
         (lambda: VLLMServerGenerator(num_servers=0), "num_servers must be at least 1, not 0"),
+        (lambda: VLLMServerGenerator(urls=["http://a:1", "http://a:1"]), "urls names a server twice"),
         (lambda: VLLMServerGenerator(timeout_s=0), "timeout_s must be above 0, not 0"),
         (lambda: VLLMServerGenerator(transfer="some"), "transfer must be full or changes"),  # pyright: ignore[reportArgumentType]
     ],

@@ -30,6 +30,7 @@ from lit_grpo.rollout.loop import RolloutLoop, Stepped
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError
+from lit_grpo.rollout.vllm.introduction import _REQUIRED
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
@@ -115,6 +116,9 @@ def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(gener
         assert httpx.get(url + path).status_code == 401
         assert ask(generator, "GET", path, headers={"Host": "evil.example"}).status_code == 403
     client = generator._fleet.clients[0]
+    told = client.get("/server_info", config_format="json")["vllm_config"]
+    for name, (part, allowed, _) in _REQUIRED.items():  # what is checked is there to be checked
+        assert (told[part] if part else told)[name] in allowed
     with pytest.raises(
         ServerError, match="Workers are asked for methods of lit_grpo's extension alone, not for 'save_"
     ):

@@ -177,10 +177,10 @@ def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
 
 
 def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
-    """Check the names of engine arguments.
+    """Check engine arguments.
 
     Raises:
-        ValueError: vLLM does not know one of them.
+        ValueError: vLLM does not know one of them, or it would change what is sampled or told of it.
     """
     known = [field.name for field in dataclasses.fields(engine_args)]
     for name in arguments:
@@ -188,6 +188,13 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
             close = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
             raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {hint}")
+    if (mode := arguments.get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
+        raise ValueError(
+            f"engine_args.logprobs_mode is {mode!r}, but tokens are learned with the log-probs that they were sampled "
+            "with; leave it out."
+        )
+    if arguments.get("kv_transfer_config") is not None:
+        raise ValueError("engine_args.kv_transfer_config keeps keys and values of old weights; leave it out.")
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:

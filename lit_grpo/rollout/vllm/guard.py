@@ -71,7 +71,7 @@ class Guard:
             raise ValueError(f"{TOKEN_VARIABLE} is not set; the server would answer anybody.")
         self._app = app
         self._token = f"Bearer {token}".encode()
-        self._names = {"localhost", socket.gethostname(), socket.getfqdn(), os.environ.get(HOST_VARIABLE, "")} - {""}
+        self._names = {"localhost", socket.gethostname(), os.environ.get(HOST_VARIABLE, "localhost")}
         self._process, self._num_changes = token_hex(8), 0
         self._owner, self._heard = "", 0.0
 

@@ -124,7 +124,10 @@ class ServerClient:
                 f"The vLLM server at {self.url} does not answer: {_named(error)}. Start it with python -m lit_grpo "
                 "serve, or correct urls."
             ) from error
-        if response.status_code != 401 or STATE_HEADER not in response.headers:
+        guarded = STATE_HEADER in response.headers
+        if guarded and response.status_code != 401:
+            raise ValueError(f"The vLLM server at {self.url} does not let us in: {_message(response)}")
+        if not guarded:
             raise ValueError(
                 f"The server at {self.url} does not ask for a token, so anybody who reaches it could exchange its "
                 "weights; start it with python -m lit_grpo serve, which puts a guard before it."
