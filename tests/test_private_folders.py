@@ -71,10 +71,10 @@ def test_what_others_have_planted_is_neither_followed_nor_removed(
     open_to_all = tmp_path / "lit_grpo_weights_open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    (open_to_all / ".owner").symlink_to(victim / "precious")
+    (open_to_all / ".owner").write_text("")
     with weights_folder(str(tmp_path)):
         pass
-    assert (victim / "precious").exists() and open_to_all.exists()
+    assert (victim / "precious").exists() and (victim / ".owner").exists() and open_to_all.exists()
     open_to_all.chmod(0o700)
     own = os.getuid()
     monkeypatch.setattr(files.os, "getuid", lambda: own + 1)  # it is another user's
@@ -84,4 +84,12 @@ def test_what_others_have_planted_is_neither_followed_nor_removed(
     monkeypatch.undo()
     with weights_folder(str(tmp_path)):
         pass
-    assert (victim / "precious").exists()
+    assert (victim / "precious").exists() and not open_to_all.exists()  # it was ours, and nobody's any more
+
+
+def test_only_a_folder_of_this_user_for_this_user_is_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    assert is_private(tmp_path) and not is_private(tmp_path / "missing")
+    (tmp_path / "file").touch(mode=0o600)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert not is_private(tmp_path / "file") and not is_private(tmp_path / "link")
