@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
+import threading
+import time
 import warnings
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,12 +23,16 @@ from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     kv_bytes_per_token,
     require_vllm,
+    sampling_fields,
     server_environment,
     warn_of_dtype,
 )
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
-from lit_grpo.rollout.vllm.process import ServerProcess
+from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.introduction import _check_settings
+from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.types import Prompt, Request, SamplingParams
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:
@@ -47,6 +55,8 @@ def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.Monke
 
 @dataclasses.dataclass
 class EngineArgs:
+    logprobs_mode: str = ""
+    kv_transfer_config: Any = None
     max_model_len: int = 0
     max_num_seqs: int = 0
 
@@ -55,6 +65,10 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
     check_engine_args({"max_model_len": 3}, EngineArgs)
     with pytest.raises(ValueError, match=r"engine_args holds 'max_model_length', .* did you mean max_model_len"):
         check_engine_args({"max_model_length": 3}, EngineArgs)
+    with pytest.raises(ValueError, match=r"engine_args.logprobs_mode is 'raw_logprobs', .* leave it out"):
+        check_engine_args({"logprobs_mode": "raw_logprobs"}, EngineArgs)
+    with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps keys and values of old weights"):
+        check_engine_args({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, EngineArgs)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +79,7 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
         (lambda: VLLMGenerator(sleep_level=3), "sleep_level must be 0, 1 or 2, not 3"),  # pyright: ignore[reportArgumentType]
         (lambda: VLLMGenerator(engine_args={"dtype": "int4"}), "must be one of float32, bfloat16, float16, not 'int4'"),
         (lambda: VLLMServerGenerator(num_servers=0), "num_servers must be at least 1, not 0"),
+        (lambda: VLLMServerGenerator(urls=["http://a:1", "http://a:1"]), "urls names a server twice"),
         (lambda: VLLMServerGenerator(timeout_s=0), "timeout_s must be above 0, not 0"),
         (lambda: VLLMServerGenerator(transfer="some"), "transfer must be full or changes"),  # pyright: ignore[reportArgumentType]
     ],
@@ -83,10 +98,53 @@ def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:
         warn_of_dtype(policy, torch.bfloat16)
 
 
-def test_a_server_that_does_not_answer_is_named(policy_folder: Path) -> None:
-    generator = VLLMServerGenerator(urls=["http://127.0.0.1:9"], timeout_s=2.0)
-    with pytest.raises(ValueError, match=r"server at http://127\.0\.0\.1:9 does not answer /tokenize"):
-        generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
+def start_named(policy_folder: Path, url: str) -> None:
+    generator = VLLMServerGenerator(urls=[url], timeout_s=2.0)
+    generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_server_that_does_not_answer_is_named(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "t" * 32)
+    with pytest.raises(
+        ValueError, match=r"server at http://127\.0\.0\.1:9 does not answer: .* Start it with python -m"
+    ):
+        start_named(policy_folder, "http://127.0.0.1:9")
+
+
+def test_named_servers_need_a_token(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=r"urls names servers, but LIT_GRPO_SERVER_TOKEN is not set; set it to the"):
+        start_named(policy_folder, "http://127.0.0.1:9")
+
+
+class Open(BaseHTTPRequestHandler):
+    """A server that lets anybody in."""
+
+    tokens: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.tokens.append(self.headers["Authorization"])
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_named_server_without_a_guard_is_refused_and_not_told_the_token(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "t" * 32)
+    with HTTPServer(("127.0.0.1", 0), Open) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(
+            ValueError, match=rf"{url} does not ask for a token, .* start it with python -m lit_grpo serve"
+        ):
+            start_named(policy_folder, url)
+        server.shutdown()
+    assert set(Open.tokens) == {None}
 
 
 def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +152,119 @@ def test_a_server_that_ends_at_once_shows_its_last_words(tmp_path: Path, monkeyp
     fake.write_text("#!/bin/sh\necho loading\necho 'ValueError: too little memory'\necho bye\nexit 3\n")
     fake.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(fake))
-    server = ServerProcess(tmp_path, {}, {}, tmp_path / "log")
-    with pytest.raises(ValueError, match="ended with code 3: ValueError: too little memory"):
+    server = ServerProcess(tmp_path, {}, {}, "t" * 32)
+    with pytest.raises(
+        ValueError, match=r"ended with code 3\. It said: ValueError: too little memory All of that is in"
+    ):
         server.wait(deadline=1e12)
+    server.stop()
+    assert server.log.read_text().split() == ["loading", "ValueError:", "too", "little", "memory", "bye"]  # it stays
+    assert server.log.stat().st_mode & 0o777 == 0o600
+    server.log.unlink()
+
+
+def test_the_token_is_in_the_environment_and_not_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho $LIT_GRPO_SERVER_TOKEN\necho "$@"\nsleep 600\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fake))
+    arguments = {"middleware": "of.the.User", "enforce_eager": True}
+    server = ServerProcess(tmp_path, arguments, {TOKEN_VARIABLE: "another"}, "t" * 32, flags=["--middleware", "a.B"])
+    while len(said := server.log.read_text().splitlines()) < 2:
+        time.sleep(0.01)
+    assert said[0] == "t" * 32
+    assert said[1].endswith("--middleware a.B --middleware lit_grpo.rollout.vllm.guard.Guard")  # whatever the user's
+    assert "t" * 32 not in said[1] and "--middleware of.the.User --enforce-eager" in said[1]
+    server.stop()
+    assert not server.log.exists() and not server.runs
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on port {port} of 127\.0\.0\.1 \(Address already in use\)"
+        ):
+            ServerProcess(tmp_path, {}, {}, "t" * 32, port=port)
+
+
+PREFIX = "(EngineCore pid=123) ERROR 11-22 15:09:45 [core.py:1510] "
+IN_ANOTHER_PROCESS = f"""loading
+{PREFIX}EngineCore failed to start.
+{PREFIX}Traceback (most recent call last):
+{PREFIX}  File "core.py", line 1482, in run_engine_core
+{PREFIX}    raise ValueError(
+{PREFIX}ValueError: No available memory for the cache blocks.
+Traceback (most recent call last):
+    raise RuntimeError(
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
+CAUSED = """Traceback (most recent call last):
+ValueError: long ago
+Traceback (most recent call last):
+FileNotFoundError: no such file: 'config.json'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+OSError: it cannot be loaded
+bye
+"""
+SEVERAL_LINES = """Traceback (most recent call last):
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, User-specified max_model_len (99999) is greater than 256.
+    For further information visit https://errors.pydantic.dev
+"""
+
+
+@pytest.mark.parametrize(
+    "log, cause",
+    [
+        (IN_ANOTHER_PROCESS, "ValueError: No available memory for the cache blocks."),
+        (CAUSED, "FileNotFoundError: no such file: 'config.json'"),
+        (
+            SEVERAL_LINES,
+            "1 validation error for ModelConfig Value error, User-specified max_model_len (99999) is greater",
+        ),
+        ("usage: ...\napi_server.py: error: unrecognized arguments: --x\n", "error: unrecognized arguments: --x"),
+        ("RuntimeError: Engine core initialization failed. See root cause above.\n", "See root cause above."),
+        ("loading\nKilled\n\n", "Killed"),
+        ("", "(nothing)"),
+    ],
+)
+def test_the_cause_of_a_failure_is_found_in_the_log(log: str, cause: str) -> None:
+    assert cause in root_cause(log)
+    assert "further" not in root_cause(log)
+
+
+SERVED = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}}
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"model_config": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode 'raw_logprobs', .* --logprobs-mode proc"),
+        ({"model_config": {"generation_config": "auto"}}, "generation_config 'auto', .* --generation-config vllm"),
+        ({"model_config": {"override_generation_config": {"max_new_tokens": 8}}}, "without --override-generation-conf"),
+        ({"watermark_config": {"scheme": "gumbel"}}, "without --watermark-config"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, "which keeps what old weights made"),
+    ],
+)
+def test_a_server_that_samples_otherwise_is_refused(config: dict[str, Any], said: str) -> None:
+    _check_settings("http://127.0.0.1:9", SERVED | {"watermark_config": None})
+    with pytest.raises(ValueError, match=said):
+        _check_settings("http://127.0.0.1:9", SERVED | config)
+
+
+def test_a_request_leaves_no_sampling_parameter_to_the_server() -> None:
+    fields = sampling_fields(Request(Prompt("a", (2,), ""), (0,), SamplingParams(max_tokens=3)), 0, [1], keyed=True)
+    of_model = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}  # which vLLM looks for defaults of
+    assert of_model | {"presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos"} <= set(fields)
+    assert None not in fields.values()
 
 
 def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Path) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_DESCRIPTION = """Start a vLLM server for a policy, on loopback unless told otherwise, and keep it up until Ctrl-C.
-It begins with no weights and takes those that a run sends it. What is not known here is handed to vLLM, for example
---tensor-parallel-size 2 or --kv-cache-memory-bytes 1000000000."""
+_DESCRIPTION = """Start a vLLM server for a policy, on loopback unless told otherwise, and keep it up until Ctrl-C or
+SIGTERM. It begins with no weights and takes those that a run sends it. It answers to its token alone: that in the
+environment variable LIT_GRPO_SERVER_TOKEN, or a new one, which is written to a private file. What is not known here is
+handed to vLLM, for example --tensor-parallel-size 2 or --kv-cache-memory-bytes 1000000000."""
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+_START_S = 600.0
+_MIN_TOKEN = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,11 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m lit_grpo serve", description=_DESCRIPTION)
     parser.add_argument("--policy", default="tiny", help="tiny, a folder made by save_pretrained, or a hub id")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--host", default="127.0.0.1", help="the routes that load weights have no password")
+    parser.add_argument("--host", default="127.0.0.1", help="what it listens on; its token travels unencrypted")
     parser.add_argument("--num-slots", type=int, default=64, help="completions decoded at a time")
     parser.add_argument("--dtype", default="auto", help="what it computes in; auto is the policy's own")
     parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters alone, up to this rank")
     options, others = parser.parse_known_args(arguments)
+    for number in _STOPS:  # a shell that is no terminal's starts what runs in its background with SIGINT ignored
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
         sys.exit(_serve(options, others))
     except ValueError as error:
@@ -39,29 +44,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _serve(options: argparse.Namespace, others: list[str]) -> int:
+    """Start a server and wait for its end; return its exit code."""
     from lit_grpo.policy import load_policy, load_tokenizer
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm, server_arguments, server_environment
+    from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
     from lit_grpo.rollout.vllm.process import ServerProcess
+    from lit_grpo.rollout.weights.files import PrivateFolder
 
     require_vllm()
-    with tempfile.TemporaryDirectory(prefix="lit_grpo_vllm_") as name:
-        folder = Path(name)
-        policy = load_policy(options.policy)
-        PolicySpec(policy, load_tokenizer(options.policy)).save_skeleton(folder)
-        dtype = str(policy.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
-        arguments = server_arguments(dtype, options.num_slots)
-        if options.max_lora_rank is not None:
-            arguments |= lora_arguments(options.max_lora_rank)
-        server = ServerProcess(
-            folder, arguments, server_environment(), folder / "server.log", options.host, options.port, others
+    token, given = _token(os.environ.get(TOKEN_VARIABLE, ""))
+    folder = PrivateFolder("lit_grpo_vllm_")
+    policy = load_policy(options.policy)
+    PolicySpec(policy, load_tokenizer(options.policy)).save_skeleton(folder.path)
+    dtype = str(policy.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
+    arguments = server_arguments(dtype, options.num_slots)
+    if options.max_lora_rank is not None:
+        arguments |= lora_arguments(options.max_lora_rank)
+    server = ServerProcess(folder.path, arguments, server_environment(), token, options.host, options.port, others)
+    try:
+        print(f"Starting; the log is {server.log}", flush=True)
+        server.wait(time.monotonic() + _START_S)
+        if not given:
+            file = folder.path / "token"
+            file.touch(mode=0o600)
+            file.write_text(token)
+            print(f'Token: export {TOKEN_VARIABLE}="$(cat {file})"', flush=True)
+        print(f"Ready: --model.generator.init_args.urls '[\"{server.url}\"]'", flush=True)
+        if code := server.process.wait():
+            raise ValueError(server.failure())
+        return code
+    finally:
+        for number in _STOPS:
+            signal.signal(number, signal.SIG_IGN)  # it is ending
+        server.stop()
+
+
+def _token(given: str) -> tuple[str, bool]:
+    """Return the server's token, and whether it is the user's.
+
+    Raises:
+        ValueError: The user's is easy to guess, or cannot be sent.
+    """
+    if given and (len(given) < _MIN_TOKEN or not given.isascii() or not given.isprintable() or " " in given):
+        raise ValueError(
+            f"LIT_GRPO_SERVER_TOKEN must be at least {_MIN_TOKEN} ASCII characters without spaces; take that of "
+            "openssl rand -hex 32, or unset it, and serve makes one."
         )
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        try:
-            server.wait(time.monotonic() + 600.0)
-            print(f"Ready: --model.generator.init_args.urls '[\"{server.url}\"]'", flush=True)
-            return server.process.wait()
-        except KeyboardInterrupt:
-            return 0
-        finally:
-            server.stop()
+    return given or secrets.token_hex(32), bool(given)

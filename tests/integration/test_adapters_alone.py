@@ -19,6 +19,7 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.weights.adapters import AdapterWeights
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
@@ -158,8 +159,12 @@ def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServer
     assert sampled_right(generator, policy, 9)
 
 
-def test_a_named_server_must_take_the_rank(generator: VLLMServerGenerator, policy: Any, folder: Path) -> None:
+def test_a_named_server_must_take_the_rank(
+    generator: VLLMServerGenerator, policy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = load_tokenizer(str(folder))
+    monkeypatch.setenv(TOKEN_VARIABLE, generator._fleet.token)
+    generator.close()  # gives it back
     urls = [client.url for client in generator._fleet.clients]
     named = VLLMServerGenerator(4, urls=urls, adapters="alone")
     named.start(PolicySpec(policy, tokenizer))

@@ -166,6 +166,9 @@ def test_the_order_of_admission_does_not_change_what_is_sampled(generator: Any) 
 def test_a_probe_changes_neither_what_is_sampled_nor_its_gradient(generator: Any, points: list[int]) -> None:
     without, _ = RolloutLoop(generator).collect(PROMPTS, 6, SAMPLING, 0)
     groups, stats = RolloutLoop(generator, plan="lpt", points=points).collect(PROMPTS, 6, SAMPLING, 0)
+    for _ in range(4):  # a server may be done before the abort reaches it
+        if stats.num_parked <= 3:
+            groups, stats = RolloutLoop(generator, plan="lpt", points=points).collect(PROMPTS, 6, SAMPLING, 0)
     assert stats.num_parked > 3
     assert stats.num_tokens == sum(rollout.completion.num_tokens for group in groups for rollout in group.rollouts)
     for group, other in zip(groups, without, strict=True):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import torch
 from conftest import random_policy
@@ -23,8 +27,13 @@ from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
+from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.http import ServerError
+from lit_grpo.rollout.vllm.introduction import _REQUIRED
+from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.weights.tensors import check_arrival
+from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -46,11 +55,24 @@ def policy(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def generator(policy: Any, folder: Path) -> Iterator[VLLMServerGenerator]:
     """Three servers; the tests use them up one after another."""
-    generator = VLLMServerGenerator(2, num_servers=3, transfer="changes", timeout_s=10.0, server_args=SERVER_ARGUMENTS)
+    generator = VLLMServerGenerator(2, num_servers=3, transfer="changes", timeout_s=5.0, server_args=SERVER_ARGUMENTS)
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
     yield generator
     generator.close()
+
+
+def ask(generator: Any, method: str, path: str, **options: Any) -> httpx.Response:
+    """Ask the first server as another run does that has come by its token."""
+    headers = {"Authorization": f"Bearer {generator._fleet.token}", RUN_HEADER: "another"} | options.pop("headers", {})
+    return httpx.request(method, generator._fleet.clients[0].url + path, headers=headers, timeout=30.0, **options)
+
+
+def sync(generator: Any, policy: Any, version: int) -> SyncReport:
+    weights = PolicyWeights(policy)
+    report = generator.load_weights(weights, version)
+    check_arrival(weights.digests, report.digests)
+    return report
 
 
 def pids(generator: VLLMServerGenerator) -> list[int]:
@@ -81,8 +103,42 @@ def expected(generator: VLLMServerGenerator) -> dict[Any, list[int]]:
     return collect(generator)[0]
 
 
-def test_servers_named_by_url_are_checked_and_used(generator: Any, policy: Any, folder: Path) -> None:
+def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(generator: Any) -> None:
+    (url, *_) = [client.url for client in generator._fleet.clients]
+    bare = {"Content-Type": "text/plain"}
+    for path in ("/update_weights", "/collective_rpc", "/v1/completions", "/v1/load_lora_adapter", "/pause"):
+        assert httpx.post(url + path, content="{}", headers=bare).status_code == 401
+        page = {"Authorization": f"Bearer {generator._fleet.token}", "Origin": "https://evil.example"}
+        assert httpx.post(url + path, content="{}", headers=bare | page).status_code == 403
+        if path != "/v1/completions":
+            assert ask(generator, "POST", path).status_code == 409
+    for path in ("/health", "/metrics", "/server_info", "/openapi.json"):
+        assert httpx.get(url + path).status_code == 401
+        assert ask(generator, "GET", path, headers={"Host": "evil.example"}).status_code == 403
+    client = generator._fleet.clients[0]
+    told = client.get("/server_info", config_format="json")["vllm_config"]
+    for name, (part, allowed, _) in _REQUIRED.items():  # what is checked is there to be checked
+        assert (told[part] if part else told)[name] in allowed
+    with pytest.raises(
+        ServerError, match="Workers are asked for methods of lit_grpo's extension alone, not for 'save_"
+    ):
+        client.post("/collective_rpc", {"method": "save_sharded_state", "args": ["/tmp/x"]})
+    with pytest.raises(ServerError, match="is not in a private folder"):
+        client.post("/update_weights", {"update_info": {"path": "/etc/passwd"}})
+    assert client.is_ours()
+
+
+def test_servers_named_by_url_are_checked_and_used(
+    generator: Any, policy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     urls = [client.url for client in generator._fleet.clients[:1]]
+    monkeypatch.setenv(TOKEN_VARIABLE, "another-token-of-some-length")
+    with pytest.raises(ValueError, match="does not take this run's token"):
+        VLLMServerGenerator(2, urls=urls).start(PolicySpec(policy, load_tokenizer(str(folder))))
+    monkeypatch.setenv(TOKEN_VARIABLE, generator._fleet.token)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        VLLMServerGenerator(2, urls=urls).start(PolicySpec(policy, load_tokenizer(str(folder))))
+    generator.close()  # gives them back
     wider = random_policy(head_dim=32, intermediate_size=96)
     with pytest.raises(ValueError, match="another model is served: its intermediate_size is 64, the policy's is 96"):
         VLLMServerGenerator(2, urls=urls).start(PolicySpec(wider, load_tokenizer(str(folder))))  # pyright: ignore[reportArgumentType]
@@ -91,10 +147,10 @@ def test_servers_named_by_url_are_checked_and_used(generator: Any, policy: Any, 
     named = VLLMServerGenerator(2, urls=urls)
     named.start(PolicySpec(policy, load_tokenizer(str(folder))))
     assert named.capacity().slots == 2
-    weights = PolicyWeights(policy)
-    check_arrival(weights.digests, named.load_weights(weights, 0).digests)
+    sync(named, policy, 0)
     assert len(collect(named)[0]) == 16
     named.close()
+    assert sync(generator, policy, 0).changed_share == 1.0  # taken again, with nothing known of what they hold
 
 
 def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLMServerGenerator, policy: Any) -> None:
@@ -104,9 +160,7 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLM
         policy.model.norm.weight[7] *= 1.5
     for version, state in ((1, policy.state_dict()), (2, saved)):
         policy.load_state_dict(state)
-        weights = PolicyWeights(policy)
-        report = generator.load_weights(weights, version)
-        check_arrival(weights.digests, report.digests)  # of the tensors that the servers put together
+        report = sync(generator, policy, version)  # of the tensors that the servers put together
         num_elements = sum(parameter.numel() for parameter in policy.parameters())
         assert report.changed_share == pytest.approx(16 / num_elements)
         assert report.num_bytes == 16 * (4 + 4)
@@ -115,27 +169,90 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLM
             assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(policy, rollout), atol=1e-4)
 
 
-def test_a_server_that_is_killed_loses_and_doubles_nothing(generator: Any, expected: dict[Any, list[int]]) -> None:
+def test_weights_that_another_run_has_changed_are_not_sampled_with(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
+    def usurp() -> None:
+        """Change a server as another run does, once ours has lost it."""
+        generator._fleet.clients[0].release()
+        assert ask(generator, "POST", OWNER_PATH).json()["owned"]
+        assert ask(generator, "POST", "/update_weight_version", json={"new_version": "3"}).is_success
+
+    tokens, messages = collect(generator, usurp)
+    assert tokens == expected
+    assert len(messages) == 1 and "somebody else has changed its weights" in messages[0]
+    assert generator.capacity().slots == 4
+    ask(generator, "DELETE", OWNER_PATH)
+    sync(generator, policy, 3)
+    assert generator.capacity().slots == 6  # it is back
+    assert collect(generator) == (expected, [])
+
+
+def test_a_slow_server_is_waited_for(generator: Any, expected: dict[Any, list[int]]) -> None:
+    (server, *_) = generator._fleet.alive
+    engines = psutil.Process(server.process.process.pid).children(recursive=True)
+    assert engines
+
+    def stop_for_a_while() -> None:
+        """Stop what computes, while the process that answers goes on."""
+        for engine in engines:
+            engine.suspend()
+        timer = threading.Timer(1.5 * server.client.timeout_s, lambda: [engine.resume() for engine in engines])
+        timer.start()
+
+    assert collect(generator, stop_for_a_while) == (expected, [])
+    assert len(generator._fleet.alive) == 3
+
+
+def test_a_server_that_hangs_is_left_out_and_comes_back(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
+    before = pids(generator)
+    tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGSTOP))
+    assert tokens == expected
+    assert len(messages) == 1 and "has hung: 1 time-outs of 5 s without progress" in messages[0]
+    assert pids(generator) == before[1:]
+    sync(generator, policy, 3)
+    assert pids(generator) == before[1:]
+    os.killpg(before[0], signal.SIGCONT)
+    sync(generator, policy, 3)
+    assert pids(generator) == before
+    assert collect(generator) == (expected, [])
+
+
+def test_a_server_that_is_killed_loses_and_doubles_nothing(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
     before = pids(generator)
     tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGKILL))
     assert tokens == expected
     assert len(messages) == 1 and "go on from there on the 2 servers that are left" in messages[0]
+    log = generator._fleet._servers[0].process.log
+    assert f"What it said is in {log}." in messages[0] and log.exists()
+    log.unlink()
     assert pids(generator) == before[1:]
+    sync(generator, policy, 3)
+    assert generator.capacity().slots == 4
+    assert collect(generator) == (expected, [])
 
 
-def test_a_server_that_hangs_is_left_out_after_the_timeout(generator: Any, expected: dict[Any, list[int]]) -> None:
-    before = pids(generator)
-    tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGSTOP))
-    assert tokens == expected
-    assert len(messages) == 1 and "Timeout" in messages[0]
-    assert pids(generator) == before[1:]
-
-
-def test_a_sync_reaches_those_that_are_left(generator: Any, policy: Any, expected: dict[Any, list[int]]) -> None:
-    weights = PolicyWeights(policy)
-    check_arrival(weights.digests, generator.load_weights(weights, 3).digests)
-    assert generator.capacity().slots == 2
-    assert collect(generator)[0] == expected
+def test_a_server_that_begins_anew_at_its_address_comes_back(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
+    fleet = generator._fleet
+    (dead,) = [server for server in fleet._servers if not server.up]
+    port = int(dead.client.url.rpartition(":")[2])
+    arguments = server_arguments("float32", 2) | SERVER_ARGUMENTS | {"served_model_name": "another"}
+    dead.process = ServerProcess(fleet._folder.path, arguments, server_environment(3), fleet.token, port=port)
+    try:
+        dead.process.wait(time.monotonic() + 300.0)
+        sync(generator, policy, 3)
+        assert dead.client.model == "another" and len(fleet.alive) == 3
+        assert collect(generator) == (expected, [])
+    finally:
+        dead.process.stop()
+    sync(generator, policy, 3)
+    assert len(fleet.alive) == 2
 
 
 class KillAll(Callback):
@@ -173,7 +290,7 @@ def train(folder: Path, generator: VLLMServerGenerator, *callbacks: Callback, ck
 
 
 def test_a_run_whose_last_server_dies_says_so_and_resumes_from_its_checkpoint(folder: Path, generator: Any) -> None:
-    assert len(pids(generator)) == 1
+    assert len(pids(generator)) == 2
     with pytest.raises(GenerationError, match="No vLLM server is left; start them again and resume"):
         train(folder, generator, KillAll(generator, after=2))
     again = VLLMServerGenerator(4, server_args=SERVER_ARGUMENTS)

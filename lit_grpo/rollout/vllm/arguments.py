@@ -177,10 +177,10 @@ def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
 
 
 def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
-    """Check the names of engine arguments.
+    """Check engine arguments.
 
     Raises:
-        ValueError: vLLM does not know one of them.
+        ValueError: vLLM does not know one of them, or it would change what is sampled or told of it.
     """
     known = [field.name for field in dataclasses.fields(engine_args)]
     for name in arguments:
@@ -188,6 +188,13 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
             close = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
             raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {hint}")
+    if (mode := arguments.get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
+        raise ValueError(
+            f"engine_args.logprobs_mode is {mode!r}, but tokens are learned with the log-probs that they were sampled "
+            "with; leave it out."
+        )
+    if arguments.get("kv_transfer_config") is not None:
+        raise ValueError("engine_args.kv_transfer_config keeps keys and values of old weights; leave it out.")
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -256,7 +263,7 @@ def _max_rank(rank: int, given: int | None) -> int:
 
 
 def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a request.
+    """Return vLLM's sampling parameters of a request, all that a server might have defaults of among them.
 
     The seed follows from what identifies the request, so that its random numbers do not depend on what else is
     decoded beside it.
@@ -275,11 +282,16 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
         "max_tokens": sampling.max_tokens - num_begun,
         "seed": seed % 2**64 >> 1,  # vLLM takes signed 64-bit integers
         "stop": list(sampling.stop),
         "include_stop_str_in_output": bool(sampling.stop),
         "stop_token_ids": list(eos_ids),
+        "ignore_eos": True,  # of the engine's own; these are the policy's
         "logprobs": 0,  # of the sampled token alone
         "skip_special_tokens": False,
     }

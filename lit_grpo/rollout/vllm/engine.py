@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.streams import Stream
+from lit_grpo.rollout.weights.files import PrivateFolder
 from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.budget import MemoryBudget
 
@@ -88,15 +87,14 @@ class VLLMGenerator(EngineGenerator):
         if policy.device.type == "cpu":
             check_head_size(policy.config.get_text_config())
         _end_engines()
-        folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        policy.save_skeleton(folder)
+        self._folder = PrivateFolder("lit_grpo_vllm_")
+        policy.save_skeleton(self._folder.path)
         with quiet_start(), torch.inference_mode(False):  # its tensors are written to again, whatever mode that is in
             import_vllm()
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            arguments = {"model": str(folder), **self._own_arguments(policy), **lora, **self.arguments}
+            arguments = {"model": str(self._folder.path), **self._own_arguments(policy), **lora, **self.arguments}
             check_engine_args(arguments, EngineArgs)
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         _with_engine.add(self)

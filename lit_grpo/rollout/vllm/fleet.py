@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch
@@ -23,10 +24,14 @@ from lit_grpo.rollout.vllm.arguments import (
     server_arguments,
     server_environment,
 )
-from lit_grpo.rollout.vllm.http import ServerClient, ServerError
+from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.http import EventLoop, ServerClient, ServerError
+from lit_grpo.rollout.vllm.introduction import Introduction
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.weights.files import weights_folder, write_full, write_patch
+from lit_grpo.rollout.weights.files import PrivateFolder, weights_folder, write_full, write_patch
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
+
+_LOOK_S = 3.0  # in which a server that is well answers
 
 
 @dataclass(eq=False)
@@ -44,33 +49,45 @@ class Server:
     up: bool = True
     holds_base: bool = False
     adapter: str = ""
+    context: int = 0
     kv_tokens: int | None = None
     block: int = 1
     keyed: bool = False
 
     def is_well(self) -> bool:
-        """Whether it runs and answers."""
-        if self.process is not None and self.process.process.poll() is not None:
-            return False
-        return self.client.answers()
+        """Whether it runs, answers, and is as we left it."""
+        return (self.process is None or self.process.runs) and self.client.answers() and self.client.is_ours()
 
-    def look(self) -> None:
-        """Find out whether it is up, and whether it still holds what it was sent last."""
-        self.up = self.is_well()
-        if self.holds_base:
-            self.holds_base = self.up and self._reported_version() == str(self.version)
-
-    def introduce(self) -> int:
-        """Ask for its model's name and its memory; return the most tokens of a request."""
-        model = self.client.get("/v1/models")["data"][0]
-        self.client.model = model["id"]
+    def look(self, introduction: Introduction, timeout_s: float) -> None:
+        """Find out whether it is up, and still holds what it was sent last; introduce it anew where it began anew."""
+        self.up = (self.process is None or self.process.runs) and self.client.answers(timeout_s)
         try:
-            cache = self.client.get("/server_info", config_format="json")["vllm_config"]["cache_config"]
-            self.block = int(cache["block_size"])
-            self.kv_tokens = (int(cache["num_gpu_blocks"]) - 1) * self.block  # one block stands for none
-        except (ServerError, KeyError, TypeError):
-            self.kv_tokens = None
-        return int(model["max_model_len"])
+            if self.up and not self.client.is_ours():
+                self.introduce(introduction)
+            if self.holds_base:
+                self.holds_base = self.up and self._reported_version() == str(self.version)
+        except (ServerError, ValueError) as error:
+            warnings.warn(f"A server is left out: {error}", stacklevel=2)
+            self.up = False
+
+    def introduce(self, introduction: Introduction) -> None:
+        """Take it for this run, with nothing known of what it holds.
+
+        Raises:
+            ValueError: It serves another model, or not for us.
+        """
+        self.version, self.holds_base, self.adapter = -1, False, ""
+        offer = introduction.of(self.client)
+        self.context, self.kv_tokens, self.block = offer.context, offer.kv_tokens, offer.block
+
+    def lose(self) -> None:
+        """Leave it out, until a look finds it well again."""
+        self.up, self.version, self.holds_base = False, -1, False
+
+    @property
+    def log(self) -> str:
+        """Where to read of a server of ours that has ended."""
+        return "" if self.process is None or self.process.runs else f" What it said is in {self.process.log}."
 
     def _reported_version(self) -> str:
         try:
@@ -129,20 +146,12 @@ class Server:
                 f"policy's are {version}."
             )
 
-    def max_adapter_rank(self) -> int:
-        """The largest rank of LoRA adapters that it takes; 0 where it takes none."""
-        try:
-            return min(int(rank) for rank in self._ask_workers("max_adapter_rank"))
-        except ServerError:
-            return 0
-
     def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
-        return self.client.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+        return self.client.ask_workers(method, *arguments)
 
 
 Answer = TypeVar("Answer")
-_COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(eq=False)
@@ -157,7 +166,8 @@ class Fleet:
     weights_folder: str | None
     timeout_s: float
     start_timeout_s: float
-    context: int = 0
+    token: str = ""
+    loop: EventLoop = field(default_factory=EventLoop)
     _servers: list[Server] = field(default_factory=list)
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
     _version: int = -1
@@ -168,6 +178,11 @@ class Fleet:
         return [server for server in self._servers if server.up]
 
     @property
+    def context(self) -> int:
+        """The most tokens of a request, on any of them."""
+        return min(server.context for server in self.alive or self._servers)
+
+    @property
     def clients(self) -> list[ServerClient]:
         """All of them."""
         return [server.client for server in self._servers]
@@ -175,66 +190,58 @@ class Fleet:
     # ---- start ------------------------------------------------------------------------------------
 
     def start(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
-        """Start the servers, or look at those named."""
+        """Start the servers, or look at those named; either way they are taken for this run.
+
+        Raises:
+            ValueError: One cannot be started, does not answer, or does not decode for the policy.
+        """
         self._stop()
-        self._folder = Path(tempfile.mkdtemp(prefix="lit_grpo_vllm_"))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        if self.urls:
-            self._servers = [Server(ServerClient(url, self.timeout_s)) for url in _own_share(self.urls)]
-            self._check_named(policy, server_args.get("max_lora_rank", 0))
-        else:
-            self._start_own(policy, server_args)
-        self.context = min([server.introduce() for server in self._servers])
+        weakref.finalize(self, self.loop.close)
+        self._run = token_hex(8)
+        try:
+            if self.urls:
+                self._name(self.urls)
+            else:
+                self._start_own(policy, server_args)
+            self._introduction = Introduction(policy, server_args.get("max_lora_rank", 0))
+            for server in self._servers:
+                server.introduce(self._introduction)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _name(self, urls: list[str]) -> None:
+        self.token = os.environ.get(TOKEN_VARIABLE, "")
+        if not self.token:
+            raise ValueError(
+                f"urls names servers, but {TOKEN_VARIABLE} is not set; set it to the token that python -m lit_grpo "
+                "serve has named."
+            )
+        self._servers = [Server(self._client(url)) for url in _own_share(urls)]
+        for server in self._servers:
+            server.client.check_guarded()
+
+    def _client(self, url: str) -> ServerClient:
+        return ServerClient(url, self.token, self._run, self.timeout_s, self.loop)
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         require_vllm()
         if not torch.cuda.is_available():
             check_head_size(policy.config.get_text_config())
-        policy.save_skeleton(self._folder)
+        self.token = token_hex(32)
+        self._folder = PrivateFolder("lit_grpo_vllm_")
+        policy.save_skeleton(self._folder.path)
         arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
         environment = server_environment(self.num_servers)
-        for number in range(self.num_servers):
-            log = self._folder / f"server-{number}.log"
-            visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
-            process = ServerProcess(self._folder, arguments, environment | visible, log)
-            weakref.finalize(self, process.stop)
-            self._servers.append(Server(ServerClient(process.url, self.timeout_s), process))
         deadline = time.monotonic() + self.start_timeout_s
-        try:
-            for server in self._servers:
-                assert server.process is not None
-                server.process.wait(deadline)
-        except BaseException:
-            self._stop()
-            raise
-
-    def _check_named(self, policy: PolicySpec, rank: int) -> None:
-        """Compare the model and the tokenizer of each named server with the policy's, and the rank that it takes.
-
-        Raises:
-            ValueError: They are not the same, or too low, or a server does not answer.
-        """
-        config, tokenizer = policy.config.get_text_config(), policy.tokenizer
-        fields = {name: getattr(config, name) for name in _COMPARED}
-        text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
+        for number in range(self.num_servers):
+            visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
+            process = ServerProcess(self._folder.path, arguments, environment | visible, self.token)
+            weakref.finalize(self, process.stop)
+            self._servers.append(Server(self._client(process.url), process))
         for server in self._servers:
-            try:
-                tokens = server.client.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
-                server.client.post("/init_weight_transfer_engine", {"init_info": {"fields": fields}})
-            except ServerError as error:
-                raise ValueError(
-                    f"{error} Start it with the policy's model, as python -m lit_grpo serve does."
-                ) from error
-            if tokens != tokenizer.encode(text, add_special_tokens=False):
-                raise ValueError(
-                    f"The server at {server.client.url} has another tokenizer than the policy; start it with the "
-                    "policy's."
-                )
-            if rank and server.max_adapter_rank() < rank:
-                raise ValueError(
-                    f"The server at {server.client.url} does not take LoRA adapters of rank {rank}; start it with "
-                    f"--max-lora-rank {rank}, or take adapters: merged."
-                )
+            assert server.process is not None
+            server.process.wait(deadline)
 
     # ---- weights ----------------------------------------------------------------------------------
 
@@ -274,9 +281,14 @@ class Fleet:
             server.holds_base = False
 
     def _look(self) -> None:
-        """See which servers are up."""
-        for server in self._servers:
-            server.look()
+        """See which servers are up, all at the same time: shortly, or, where none answers, with the whole time-out."""
+        for timeout_s in (min(_LOOK_S, self.timeout_s), self.timeout_s):
+            with ThreadPoolExecutor(len(self._servers)) as pool:
+                looks = [pool.submit(server.look, self._introduction, timeout_s) for server in self._servers]
+            for look in looks:
+                look.result()
+            if self.alive:
+                break
 
     def _write(self, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple[int, float]:
         """Write what the servers need to know; changes only where all of them hold what was sent last."""
@@ -305,28 +317,28 @@ class Fleet:
     def _ask_all(self, call: Callable[[Server], Answer]) -> dict[Server, Answer]:
         """Call for all servers that are up at the same time; those that fail are left out, unless all do."""
         answers: dict[Server, Answer] = {}
-        failures: list[ServerError] = []
+        failures: list[str] = []
         with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
             pending = [(server, pool.submit(call, server)) for server in self.alive]
             for server, answer in pending:
                 try:
                     answers[server] = answer.result()
                 except ServerError as error:
-                    server.up = False
-                    failures.append(error)
+                    server.lose()
+                    failures.append(f"{error}{server.log}")
         if failures and not answers:
             raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
         if not answers:
-            raise WeightSyncError("No vLLM server took the policy's weights; see its log for why.")
+            logs = "".join(server.log for server in self._servers)
+            raise WeightSyncError(f"No vLLM server took the policy's weights: none is up with what they need.{logs}")
         return answers
 
     # ---- end --------------------------------------------------------------------------------------
 
-    def lose(self, server: Server) -> None:
-        """Leave a server out; a process of ours is ended, since it may hang."""
-        server.up, server.version, server.holds_base = False, -1, False
-        if server.process is not None:
-            server.process.stop()
+    def release(self) -> None:
+        """Let other runs have the servers, until the next look."""
+        for server in self._servers:
+            server.client.release()
 
     def _stop(self) -> None:
         for server in self._servers:
@@ -334,6 +346,7 @@ class Fleet:
             if server.process is not None:
                 server.process.stop()
         self._servers = []
+        self.loop.close()
 
 
 def _own_share(urls: list[str]) -> list[str]:

@@ -1,21 +1,30 @@
-"""What we say to a vLLM server over HTTP, and the thread in which completions stream in."""
+"""What we say to a vLLM server over HTTP, in the thread of an event loop, and the completions that stream in."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+from lit_grpo.rollout.vllm.guard import LEASE_S, OWNER_PATH, RUN_HEADER, STATE_HEADER, TOKEN_VARIABLE, counts
+
+_LOOK_S = 5.0  # in which a server that is well answers
+_BEAT_S = LEASE_S / 5
+_PATIENCE = 5  # time-outs without progress, of a server that says that it is well
+_T = TypeVar("_T")
+
 
 class ServerError(RuntimeError):
-    """A server does not answer, or answers with an error; ``hung`` where it said nothing for too long."""
+    """A server does not answer, or answers with an error; ``hung`` where it did nothing for too long."""
 
     hung = False
 
@@ -29,28 +38,151 @@ class Chunk:
     finish_reason: str | None
 
 
+class EventLoop:
+    """Runs coroutines in a thread of its own, from the first of them until it is closed."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine; its result comes later."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="vllm-servers", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine and wait for its result."""
+        return self.begin(coroutine).result()
+
+    def close(self) -> None:
+        """Give up what still runs, and end the thread."""
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10.0)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    for task in (tasks := asyncio.all_tasks(loop)):
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.close()
+
+
 class ServerClient:
-    """One server. Control goes over a connection of its own; completions stream in an event loop.
+    """One server behind a :class:`~lit_grpo.rollout.vllm.guard.Guard`, taken for one run.
+
+    The server's state, as it was after our last change, is compared with that of each answer: tokens that were sampled
+    after somebody else's change, or by a server that began anew, are an error and not taken.
 
     Args:
         url: Where it is.
-        timeout_s: Seconds without an answer, or without a token of a completion, after which it counts as hung.
+        token: What it lets us in with.
+        run: What it is taken for.
+        timeout_s: Seconds without progress after which it is asked whether it is well.
+        loop: What runs the requests.
+
+    Attributes:
+        model: What it calls the weights to sample with.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._control = httpx.Client(base_url=self.url, timeout=timeout_s)
-        self._streams: httpx.AsyncClient | None = None
         self.model = ""
+        self._loop = loop
+        self._state = ""
+        self._num_heard = 0  # answers and lines
+        self._beats: Future[None] | None = None
+        # A server closes connections that have been idle for five seconds, which is no error of its.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}", RUN_HEADER: run},
+            timeout=httpx.Timeout(None, connect=timeout_s),
+            limits=limits,
+            trust_env=False,  # no proxy in between
+        )
 
-    def answers(self) -> bool:
-        """Whether the server is well, by its own account."""
+    # ---- whose it is ------------------------------------------------------------------------------
+
+    def check_guarded(self) -> None:
+        """Check that the server asks for a token, before it is told ours.
+
+        Raises:
+            ValueError: It does not, or it does not answer.
+        """
         try:
-            self.get("/health")
+            response = httpx.get(f"{self.url}{OWNER_PATH}", timeout=self.timeout_s, trust_env=False)
+        except httpx.HTTPError as error:
+            raise ValueError(
+                f"The vLLM server at {self.url} does not answer: {_named(error)}. Start it with python -m lit_grpo "
+                "serve, or correct urls."
+            ) from error
+        guarded = STATE_HEADER in response.headers
+        if guarded and response.status_code != 401:
+            raise ValueError(f"The vLLM server at {self.url} does not let us in: {_message(response)}")
+        if not guarded:
+            raise ValueError(
+                f"The server at {self.url} does not ask for a token, so anybody who reaches it could exchange its "
+                "weights; start it with python -m lit_grpo serve, which puts a guard before it."
+            )
+
+    def take(self) -> None:
+        """Take the server for our run; where the run that has it no longer speaks, wait until it may be taken.
+
+        Raises:
+            ServerError: It belongs to another run that goes on, or does not let us in.
+        """
+        deadline = time.monotonic() + LEASE_S + _BEAT_S
+        heard_s = 0.0
+        while True:
+            response = self._loop.run(self.patiently(self._request("POST", OWNER_PATH)))
+            if response.status_code != 409 or time.monotonic() > deadline:
+                break
+            silent_s = float(response.json()["heard_s"])
+            if silent_s < heard_s:  # a word since the last time: that run goes on
+                break
+            heard_s = silent_s
+            time.sleep(0.5)
+        self._check(response, OWNER_PATH)
+        self._state = response.headers[STATE_HEADER]
+        if self._beats is None:
+            self._beats = self._loop.begin(self._beat())
+
+    def is_ours(self) -> bool:
+        """Whether it is still ours, and as we left it."""
+        try:
+            response = self._loop.run(self._request("GET", OWNER_PATH, timeout=_LOOK_S))
         except ServerError:
             return False
-        return True
+        return response.is_success and response.json()["owned"] and response.headers[STATE_HEADER] == self._state
+
+    def release(self) -> None:
+        """Let other runs have the server."""
+        if self._beats is not None:
+            self._beats.cancel()
+            self._beats = None
+            with suppress(ServerError):
+                self._loop.run(self._request("DELETE", OWNER_PATH, timeout=_LOOK_S))
+
+    async def _beat(self) -> None:
+        """Let the server hear of the run, also while it does something else."""
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            with suppress(ServerError):
+                await self._request("GET", OWNER_PATH, timeout=_LOOK_S)
+
+    # ---- control ----------------------------------------------------------------------------------
+
+    def answers(self, timeout_s: float = _LOOK_S) -> bool:
+        """Whether the server is well, by its own account."""
+        return self._loop.run(self._answers(timeout_s))
 
     def get(self, path: str, **query: Any) -> Any:
         """Ask for something; return the decoded answer, ``None`` where it is not JSON."""
@@ -69,40 +201,101 @@ class ServerClient:
             for token_ids, choice in zip(sequences, choices, strict=True)
         ]
 
+    def ask_workers(self, method: str, *arguments: str) -> list[Any]:
+        """Return what each worker answers; numbers and truth values come as text."""
+        return self.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+
     def _call(self, method: str, path: str, **options: Any) -> Any:
+        response = self._loop.run(self.patiently(self._request(method, path, **options)))
+        self._num_heard += 1
+        if not self._follows(response, counts(method, path)):
+            raise self._changed()
+        self._state = response.headers[STATE_HEADER]
+        self._check(response, path)
+        return response.json() if "json" in response.headers.get("content-type", "") and response.content else None
+
+    def _follows(self, response: httpx.Response, counted: bool) -> bool:
+        """Whether an answer shows our own change, or none, and no other."""
+        process, _, number = self._state.partition(":")
+        expected = {self._state} | ({f"{process}:{int(number) + 1}"} if counted and number else set())
+        return response.headers.get(STATE_HEADER) in expected
+
+    async def _answers(self, timeout_s: float) -> bool:
         try:
-            response = self._control.request(method, path, **options)
+            return (await self._request("GET", "/health", timeout=timeout_s)).is_success
+        except ServerError:
+            return False
+
+    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, **options)
         except httpx.HTTPError as error:
             raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
+
+    def _check(self, response: httpx.Response, path: str) -> None:
+        if response.status_code == 401:
+            raise ServerError(
+                f"The vLLM server at {self.url} does not take this run's token; set {TOKEN_VARIABLE} to the one that "
+                "python -m lit_grpo serve has named."
+            )
         if not response.is_success:
             raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}")
-        return response.json() if "json" in response.headers.get("content-type", "") and response.content else None
+
+    def _changed(self) -> ServerError:
+        return ServerError(f"The vLLM server at {self.url} began anew, or somebody else has changed its weights.")
+
+    async def patiently(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for what the server does as long as it makes progress with anything, or says that it is well.
+
+        Raises:
+            ServerError: It has hung: it does not answer, or has made no progress for several time-outs.
+        """
+        task = asyncio.ensure_future(work)
+        num_silent, num_heard = 0, self._num_heard
+        try:
+            while not (await asyncio.wait({task}, timeout=self.timeout_s))[0]:
+                num_silent = num_silent + 1 if num_heard == self._num_heard else 0
+                num_heard = self._num_heard
+                if num_silent and (num_silent >= _PATIENCE or not await self._answers(self.timeout_s)):
+                    failure = ServerError(
+                        f"The vLLM server at {self.url} has hung: {num_silent} time-outs of {self.timeout_s:g} s "
+                        "without progress."
+                    )
+                    failure.hung = True
+                    raise failure
+            return task.result()
+        finally:
+            task.cancel()
+
+    # ---- completions ------------------------------------------------------------------------------
 
     async def stream(self, prompt: list[int], fields: Mapping[str, Any]) -> AsyncIterator[Chunk]:
         """Sample a completion of ``prompt``, chunk by chunk.
 
         Raises:
-            ServerError: The server fails.
+            ServerError: The server fails, or its weights are others than ours.
             ValueError: It refuses what it is asked.
         """
-        if self._streams is None:
-            # A server closes connections that have been idle for five seconds, which is no error of its.
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
-            self._streams = httpx.AsyncClient(base_url=self.url, timeout=self.timeout_s, limits=limits)
         body = {**fields, "model": self.model, "prompt": prompt, "stream": True, "return_token_ids": True}
+        state = ""
         try:
-            async with self._streams.stream("POST", "/v1/completions", json=body) as response:
+            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.headers.get(STATE_HEADER) != self._state:
+                    raise self._changed()
                 if not response.is_success:
                     await response.aread()
                     error = ValueError if response.is_client_error else ServerError
                     raise error(f"The vLLM server at {self.url} refuses a prompt: {_message(response)}")
                 async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
+                    self._num_heard += 1
+                    if line.startswith(": "):
+                        state = line.removeprefix(": ")
+                    elif line.startswith("data: {"):
+                        if state != self._state:
+                            raise self._changed()
                         yield self._chunk(json.loads(line[6:]))
         except httpx.HTTPError as error:
-            failure = ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.")
-            failure.hung = isinstance(error, httpx.ReadTimeout)
-            raise failure from error
+            raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
 
     def _chunk(self, event: Mapping[str, Any]) -> Chunk:
         if "choices" not in event:
@@ -113,15 +306,10 @@ class ServerClient:
         logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
         return Chunk(choice["token_ids"] or [], logprobs, choice["finish_reason"])
 
-    async def close_streams(self) -> None:
-        """Close the connections of completions."""
-        if self._streams is not None:
-            await self._streams.aclose()
-            self._streams = None
-
     def close(self) -> None:
-        """Close the connection for control."""
-        self._control.close()
+        """Let other runs have the server, and close the connections."""
+        self.release()
+        self._loop.run(self._http.aclose())
 
 
 @dataclass(frozen=True)
@@ -133,32 +321,33 @@ class Arrival:
 
 
 class StreamPump:
-    """Runs an event loop in a thread. Each request to a server is a task in it, known by its ticket."""
+    """Takes in completions from servers. Each is a task in the event loop, known by its ticket."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._arrivals: SimpleQueue[Arrival | BaseException] = SimpleQueue()
         self._tasks: dict[int, Future[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-streams", daemon=True)
-        self._thread.start()
+        self._loop = loop
 
     def begin(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
         """Ask a server for a completion."""
-        task = self._tasks[ticket] = self._run(self._pump(ticket, client, prompt, fields))
+        task = self._tasks[ticket] = self._loop.begin(self._pump(ticket, client, prompt, fields))
         task.add_done_callback(lambda _: self._tasks.pop(ticket, None))
 
     async def _pump(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
         try:
-            finished = False
-            async for chunk in client.stream(prompt, fields):
-                self._arrivals.put(Arrival(ticket, chunk))
-                finished = chunk.finish_reason is not None
-            if not finished:
-                raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
+            await client.patiently(self._read(ticket, client, prompt, fields))
         except ServerError as error:
             self._arrivals.put(Arrival(ticket, error))
         except Exception as error:  # what is no server's fault is the caller's to see
             self._arrivals.put(error)
+
+    async def _read(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
+        finished = False
+        async for chunk in client.stream(prompt, fields):
+            self._arrivals.put(Arrival(ticket, chunk))
+            finished = chunk.finish_reason is not None
+        if not finished:
+            raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
 
     def arrivals(self, timeout_s: float) -> list[Arrival]:
         """Return what has come in, waiting for something at most ``timeout_s``."""
@@ -179,17 +368,10 @@ class StreamPump:
         if task is not None:
             task.cancel()
 
-    def close(self, clients: Sequence[ServerClient]) -> None:
-        """Cancel everything, close the clients' connections and end the thread."""
+    def close(self) -> None:
+        """Give everything up."""
         for ticket in list(self._tasks):
             self.cancel(ticket)
-        for client in clients:
-            self._run(client.close_streams()).result(10.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
 def _named(error: httpx.HTTPError) -> str:

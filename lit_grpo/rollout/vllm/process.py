@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,21 +18,35 @@ from typing import Any
 
 import httpx
 
+from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, OWNER_PATH, TOKEN_VARIABLE
+
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 10.0
+_LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+\)(?: [A-Z]+ \S+ \S+ \[[^\]]*\])? ?|\x1b\[[0-9;]*m")
+_EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b|^[\w.-]+: error: ")
+_POINTS_ELSEWHERE = re.compile(r"root cause|initialization failed|background process|failed to start", re.IGNORECASE)
+_CAUSED = "The above exception was the direct cause of the following exception:"
 
 
 class ServerProcess:
-    """Starts a server that ends with this process, whatever ends it.
+    """Starts a guarded server that ends with this process, whatever ends it.
+
+    What it prints goes to a file of its own, which is kept where the server fails.
 
     Args:
         model: The folder with configuration and tokenizer.
         arguments: vLLM's server arguments, by their names with underscores.
         environment: Of the process.
-        log: The file that takes what the server prints.
+        token: What it lets requests in with.
         host: The address that it listens on.
         port: The port; a free one by default.
         flags: More of vLLM's arguments, as on a command line.
+
+    Attributes:
+        log: The file that takes what it prints.
+
+    Raises:
+        ValueError: The port is taken.
     """
 
     def __init__(
@@ -38,25 +54,36 @@ class ServerProcess:
         model: Path,
         arguments: Mapping[str, Any],
         environment: Mapping[str, str],
-        log: Path,
+        token: str,
         host: str = "127.0.0.1",
         port: int | None = None,
         flags: Sequence[str] = (),
     ) -> None:
-        port = port or _free_port()
-        self.url = f"http://{host}:{port}"
-        self.log = log
+        port = _free_port(host, port)
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._token, self._failed = token, False
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--host", host, "--port", str(port), *_flags(arguments), *flags]
-        with log.open("w") as file:
+        command += ["--middleware", GUARD]  # behind all others, which makes it the first to be asked
+        file, name = tempfile.mkstemp(prefix="lit_grpo_server_", suffix=".log")  # readable by this user alone
+        self.log = Path(name)
+        try:
             self.process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env={**environment, TOKEN_VARIABLE: token, HOST_VARIABLE: host},
+                stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
+        finally:
+            os.close(file)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
 
     def wait(self, deadline: float) -> None:
         """Wait until the server answers.
@@ -64,36 +91,67 @@ class ServerProcess:
         Raises:
             ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``).
         """
-        while True:
-            if self.process.poll() is not None:
-                raise ValueError(f"The vLLM server ended with code {self.process.returncode}: {self._last_words()}")
-            try:
-                if httpx.get(f"{self.url}/health", timeout=2.0).is_success:
-                    return
-            except httpx.HTTPError:
-                pass
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"The vLLM server at {self.url} did not answer in time; raise start_timeout_s. It said: "
-                    f"{self._last_words()}"
-                )
-            time.sleep(0.2)
+        while not self._is_ready():
+            if self.runs and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise ValueError(self.failure())
+
+    def failure(self) -> str:
+        """What went wrong, in one sentence; the log will be kept."""
+        self._failed = True
+        how = "did not answer in time; raise start_timeout_s. It"
+        if not self.runs:
+            how = f"ended with code {self.process.returncode}. It"
+        cause = root_cause(self.log.read_text(errors="replace"))
+        return f"The vLLM server at {self.url} {how} said: {cause} All of that is in {self.log}."
+
+    def _is_ready(self) -> bool:
+        """Whether the process answers, and not another one at its address."""
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            owner = httpx.get(f"{self.url}{OWNER_PATH}", headers=headers, timeout=2.0, trust_env=False)
+        except httpx.HTTPError:
+            return False
+        return owner.is_success and owner.json()["pid"] == self.process.pid
 
     def stop(self) -> None:
-        """End the server and its workers."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, number)
-                try:
-                    self.process.wait(_STOP_S)
-                except subprocess.TimeoutExpired:
-                    continue
+        """End the server and its workers; its log goes too, unless it has failed."""
+        if not self.runs:
             return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGCONT)  # one that has been stopped hears nothing else
+            try:
+                self.process.wait(_STOP_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        if not self._failed:
+            self.log.unlink(missing_ok=True)
 
-    def _last_words(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line or "error" in line]
-        return (errors or lines or ["(nothing)"])[-1][-500:]
+
+def root_cause(log: str) -> str:
+    """Return what a log says of why its process ended: the exception from which the others followed.
+
+    What only says that something has failed elsewhere is passed over, in favour of the traceback that tells what.
+    """
+    lines = [_LOG_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
+    errors = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
+    telling = [number for number in errors if not _POINTS_ELSEWHERE.search(lines[number])] or errors
+    if not telling:
+        return ([line.strip() for line in lines if line.strip()] or ["(nothing)"])[-1][-500:]
+    at = telling[-1]
+    for before in reversed(telling[:-1]):
+        if _CAUSED not in lines[before:at]:
+            break
+        at = before
+    details = []
+    for line in lines[at + 1 : at + 4]:  # of an exception whose message has several lines
+        if not line.startswith("  ") or line.lstrip().startswith(("File ", "For further")):
+            break
+        details.append(line.strip())
+    return " ".join([lines[at].strip(), *details])[:500]
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -108,9 +166,18 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def _free_port(host: str, port: int | None) -> int:
+    """Return the port, or one that is free."""
+    family = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+        try:
+            probe.bind((host, port or 0))
+        except OSError as error:
+            raise ValueError(
+                f"The server cannot listen on port {port} of {host} ({error.strerror}); end what has it, or choose "
+                "another with --port."
+            ) from error
         return probe.getsockname()[1]
 
 

@@ -25,23 +25,27 @@ class VLLMServerGenerator(EngineGenerator):
     """Decode on one or more vLLM servers, started here on loopback or named by URL.
 
     A completion goes to the server with the least work ahead, by predicted tokens. A server that dies or hangs is left
-    out, and what it was decoding goes on from there on the others; it comes back with a sync that reaches it. Weights
-    go through files that the servers can read, in shared memory where they are on this machine.
+    out, and what it was decoding goes on from there on the others; it comes back with a sync that reaches it, even one
+    that began anew. Weights go through files that the servers can read, in shared memory where they are on this
+    machine.
+
+    Servers answer to a token alone, and belong to one run at a time. Tokens of a server that began anew, or that
+    another run has changed, are not taken.
 
     Args:
         num_slots: How many completions each server decodes at a time (vLLM's ``max_num_seqs``).
         num_servers: How many servers each rank starts; with ``urls`` none are.
         devices: The GPUs of each server that is started, as ``CUDA_VISIBLE_DEVICES`` names them: ``["1", "2,3"]``.
-        urls: Servers that run already, with ``VLLM_SERVER_DEV_MODE=1``, ``--weight-transfer-config
-            '{"backend": "lit_grpo"}'``, ``--worker-extension-cls lit_grpo.rollout.vllm.worker.WorkerExtension`` and
-            lit_grpo installed beside vLLM; ``python -m lit_grpo serve`` starts such a one (with ``--max-lora-rank`` for
-            adapters alone). Of several ranks each takes its share of them.
+        urls: Servers that run already, each started with ``python -m lit_grpo serve`` as this user (with
+            ``--max-lora-rank`` for adapters alone); the environment variable ``LIT_GRPO_SERVER_TOKEN`` holds their
+            token, which that command names. Of several ranks each takes its share of them.
         transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
             sent; for these each side keeps a copy of the weights on its host.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
             ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA.
         weights_folder: Where the files are put, readable by all servers; shared memory by default.
-        timeout_s: Seconds without an answer, or without a token of any completion, after which a server counts as hung.
+        timeout_s: Seconds without an answer, or without a token of any completion, after which a server is asked
+            whether it is well. It counts as hung where it does not answer that either, or after five such times.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
     """
@@ -74,6 +78,8 @@ class VLLMServerGenerator(EngineGenerator):
             )
         if devices is not None and len(devices) != num_servers:
             raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
+        if len(set(urls or ())) < len(urls or ()):
+            raise ValueError(f"urls names a server twice: {', '.join(urls or ())}; name each once.")
         self.weights_folder = weights_folder
         sends_changes = transfer == "changes"
         self._fleet = Fleet(
@@ -113,8 +119,9 @@ class VLLMServerGenerator(EngineGenerator):
         """End what is in flight; the servers end with this object, or serve another ``start``."""
         super().close()
         if self._pump is not None:
-            self._pump.close(self._fleet.clients)
+            self._pump.close()
             self._pump = None
+        self._fleet.release()
 
     # ---- requests ---------------------------------------------------------------------------------
 
@@ -135,7 +142,7 @@ class VLLMServerGenerator(EngineGenerator):
         free = [server for server in ahead if count[server] < self.num_slots] or ahead
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         assert stream.ticket is not None
-        self._pump = self._pump or StreamPump()
+        self._pump = self._pump or StreamPump(self._fleet.loop)
         fields = self._fields(stream, server.keyed) | {"cache_salt": stream.salt}
         self._pump.begin(stream.ticket, server.client, stream.prompt, fields)
 
@@ -177,15 +184,15 @@ class VLLMServerGenerator(EngineGenerator):
             stream.num_failures += 1
             lost = [stream]
         else:
-            self._fleet.lose(server)
+            server.lose()
             lost = [other for other, at in self._at.items() if at is server]
             events.message = (
-                f"{error} Its {len(lost)} completions go on from there on the {len(self._fleet.alive)} servers that "
-                "are left."
+                f"{error}{server.log} Its {len(lost)} completions go on from there on the {len(self._fleet.alive)} "
+                "servers that are left."
             )
         self._withdraw(lost)
         for each in lost:
             try:
                 self._send(each)
             except GenerationError as none_left:
-                raise GenerationError(f"{error} {none_left}") from None
+                raise GenerationError(f"{error}{server.log} {none_left}") from None

@@ -1,0 +1,270 @@
+"""What stands before a vLLM server: who may talk to it, whose it is, and how often it has been changed.
+
+vLLM puts :class:`Guard` before all of its routes (``--middleware``), in the process that answers requests.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from hmac import compare_digest
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from lit_grpo.rollout.weights.files import WEIGHTS_PREFIX, is_private
+
+GUARD = "lit_grpo.rollout.vllm.guard.Guard"
+TOKEN_VARIABLE = "LIT_GRPO_SERVER_TOKEN"
+HOST_VARIABLE = "LIT_GRPO_SERVER_HOST"  # the name that it was told to listen on
+RUN_HEADER, STATE_HEADER = "lit-grpo-run", "lit-grpo-state"
+OWNER_PATH = "/lit_grpo/owner"
+LEASE_S = 15.0  # without a word from the run that it belongs to, another may take it
+
+_SAMPLING = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}  # these change nothing
+_UNCOUNTED = {"/pause", "/resume", "/abort_requests"}  # these change nothing of what tokens are sampled with
+_PATHS = ("path", "lora_path")
+_MAX_BODY = 2**26
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def controls(method: str, path: str) -> bool:
+    """Whether a request may change anything: whatever neither looks nor samples."""
+    return method not in ("GET", "HEAD") and path not in _SAMPLING
+
+
+def counts(method: str, path: str) -> bool:
+    """Whether a request may change what is sampled from then on."""
+    return controls(method, path) and path not in _UNCOUNTED
+
+
+class Refusal(Exception):
+    """A request that goes no further: the HTTP status, and why in one sentence."""
+
+    def __init__(self, status: int, sentence: str, **more: Any) -> None:
+        super().__init__(sentence)
+        self.status, self.body = status, {"error": sentence, **more}
+
+
+class Guard:
+    """Lets through requests with the token of the environment, and changes from the run that owns the server.
+
+    A request names its run in a header. The first run to take the server (``POST`` to ``OWNER_PATH``) owns it until it
+    gives it back (``DELETE``) or has not been heard of for ``LEASE_S``. What is no sampling and no looking is the
+    owner's alone. Each answer carries the server's state: what this process is called, and how many requests have come
+    that may change what it samples with; streamed tokens carry it with every chunk.
+
+    Args:
+        app: vLLM's server, as an ASGI application.
+    """
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise ValueError(f"{TOKEN_VARIABLE} is not set; the server would answer anybody.")
+        self._app = app
+        self._token = f"Bearer {token}".encode()
+        self._names = {"localhost", socket.gethostname(), os.environ.get(HOST_VARIABLE, "localhost")}
+        self._process, self._num_changes = token_hex(8), 0
+        self._owner, self._heard = "", 0.0
+
+    @property
+    def state(self) -> str:
+        """This process, and how many changes it has seen."""
+        return f"{self._process}:{self._num_changes}"
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it on."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            run = self._admit(scope)
+            if scope["path"] == OWNER_PATH:
+                await _answer(send, 200, self._own(scope["method"], run), self.state)
+                return
+            if controls(scope["method"], scope["path"]):
+                receive = await self._check_change(scope["path"], run, receive)
+                self._num_changes += counts(scope["method"], scope["path"])
+        except Refusal as refusal:
+            await _answer(send, refusal.status, refusal.body, self.state)
+            return
+        await self._hand_on(scope, receive, send)
+
+    # ---- who --------------------------------------------------------------------------------------
+
+    def _admit(self, scope: Message) -> str:
+        """Return the run that asks, if it says so.
+
+        Raises:
+            Refusal: A page in a browser asks, or somebody without the token.
+        """
+        headers: dict[str, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value)
+        host = headers.get("host", [])
+        if len(host) != 1 or not self._is_own(host[0].decode("latin-1")):
+            raise Refusal(403, "The Host header names another machine; use the server's address or own name.")
+        if "origin" in headers:
+            raise Refusal(403, "A page in a browser asks; this server answers training runs alone.")
+        token = headers.get("authorization", [])
+        if len(token) != 1 or not compare_digest(token[0], self._token):
+            raise Refusal(401, f"The token is missing or wrong; give the server's in {TOKEN_VARIABLE}.")
+        run = headers.get(RUN_HEADER, [b""])[0].decode("latin-1")
+        if run and run == self._owner:
+            self._heard = time.monotonic()
+        return run
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a Host header is an address, which no name server can redirect, or a name of this machine."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name.lower() in {known.lower() for known in self._names}
+        return True
+
+    # ---- whose ------------------------------------------------------------------------------------
+
+    def _own(self, method: str, run: str) -> dict[str, Any]:
+        """Take the server for a run (``POST``), give it back (``DELETE``), or tell whose it is.
+
+        Raises:
+            Refusal: It belongs to another run.
+        """
+        if method == "POST":
+            self._check_owner(run, takes=True)
+            self._owner, self._heard = run, time.monotonic()
+        elif method == "DELETE" and run == self._owner:
+            self._owner = ""
+        return {"pid": os.getpid(), "owned": bool(run) and run == self._owner}
+
+    def _check_owner(self, run: str, takes: bool = False) -> None:
+        heard_s = time.monotonic() - self._heard
+        if not run:
+            raise Refusal(409, f"A request that changes the server must name its run in the header {RUN_HEADER}.")
+        if self._owner not in ("", run) and not (takes and heard_s > LEASE_S):
+            raise Refusal(
+                409,
+                f"The server belongs to another run, heard of {heard_s:.0f} s ago; end that run, or start a server of "
+                "your own with python -m lit_grpo serve --port PORT.",
+                heard_s=heard_s,
+            )
+        if not takes and self._owner != run:
+            raise Refusal(409, "The server belongs to no run yet; take it first.")
+
+    # ---- what -------------------------------------------------------------------------------------
+
+    async def _check_change(self, path: str, run: str, receive: Receive) -> Receive:
+        """Look at a change of its owner's; return what reads the request again.
+
+        Raises:
+            Refusal: It comes from another run, or names files or functions that are none of ours.
+        """
+        self._check_owner(run)
+        body = b""
+        more = True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+            if len(body) > _MAX_BODY:
+                raise Refusal(413, f"The request is longer than {_MAX_BODY} bytes.")
+        _check_body(path, body)
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return again
+
+    async def _hand_on(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let vLLM answer, with the state added, and before each chunk of an answer that is streamed."""
+        started = streams = False
+
+        async def stating(message: Message) -> None:
+            nonlocal started, streams
+            if message["type"] == "http.response.start":
+                started, headers = True, list(message.get("headers", []))
+                streams = any(name.lower() == b"content-type" and b"event-stream" in value for name, value in headers)
+                message = message | {"headers": [*headers, (STATE_HEADER.encode(), self.state.encode())]}
+            elif streams and message.get("body"):
+                message = message | {"body": f": {self.state}\n\n".encode() + message["body"]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, stating)
+        except Exception as error:
+            if not started:  # or it would be answered behind our back
+                await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"}, self.state)
+            raise
+
+
+def _check_body(path: str, body: bytes) -> None:
+    """Check the files and functions that a request names.
+
+    Raises:
+        Refusal: They are none of ours.
+    """
+    try:
+        content = json.loads(body) if body else {}
+    except ValueError:
+        raise Refusal(400, "The request is no JSON.") from None
+    if path == "/collective_rpc":
+        from lit_grpo.rollout.vllm.worker import WorkerExtension  # which imports vLLM
+
+        method = content.get("method") if isinstance(content, dict) else None
+        if method not in {name for name in vars(WorkerExtension) if not name.startswith("_")}:
+            raise Refusal(403, f"Workers are asked for methods of lit_grpo's extension alone, not for {method!r}.")
+    for name, text in _strings(content):
+        if (name in _PATHS or text.startswith(("/", "~"))) and not _is_ours(Path(text)):
+            raise Refusal(
+                403,
+                f"{text!r} is not in a private folder {WEIGHTS_PREFIX}* of the user that the server runs as; weights "
+                "come from there alone.",
+            )
+        if path == "/update_weights" and name == "path" and not text.endswith(".safetensors"):
+            raise Refusal(403, f"{text!r} is no .safetensors file; weights come in these alone.")
+        if name == "lora_path" and not (Path(text) / "adapter_model.safetensors").is_file():
+            raise Refusal(403, f"{text!r} holds no adapter_model.safetensors; adapters come in these alone.")
+
+
+def _strings(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in a JSON value, each with the name of its field."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _strings(value, key)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _strings(value, name)
+    elif isinstance(content, str):
+        yield name, content
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this is a private folder of weights, or lies in one, not by way of a link."""
+    folder = path if path.name.startswith(WEIGHTS_PREFIX) else path.parent
+    return (
+        path.is_absolute()
+        and ".." not in path.parts
+        and folder.name.startswith(WEIGHTS_PREFIX)
+        and is_private(folder)
+        and not path.is_symlink()
+    )
+
+
+async def _answer(send: Send, status: int, content: Mapping[str, Any], state: str) -> None:
+    headers = [(b"content-type", b"application/json"), (STATE_HEADER.encode(), state.encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

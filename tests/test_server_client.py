@@ -1,0 +1,164 @@
+"""The client of a guarded server: taking it, waiting for it, and noticing what others do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from lit_grpo.rollout.vllm import guard as guarding
+from lit_grpo.rollout.vllm import http
+from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE, Guard
+from lit_grpo.rollout.vllm.http import EventLoop, ServerClient, ServerError, StreamPump
+
+TOKEN = "a-token-of-some-length"
+EVENT = b'data: {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]}\n\n'
+
+
+class App:
+    """Stands in for vLLM, whose engine works for ``work_s`` on what it is asked; ``well`` is what it says of itself."""
+
+    def __init__(self) -> None:
+        self.work_s, self.well, self.status = 0.0, True, 200
+        self.meanwhile = lambda: None  # between the headers of an answer and its body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/health":
+            await self._answer(send, 200 if self.well else 503, b"application/json", b"")
+            return
+        streams = scope["path"] == "/v1/completions"
+        kind = b"text/event-stream" if streams else b"application/json"
+        await self._answer(send, self.status, kind, EVENT if streams else b"{}", self.work_s)
+
+    async def _answer(self, send: Any, status: int, kind: bytes, body: bytes, work_s: float = 0.0) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+        await asyncio.sleep(work_s)
+        self.meanwhile()
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+def app() -> App:
+    return App()
+
+
+@pytest.fixture
+def guard(app: App, monkeypatch: pytest.MonkeyPatch) -> Guard:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    return Guard(app)
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def client_of(guard: Guard, loop: EventLoop, run: str, token: str = TOKEN) -> ServerClient:
+    client = ServerClient("http://127.0.0.1:8000", token, run, 0.2, loop)
+    transport = httpx.ASGITransport(app=guard)  # pyright: ignore[reportArgumentType]
+    client._http = httpx.AsyncClient(transport=transport, base_url=client.url, headers=client._http.headers)
+    return client
+
+
+def test_a_server_is_taken_and_given_back(guard: Guard, loop: EventLoop) -> None:
+    one, two = client_of(guard, loop, "one"), client_of(guard, loop, "two")
+    one.take()
+    assert one.is_ours() and not two.is_ours() and one.answers()
+    one.post("/start_weight_update")
+    one.post("/pause")
+    assert one.is_ours()  # it has followed
+    one.release()
+    two.take()
+    assert two.is_ours() and not one.is_ours()
+    two.close()
+
+
+def test_a_wrong_token_is_said_with_its_remedy(guard: Guard, loop: EventLoop) -> None:
+    with pytest.raises(ServerError, match=r"does not take this run's token; set LIT_GRPO_SERVER_TOKEN to the one that"):
+        client_of(guard, loop, "one", "another-token").take()
+
+
+def test_a_run_that_goes_on_keeps_its_server_and_a_dead_one_does_not(
+    guard: Guard, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_BEAT_S", 0.05)
+    one, two = client_of(guard, loop, "one"), client_of(guard, loop, "two")
+    one.take()
+    with pytest.raises(ServerError, match=r"belongs to another run, heard of \d+ s ago; end that run, or start"):
+        two.take()
+    assert one._beats is not None
+    one._beats.cancel()  # as a kill does
+    monkeypatch.setattr(guarding, "LEASE_S", 1.0)
+    two.take()
+    assert two.is_ours() and not one.is_ours()
+    with pytest.raises(ServerError, match="answers /start_weight_update with: 409"):
+        one._state = two._state
+        one.post("/start_weight_update")
+    two.close()
+
+
+def test_somebody_elses_change_is_noticed_by_the_next_call(guard: Guard, loop: EventLoop) -> None:
+    client = client_of(guard, loop, "one")
+    client.take()
+    guard._num_changes += 1
+    assert client.answers() and not client.is_ours()
+    for call in (lambda: client.post("/start_weight_update"), lambda: client.get("/weight_info")):
+        with pytest.raises(ServerError, match="began anew, or somebody else has changed its weights"):
+            call()
+    client.take()  # anew, with nothing known
+    client.post("/start_weight_update")
+    client.close()
+
+
+def sample(client: ServerClient, loop: EventLoop) -> Any:
+    """Return the content of the first thing that arrives."""
+    pump = StreamPump(loop)
+    pump.begin(0, client, [1], {})
+    arrived: list[Any] = []
+    while not arrived:
+        arrived = pump.arrivals(1.0)
+    return arrived[0].content
+
+
+def test_tokens_of_changed_weights_are_not_taken(guard: Guard, loop: EventLoop, app: App) -> None:
+    client = client_of(guard, loop, "one")
+    client.take()
+    client.post("/finish_weight_update")
+    assert sample(client, loop).token_ids == [5]
+    app.meanwhile = lambda: setattr(guard, "_num_changes", 2)
+    failure = sample(client, loop)
+    assert isinstance(failure, ServerError) and "somebody else has changed its weights" in str(failure)
+    assert "somebody else" in str(sample(client, loop))
+    app.status = 404  # of a server that began anew, and calls its model otherwise
+    assert "began anew" in str(sample(client, loop))
+    client.close()
+
+
+def test_a_slow_server_is_not_a_dead_one(guard: Guard, loop: EventLoop, app: App) -> None:
+    client = client_of(guard, loop, "one")
+    client.take()
+    app.work_s = 2.5 * client.timeout_s
+    assert client.post("/finish_weight_update") == {}
+    assert sample(client, loop).token_ids == [5]
+    client.close()
+
+
+@pytest.mark.parametrize("well", [True, False], ids=["it says that it is well", "it says nothing"])
+def test_a_server_without_progress_is_given_up(guard: Guard, loop: EventLoop, app: App, well: bool) -> None:
+    client = client_of(guard, loop, "one")
+    client.take()
+    app.work_s, app.well = 600.0, well
+    begun = time.monotonic()
+    with pytest.raises(ServerError, match=f"has hung: {http._PATIENCE if well else 1} time-outs of 0.2 s") as caught:
+        client.post("/finish_weight_update")
+    assert caught.value.hung
+    assert time.monotonic() - begun >= (http._PATIENCE if well else 1) * client.timeout_s
+    failure = sample(client, loop)
+    assert failure.hung
+    client.close()
