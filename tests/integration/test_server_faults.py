@@ -167,6 +167,8 @@ def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLM
         groups, _ = RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
         for rollout in groups[0].rollouts:
             assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(policy, rollout), atol=1e-4)
+    generator.distrust()
+    assert sync(generator, policy, 2).changed_share == 1.0  # whole, for what the servers hold is not known
 
 
 def test_weights_that_another_run_has_changed_are_not_sampled_with(

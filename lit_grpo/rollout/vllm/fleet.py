@@ -104,7 +104,7 @@ class Server:
             self.client.post("/update_weights", {"update_info": info})
             self.client.post("/finish_weight_update", {"weight_version": str(version)})
         self._settle(version)
-        held = self._ask_workers("held_digests")
+        held = self.client.ask_workers("held_digests")
         self.version, self.holds_base = version, True
         return joined(held)
 
@@ -118,8 +118,8 @@ class Server:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
         self.client.post("/update_weight_version", {"new_version": str(version)})
         self._settle(version)
-        self._ask_workers("compute_head_plainly")
-        held = self._ask_workers("adapter_digests", str(folder))
+        self.client.ask_workers("compute_head_plainly")
+        held = self.client.ask_workers("adapter_digests", str(folder))
         self.version = version
         return joined(held)
 
@@ -136,7 +136,9 @@ class Server:
     def _settle(self, version: int) -> None:
         """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""
         try:
-            self.keyed = all_draw_by_position(answer == "True" for answer in self._ask_workers("draw_by_position"))
+            self.keyed = all_draw_by_position(
+                answer == "True" for answer in self.client.ask_workers("draw_by_position")
+            )
         except ServerError:  # it has another worker_extension_cls, or none
             self.keyed = all_draw_by_position([False])
         reported = self.client.get("/weight_info")["weight_version"]
@@ -145,10 +147,6 @@ class Server:
                 f"The vLLM server at {self.client.url} says that its weights are version {reported}, where the "
                 f"policy's are {version}."
             )
-
-    def _ask_workers(self, method: str, *arguments: str) -> list[Any]:
-        """Return what each worker answers; numbers and truth values come as text."""
-        return self.client.ask_workers(method, *arguments)
 
 
 Answer = TypeVar("Answer")
@@ -278,7 +276,7 @@ class Fleet:
     def forget_weights(self) -> None:
         """Take it that no server holds weights of the policy."""
         for server in self._servers:
-            server.holds_base = False
+            server.version, server.holds_base = -1, False
 
     def _look(self) -> None:
         """See which servers are up, all at the same time: shortly, or, where none answers, with the whole time-out."""

@@ -1,0 +1,265 @@
+"""A long run on two vLLM servers in which something goes wrong all the time, and what it leaves behind.
+
+A fault comes every few updates, drawn at random: a server is killed, and another started at its port; a server stands
+still for some seconds; its weights are exchanged behind the run's back; a reward function fails, or a call of it takes
+long; a gradient is not finite. The run has to go on to its end. Memory, file descriptors, threads, child processes and
+files in shared memory are counted after every ten updates, and may not grow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import torch
+
+from benchmarks.processes import quiet_trainer
+from benchmarks.random_policies import Sizes, random_qwen3
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.workloads import arithmetic_rows, load
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.generator import InFlight
+from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
+from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.process import ServerProcess
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.weights.files import weights_folder, write_full
+from lit_grpo.rollout.weights.tensors import SyncReport
+from lit_grpo.types import SamplingParams
+
+EVERY = 10
+"""Updates from one count to the next."""
+POLICY = Sizes(2, 64, 128, 4, 2, 32)
+TOKEN = "soak-" + "0123456789abcdef" * 2
+ENGINE = {"max_model_len": 96, "block_size": 32, "kv_cache_memory_bytes": 16 * 2**20}
+
+
+class Servers:
+    """Two servers at fixed ports, which may die and be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes = [self._start(None), self._start(None)]
+        for process in self.processes:
+            process.wait(time.monotonic() + 300)
+        self.threads: list[threading.Thread] = []
+
+    def _start(self, port: int | None) -> ServerProcess:
+        arguments = server_arguments("float32", 8) | ENGINE
+        return ServerProcess(self.folder, arguments, server_environment(2), TOKEN, port=port)
+
+    def kill(self, number: int) -> None:
+        """End a server at once, and start another at its port."""
+        process = self.processes[number]
+        os.killpg(process.process.pid, signal.SIGKILL)
+        process.process.wait()
+        process.log.unlink(missing_ok=True)
+
+        def start() -> None:
+            self.processes[number] = self._start(int(process.url.rpartition(":")[2]))
+
+        self._later(1.0, start)
+
+    def stand_still(self, number: int) -> None:
+        """Stop a server for some seconds."""
+        pid = self.processes[number].process.pid
+        os.killpg(pid, signal.SIGSTOP)
+        self._later(5.0, lambda: _signal(pid, signal.SIGCONT))
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        thread = threading.Timer(seconds, call)
+        thread.start()
+        self.threads = [*(each for each in self.threads if each.is_alive()), thread]
+
+    def close(self) -> None:
+        """End both."""
+        for thread in self.threads:
+            thread.join()
+        for process in self.processes:
+            _signal(process.process.pid, signal.SIGCONT)
+            process.stop()
+
+
+def _signal(pid: int, number: int) -> None:
+    if psutil.pid_exists(pid):
+        os.killpg(pid, number)
+
+
+class Faults(pl.Callback):
+    """Brings a fault every few updates, and counts what there is.
+
+    Args:
+        servers: The servers of the run.
+        kinds: What happens, each as often, in orders that are drawn.
+        seed: Of what happens when.
+    """
+
+    def __init__(self, servers: Servers, kinds: tuple[str, ...], seed: int) -> None:
+        self.servers, self.kinds, self.random = servers, kinds, random.Random(seed)
+        self.next, self.coming, self.counts = 3, list[str](), Counter[str]()
+        self.reward = ""  # what the next call of the reward function does
+        self.rows: list[Row] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Bring a fault, where it is time."""
+        version = pl_module.policy_version
+        if version < self.next:
+            return
+        if not self.coming:
+            self.coming = self.random.sample(self.kinds, len(self.kinds))
+        kind = self.coming[-1]
+        fleet = pl_module.generator._fleet
+        if kind in ("a server is killed", "a server stands still") and len(fleet.alive) < 2:
+            return  # there is always one that is left
+        self.coming.pop()
+        self.next = version + self.random.randint(2, 7)
+        self.counts[kind] += 1
+        number = self.random.randrange(2)
+        note(f"{version}: {kind}")
+        if kind == "a server is killed":
+            self.servers.kill(number)
+        elif kind == "a server stands still":
+            self.servers.stand_still(number)
+        elif kind == "weights are exchanged":
+            pl_module.generator.exchanges = True
+        elif kind == "a gradient is not finite":
+            parameter = next(pl_module.policy.parameters())
+            handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * torch.nan)[1])
+        else:
+            self.reward = kind
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count what this process has."""
+        version = pl_module.policy_version
+        if version % EVERY == 0 and (not self.rows or self.rows[-1]["update"] != version):
+            self.rows.append({"update": version, **_possessions()})
+
+    def score(self, completion: str) -> float:
+        """The reward: the share of digits, or what has been decided."""
+        kind, self.reward = self.reward, ""
+        if kind == "a reward fails":
+            raise RuntimeError("the judge has no answer")
+        if kind == "a reward is slow":
+            time.sleep(2.0)
+        return sum(character.isdigit() for character in completion) / max(len(completion), 1)
+
+
+class FaultyGenerator(VLLMServerGenerator):
+    """Where it is told so, one of its servers has other weights after a load; the proof has to find it."""
+
+    exchanges = False
+
+    def load_weights(self, weights: Any, version: int, in_flight: InFlight = "refuse") -> SyncReport:
+        """Bring all weights, and then others to one server."""
+        report = super().load_weights(weights, version, in_flight)
+        if self.exchanges:
+            self.exchanges = False
+            with weights_folder() as folder:
+                tensors = {name: tensor * 1.05 for name, tensor in self.weights()}
+                write_full(tensors.items(), folder / "weights.safetensors")
+                self._fleet.alive[-1].update(folder / "weights.safetensors", version, False)
+        return report
+
+
+KINDS = (
+    "a server is killed",
+    "a server stands still",
+    "weights are exchanged",
+    "a gradient is not finite",
+    "a reward fails",
+    "a reward is slow",
+)
+
+
+def _possessions() -> Row:
+    process = psutil.Process()
+    shared = list(Path("/dev/shm").glob("lit_grpo_*")) if Path("/dev/shm").is_dir() else []
+    return {
+        "rss_mib": process.memory_info().rss / 2**20,
+        "descriptors": process.num_fds(),
+        "threads": process.num_threads(),
+        "children": len(process.children()),
+        "shared_files": len(shared),
+    }
+
+
+def main(options: Options) -> int:
+    """Run, and compare what there is at the end with what there was."""
+    num_updates = 20 if options.quick else 500
+    kinds = KINDS[1:] if options.quick else KINDS
+    os.environ[TOKEN_VARIABLE] = TOKEN
+    warnings.simplefilter("ignore")
+    _, tokenizer = load("tiny", options.device)
+    policy = random_qwen3(POLICY, options.device)
+    with tempfile.TemporaryDirectory() as name:
+        PolicySpec(policy, tokenizer).save_skeleton(Path(name))
+        policy.save_pretrained(name)
+        servers = Servers(Path(name))
+        faults = Faults(servers, kinds, seed=0)
+        try:
+            start = time.perf_counter()
+            module = _train(Path(name), servers, faults, num_updates)
+            seconds = time.perf_counter() - start
+        finally:
+            servers.close()
+    early, late = _largest(faults.rows[:1] if options.quick else faults.rows[2:12]), _largest(faults.rows[-10:])
+    growth = float(late["rss_mib"]) / float(early["rss_mib"])
+    claims = [
+        Claim("updates taken", module.policy_version, ">=", num_updates),
+        Claim("faults", sum(faults.counts.values()), ">=", num_updates / 10),
+        Claim("memory of the last hundred updates over that of updates 30 to 120", growth, "<=", 1.05),
+        *(
+            Claim(
+                f"{kind} at the end above those at updates 30 to 120", float(late[kind]) - float(early[kind]), "<=", 2
+            )
+            for kind in ("descriptors", "threads", "children", "shared_files")
+        ),
+    ]
+    settings: Row = {"updates": num_updates, "minutes": round(seconds / 60, 2), **faults.counts}
+    return finish("soak", options, settings, faults.rows, claims)
+
+
+def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> GRPOModule:
+    urls = [process.url for process in servers.processes]
+    module = GRPOModule(
+        policy=str(folder),
+        rewards=[faults.score],
+        num_generations=4,
+        generator=FaultyGenerator(8, urls=urls, timeout_s=3.0),
+        sampling=SamplingParams(max_tokens=16),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+        on_reward_error="none",
+        max_tokens_per_micro_batch=4096,
+    )
+    data = PromptDataModule(str(folder), train=list(arithmetic_rows(8).rows()), batch_size=4)
+    callbacks = [faults, RolloutScheduler(), WeightSync()]
+    trainer = quiet_trainer("cpu", callbacks, max_steps=num_updates, max_epochs=-1)
+    trainer.fit(module, datamodule=data)
+    return module
+
+
+def _largest(rows: list[Row]) -> Row:
+    """The median memory, and the largest of all other figures."""
+    medians = {"rss_mib": statistics.median(float(row["rss_mib"]) for row in rows)}
+    return {name: max(row[name] for row in rows) for name in rows[0]} | medians
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))
