@@ -209,10 +209,10 @@ def test_weights_come_from_private_folders_of_this_user_alone(guard: Guard, app:
         response = ask(guard, "POST", "/update_weights", "one", json={"update_info": {"path": str(path)}})
         assert response.status_code == 403, path
     for other in ("/etc/cron.d/x", str(outside), "~/.ssh/x"):
-        info = {"path": str(weights), "other": other}
+        info = {"path": str(weights), "more": [{"other": other}]}
         assert ask(guard, "POST", "/update_weights", "one", json={"update_info": info}).status_code == 403
     assert not app.reached
-    info = {"path": str(weights), "other": str(private / "other")}
+    info = {"path": str(weights), "patches_follow": True}
     assert ask(guard, "POST", "/update_weights", "one", json={"update_info": info}).status_code == 200
     assert json.loads(app.reached[0][1]) == {"update_info": info}
 

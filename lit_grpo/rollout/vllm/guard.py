@@ -27,7 +27,7 @@ LEASE_S = 15.0  # without a word from the run that it belongs to, another may ta
 
 _SAMPLING = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}  # these change nothing
 _UNCOUNTED = {"/pause", "/resume", "/abort_requests"}  # these change nothing of what tokens are sampled with
-_PATHS = ("path", "receipt", "lora_path")
+_PATHS = ("path", "lora_path")
 _MAX_BODY = 2**26
 
 Message = dict[str, Any]
