@@ -28,6 +28,7 @@ class Serving:
 
     def __init__(self, folder: Path, port: int, *more: str) -> None:
         self.output = folder / f"output-{time.monotonic_ns()}"
+        self.output.touch()
         command = [sys.executable, "-m", "lit_grpo", "serve", "--policy", str(folder), "--port", str(port), *ARGUMENTS]
         script = f'"$@" > {self.output} 2>&1 & echo $!; wait $!; echo $?'
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
