@@ -249,7 +249,7 @@ def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> 
     )
     data = PromptDataModule(str(folder), train=list(arithmetic_rows(8).rows()), batch_size=4)
     callbacks = [faults, RolloutScheduler(), WeightSync()]
-    trainer = quiet_trainer("cpu", callbacks, max_steps=num_updates, max_epochs=-1)
+    trainer = quiet_trainer("cpu", callbacks, max_steps=num_updates, max_epochs=-1, default_root_dir=folder)
     trainer.fit(module, datamodule=data)
     return module
 
