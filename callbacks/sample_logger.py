@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from lit_grpo.faults import forget_after
+from lit_grpo.terminal import visible
 from lit_grpo.types import PromptBatch, Rollout
 
 _WIDTH = 60
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What moves a terminal's cursor, its colours, its clipboard, or the direction of what it writes."""
 
 
 class SampleLogger(pl.Callback):
@@ -76,7 +74,7 @@ class SampleLogger(pl.Callback):
             table.add_column(name, max_width=_WIDTH, overflow="ellipsis", no_wrap=name != "completion")
         for row in rows:
             table.add_row(
-                *(Text(_visible(str(row[name]))) for name in ("prompt", "completion", "tokens", "finish")),
+                *(Text(visible(str(row[name]))) for name in ("prompt", "completion", "tokens", "finish")),
                 f"{row['reward']:.3g}",
             )
         console = Console()
@@ -97,11 +95,6 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         **rollout.extra,
     }
-
-
-def _visible(text: str) -> str:
-    """Write control characters as text, tabs and line ends aside: a terminal would obey them."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _same_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -33,6 +33,10 @@ def main() -> None:
 
         export(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["doctor"]:
+        from lit_grpo.cli.doctor import main as examine
+
+        examine(sys.argv[2:])
     gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes a third of the time
     from lit_grpo.cli.command_line import run
 

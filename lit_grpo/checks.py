@@ -223,6 +223,21 @@ def check_prompt_lengths(
             )
 
 
+def check_token_ids(prompts: Mapping[str, Sequence[Prompt]], num_embeddings: int) -> None:
+    """Check that the policy has an embedding for every token of every prompt.
+
+    Raises:
+        ValueError: A prompt has a token that the policy does not know.
+    """
+    for rows in prompts.values():
+        for prompt in rows:
+            if (largest := max(prompt.token_ids)) >= num_embeddings:
+                raise ValueError(
+                    f"Prompt {prompt.prompt_id!r} has the token {largest}, but the policy has embeddings for "
+                    f"{num_embeddings} alone: its tokenizer is another model's; put the policy's own beside it."
+                )
+
+
 def check_micro_batch(
     prompts: Sequence[Prompt], sampling: SamplingParams, max_tokens: int, shares_prefix: bool
 ) -> None:

@@ -22,6 +22,7 @@ from lit_grpo.checks import (
     check_micro_batch,
     check_minibatches,
     check_prompt_lengths,
+    check_token_ids,
     check_trainer,
     check_training_sampling,
     check_updates,
@@ -222,14 +223,15 @@ class GRPOModule(EvaluationModule):
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
-        """Check that every prompt leaves room for its completion, before anything is sampled.
+        """Check that every prompt is of known tokens and leaves room for its completion, before anything is sampled.
 
         Args:
             prompts: By split; ``train`` is sampled with ``sampling``, all others with ``eval_sampling``.
 
         Raises:
-            ValueError: A prompt is too long for the model's context or for a micro-batch.
+            ValueError: The policy does not know a token, or a prompt is too long for its context or for a micro-batch.
         """
+        check_token_ids(prompts, len(embeddings(self.policy)[0]))
         context = context_length(self.policy)
         check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context)
         max_tokens = self.settings.max_tokens_per_micro_batch
@@ -238,7 +240,10 @@ class GRPOModule(EvaluationModule):
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
-        optimizer = self.make_optimizer(p for p in self.policy.parameters() if p.requires_grad)
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("model.policy has no weight that may be trained; set requires_grad of some of them.")
+        optimizer = self.make_optimizer(trained)
         if isinstance(optimizer, GaLoreAdamW):
             optimizer.leave_whole(embeddings(self.policy))
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)

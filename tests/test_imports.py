@@ -14,6 +14,7 @@ ROOMS: dict[str, set[str]] = {
     "trajectory": set(),
     "types": {"trajectory"},
     "memory": set(),
+    "terminal": set(),
     "ranks": set(),
     "optim": set(),
     "policy": UTILITIES,
@@ -55,11 +56,16 @@ ROOMS: dict[str, set[str]] = {
     },
 }
 """Which rooms each room may import, itself apart. Callbacks may import all of them, and the command line those too."""
-ABOVE = {"callbacks": {"training", "cli"}, "training": {"cli"}, "cli": set[str]()}
+ABOVE = {
+    "callbacks": {"training", "doctor", "cli"},
+    "training": {"doctor", "cli"},
+    "doctor": {"training", "cli"},
+    "cli": set[str](),
+}
 """Which rooms those that stand above all others may not import."""
 ONLY_IN = {
-    "lightning": {"module", "evaluation", "checks", "data", "training", "cli", "callbacks"},
-    "lit_grpo.callbacks": {"training", "cli", "callbacks"},
+    "lightning": {"module", "evaluation", "checks", "data", "training", "doctor", "cli", "callbacks"},
+    "lit_grpo.callbacks": {"training", "doctor", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
 }
 

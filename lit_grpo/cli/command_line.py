@@ -30,8 +30,9 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
 
 EPILOG = (
-    "Also: python -m lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in "
-    "pictures, without a model), python -m lit_grpo serve --help (a vLLM server for a policy), and --version"
+    "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), python -m "
+    "lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in pictures, "
+    "without a model), python -m lit_grpo serve --help (a vLLM server for a policy), and --version"
 )
 
 MISTAKES = (
@@ -160,25 +161,29 @@ class GRPOCLI(LightningCLI):
         module.configure_optimizers()
 
 
+def cli_arguments(args: list[str] | None) -> dict[str, Any]:
+    """What LightningCLI is told of the project, and the arguments to parse: those of the process by default."""
+    return {
+        "model_class": GRPOModule,
+        "datamodule_class": PromptDataModule,
+        "args": args,
+        "seed_everything_default": 0,
+        "save_config_kwargs": {"overwrite": True},
+        "trainer_defaults": TRAINER_DEFAULTS,
+        "auto_configure_optimizers": False,
+        "load_from_checkpoint_support": False,
+        "parser_class": InputParser,
+        # Without abbreviations: a field that is misspelt is not the one that begins so.
+        "parser_kwargs": {"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
+    }
+
+
 def run(args: list[str] | None = None) -> None:
     """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
-    _quieten()
+    quieten()
     try:
         with RunFolder() as run_folder:
-            GRPOCLI(
-                run_folder,
-                model_class=GRPOModule,
-                datamodule_class=PromptDataModule,
-                args=args,
-                seed_everything_default=0,
-                save_config_kwargs={"overwrite": True},
-                trainer_defaults=TRAINER_DEFAULTS,
-                auto_configure_optimizers=False,
-                load_from_checkpoint_support=False,
-                parser_class=InputParser,
-                # Without abbreviations: a field that is misspelt is not the one that begins so.
-                parser_kwargs={"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
-            )
+            GRPOCLI(run_folder, **cli_arguments(args))
     except OSError as error:
         if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
@@ -193,7 +198,7 @@ def run(args: list[str] | None = None) -> None:
         exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silence what says nothing to the user; each entry names the cause."""
     import logging
 

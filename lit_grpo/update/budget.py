@@ -55,8 +55,18 @@ def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool
     begin from, and one layer's activations are computed again at a time. Gradients and two moments, as of Adam, are
     taken off beforehand, wherever the model has no gradients yet.
     """
+    per_token = bytes_per_token(model, shares_prefix, selective)
+    return max(1, min(MOST_TOKENS, int((free_bytes - pending_bytes(model)) * SHARE / per_token)))
+
+
+def pending_bytes(model: PreTrainedModel) -> int:
+    """What gradients and two moments, as of Adam, will take of a model that has no gradients yet."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    pending = sum(3 * parameter.nbytes for parameter in parameters if parameter.grad is None)
+    return sum(3 * parameter.nbytes for parameter in parameters if parameter.grad is None)
+
+
+def bytes_per_token(model: PreTrainedModel, shares_prefix: bool, selective: bool = False) -> float:
+    """What a token of a micro-batch takes until its backward pass."""
     per_token = _kept_bytes(model, shares_prefix) / _PROBE
     if model.is_gradient_checkpointing and model.training:
         selected = KeptBytes()
@@ -64,7 +74,7 @@ def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool
             all_layers = _kept_bytes(model.eval(), shares_prefix)
         per_token += (all_layers / model.config.get_text_config().num_hidden_layers + selected.num_bytes) / _PROBE
         model.train()
-    return max(1, min(MOST_TOKENS, int((free_bytes - pending) * SHARE / per_token)))
+    return per_token
 
 
 def _kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> int:

@@ -1,0 +1,79 @@
+"""What checks have found, and its lines on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lit_grpo.terminal import visible
+
+Verdict = Literal["pass", "warn", "fail", "skip"]
+
+
+class Finding(NamedTuple):
+    """One line of the report: what was looked at, what it measured, and the remedy where that is not as it should be.
+
+    ``fail`` is what no run can learn with, ``warn`` what may be meant so, ``skip`` what could not be looked at.
+    """
+
+    verdict: Verdict
+    name: str
+    figure: str
+    remedy: str = ""
+
+
+WIDTH = 80
+_COLOURS = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+class Report:
+    """Prints findings as they come, 80 columns wide, and keeps them."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+
+    def add(self, finding: Finding) -> None:
+        """Print a finding."""
+        self.findings.append(finding)
+        text = f"{finding.figure}: {finding.remedy}" if finding.remedy else finding.figure
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(width=4)
+        line.add_column(width=18)
+        line.add_column(ratio=1, overflow="fold")
+        line.add_row(Text(finding.verdict, _COLOURS[finding.verdict]), visible(finding.name), Text(visible(text)))
+        self._console.print(line)
+
+    def quote(self, text: str) -> None:
+        """Print what a policy or the data says, which is no markup and moves no cursor."""
+        line = Text(f"     {visible(text)}", "dim")
+        line.truncate(WIDTH, overflow="ellipsis")
+        self._console.print(line)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a small table."""
+        table = Table(box=None, padding=(0, 2), pad_edge=False)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._console.print(Padding(table, (0, 0, 0, 5)))
+
+    def names(self, verdict: str) -> list[str]:
+        """What has this verdict."""
+        return [finding.name for finding in self.findings if finding.verdict == verdict]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something failed, 0 otherwise."""
+        return int(bool(self.names("fail")))
+
+    def close(self) -> None:
+        """Add up."""
+        counts = [f"{len(self.names(verdict))} {verdict}" for verdict in _COLOURS if self.names(verdict)]
+        self._console.print(Text(", ".join(counts)))

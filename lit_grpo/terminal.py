@@ -1,0 +1,18 @@
+"""Text of policies and data, made safe for a terminal."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves a terminal's cursor, its colours, its clipboard, or the direction of what it writes."""
+
+
+def visible(text: str) -> str:
+    """Write control characters as text, tabs and line ends aside: a terminal would obey them."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def on_one_line(text: str) -> str:
+    r"""Write tabs and line ends as ``\t`` and ``\n`` as well."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
