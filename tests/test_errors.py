@@ -1,10 +1,17 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jsonargparse import ArgumentError
+from jsonargparse import ActionConfigFile, ArgumentError
+from lightning.pytorch import Callback
 
 from lit_grpo.cli.errors import InputParser, one_sentence, shipped_config
 from lit_grpo.data.sources import FileRows, RowSource
+from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
 
 
@@ -67,3 +74,75 @@ def test_a_config_that_comes_with_the_package_is_found_by_name(tmp_path: Path, m
     assert shipped_config("absent") == "absent"
     (tmp_path / "arithmetic.yaml").write_text("")
     assert shipped_config("arithmetic.yaml") == "arithmetic.yaml"
+
+
+class Lists:
+    """Has lists of dataclasses, of classes and of text, and one within a class."""
+
+    def __init__(
+        self,
+        rewards: list[RewardSpec] | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        points: list[int] | None = None,
+        owner: Owner | None = None,
+    ) -> None:
+        self.rewards, self.callbacks, self.points, self.owner = rewards, callbacks, points, owner
+
+
+class Owner:
+    """Has a list of its own."""
+
+    def __init__(self, rewards: list[RewardSpec] | None = None) -> None:
+        self.rewards = rewards
+
+
+LOGGER = "lit_grpo.callbacks.SampleLogger"
+BEFORE = {
+    "rewards": [{"function": "a.py:f", "weight": 2.0, "args": {"pattern": "x"}}],
+    "callbacks": [{"class_path": LOGGER, "init_args": {"num_samples": 9}}],
+    "points": [1, 2],
+    "owner": {
+        "class_path": f"{__name__}.Owner",
+        "init_args": {"rewards": [{"function": "a.py:f", "args": {"pattern": "x"}}]},
+    },
+}
+AFTER = {
+    "rewards": [{"function": "b.py:g"}],
+    "callbacks": [{"class_path": LOGGER, "init_args": {"every_n_batches": 3}}],
+    "points": [3],
+    "owner": {"class_path": f"{__name__}.Owner", "init_args": {"rewards": [{"function": "b.py:g"}]}},
+}
+
+
+def parse_lists(folder: Path, *arguments: str) -> Any:
+    for name, config in (("before", BEFORE), ("after", AFTER)):
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": config}))
+    parser = InputParser()
+    parser.add_argument("--config", action=ActionConfigFile)
+    parser.add_class_arguments(Lists, "task")
+    return parser.parse_args(["--config", str(folder / "before.yaml"), *arguments]).task
+
+
+@pytest.mark.parametrize("by_file", [False, True], ids=["options", "files"])
+def test_a_list_that_is_given_later_replaces_the_earlier_one_whole(tmp_path: Path, by_file: bool) -> None:
+    options = [text for name in AFTER for text in (f"--task.{name}", json.dumps(AFTER[name]))]
+    task = parse_lists(tmp_path, *(["--config", str(tmp_path / "after.yaml")] if by_file else options))
+    assert [dict(reward) for reward in task.rewards] == [asdict(RewardSpec("b.py:g"))]
+    assert task.callbacks[0].init_args.as_dict() == {"every_n_batches": 3, "num_samples": 4}
+    assert task.points == [3]
+    assert [dict(reward) for reward in task.owner.init_args.rewards] == [asdict(RewardSpec("b.py:g"))]
+
+
+def test_a_list_is_appended_to_where_that_is_asked_for(tmp_path: Path) -> None:
+    task = parse_lists(tmp_path, "--task.rewards+", '{"function": "b.py:g"}', "--task.points+", "3")
+    assert [reward.function for reward in task.rewards] == ["a.py:f", "b.py:g"]
+    assert task.rewards[0].args == {"pattern": "x"}
+    assert task.points == [1, 2, 3]
+
+
+def test_a_field_of_a_class_is_still_set_beside_the_others(tmp_path: Path) -> None:
+    parser = InputParser()
+    parser.add_class_arguments(Task, "task")
+    rows = {"class_path": FILE_ROWS, "init_args": {"path": "a.jsonl"}}
+    task = parser.parse_args(["--task.rows", json.dumps(rows), "--task.rows.path", "b.jsonl"]).task
+    assert task.rows.init_args.path == "b.jsonl"
