@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
 
+<<<<<<< HEAD
 from lit_grpo.checks import FORMAT
 from lit_grpo.cli.settings import check_settings
+=======
+from lit_grpo.cli.settings import check_settings, check_values
+>>>>>>> adbe438 (Fuzzed configs and data end in one sentence; nulls and deep JSON are refused by name)
 
 TRAINER = {
     "strategy": "auto",
@@ -112,3 +117,36 @@ def test_a_checkpoint_of_another_policy_is_refused(policy_folder: Path, tmp_path
         (wider / path.name).write_bytes(path.read_bytes())
     with pytest.raises(ValueError, match=r"of another policy: the shape of policy\.model\S+ is \(\d+, 32\) there and"):
         make_trainer().fit(make_module(wider), Batches([groups]), ckpt_path=tmp_path / "1.ckpt")
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 1
+    name: str | None = None
+
+
+class Outer:
+    def __init__(self, inner: Inner = Inner(), inners: list[Inner] | None = None, source: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (None, "outer is null, but has fields of its own"),
+        ({"inner": True}, r"outer\.inner is True, but has fields"),
+        ({"inner": {"size": None}}, r"outer\.inner\.size is null, but needs a value"),
+        ({"inners": [{"size": 2}, {"size": None}]}, r"outer\.inners\[1\]\.size is null"),
+        (
+            {"source": {"class_path": f"{__name__}.Outer", "init_args": {"inner": None}}},
+            r"outer\.source\.inner is null",
+        ),
+    ],
+)
+def test_a_null_in_a_field_that_needs_a_value_is_refused_by_name(fields: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_values({"outer": fields}, {"outer": Outer})
+
+
+def test_a_null_where_there_may_be_none_is_taken() -> None:
+    check_values({"outer": {"inner": {"name": None}, "inners": None, "source": None}}, {"outer": Outer, "none": Outer})

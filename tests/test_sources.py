@@ -176,3 +176,11 @@ def test_a_dotted_path_that_does_not_import_is_not_looked_for_on_the_hub() -> No
         make_source("json.Mine")
     with pytest.raises(ValueError, match=r"it is no subclass of lit_grpo\.data\.RowSource"):
         make_source("json.JSONDecoder")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_json_that_is_nested_without_end_is_one_sentence(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"deep{suffix}"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        list(FileRows(path).rows())

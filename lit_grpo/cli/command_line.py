@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
-from lit_grpo.cli.settings import check_settings
+from lit_grpo.cli.settings import check_settings, check_values
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
@@ -34,6 +34,15 @@ EPILOG = (
     "lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in pictures, "
     "without a model), python -m lit_grpo serve --help (a vLLM server for a policy), and --version"
 )
+
+GROUPS: dict[str, type] = {
+    "run": RunConfig,
+    "model": GRPOModule,
+    "data": PromptDataModule,
+    "checkpoint": RunCheckpoint,
+    **CALLBACKS,
+}
+"""What the groups of fields make, the trainer aside."""
 
 MISTAKES = (
     ValueError,
@@ -91,6 +100,7 @@ class GRPOCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Check the settings, claim the run's folder, and point everything that writes at it."""
         settings = self._settings
+        check_values(settings, GROUPS)
         check_settings(settings, fits=self.subcommand == "fit")
         settings["weights_only"] = True  # no checkpoint runs code
         if self.subcommand == "fit":

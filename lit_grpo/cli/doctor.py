@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from lit_grpo.cli.command_line import GRPOCLI, MISTAKES, cli_arguments, quieten
+from lit_grpo.cli.command_line import GROUPS, GRPOCLI, MISTAKES, cli_arguments, quieten
 from lit_grpo.cli.errors import exit_with, one_sentence, own_frames
-from lit_grpo.cli.settings import check_settings
+from lit_grpo.cli.settings import check_settings, check_values
 from lit_grpo.doctor import CheckUp, Examined, Finding, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
@@ -52,6 +52,7 @@ class DoctorCLI(GRPOCLI):
     def before_instantiate_classes(self) -> None:
         """Check the settings, and have everything written beside where the run would."""
         settings = self._settings
+        check_values(settings, GROUPS)
         check_settings(settings, fits=True)
         settings["weights_only"] = True
         self.save_config_callback = None

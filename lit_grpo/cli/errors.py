@@ -17,6 +17,8 @@ from jsonargparse import ArgumentError
 from jsonargparse._typehints import ActionTypeHint
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_grpo.terminal import visible
+
 _CONFIG = ("--config", "-c")
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
@@ -91,8 +93,8 @@ def _with_paths(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def exit_with(sentence: str) -> NoReturn:
-    """Print an error and exit with code 2."""
-    print(f"error: {sentence}", file=sys.stderr)
+    """Print an error, in which a value may be quoted that no terminal should obey, and exit with code 2."""
+    print(f"error: {visible(sentence)}", file=sys.stderr)
     sys.exit(2)
 
 

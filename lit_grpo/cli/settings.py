@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+<<<<<<< HEAD
 from collections.abc import Mapping
 from contextlib import suppress
+=======
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+>>>>>>> adbe438 (Fuzzed configs and data end in one sentence; nulls and deep JSON are refused by name)
 from importlib import util
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from jsonargparse import Namespace
 
 from lit_grpo.checks import check_format, check_left_to_module
 
 DAMAGED = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError)
+
+
+def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[..., Any]]) -> None:
+    """Refuse ``null`` where there must be a value, and a value where there must be fields; jsonargparse takes both.
+
+    Args:
+        settings: Of a subcommand.
+        classes: What each group of fields makes.
+
+    Raises:
+        ValueError: A field has one of these.
+    """
+    for name, kind in classes.items():
+        if name in settings:  # a class without fields is no group
+            _check_fields(name, settings[name], kind)
+
+
+def _check_fields(path: str, fields: Any, kind: Callable[..., Any]) -> None:
+    if not isinstance(fields, Mapping | Namespace):
+        raise ValueError(f"{path} is {_shown(fields)}, but has fields of its own; give these, or leave it out.")
+    hints = get_type_hints(kind.__init__)
+    for name, value in vars(fields).items() if isinstance(fields, Namespace) else fields.items():
+        _check_value(f"{path}.{name}", value, hints.get(name, Any))
+
+
+def _check_value(path: str, value: Any, hint: Any) -> None:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None:
+        if Any not in options and NoneType not in options:
+            raise ValueError(f"{path} is null, but needs a value; give one, or leave it out for the default.")
+        return
+    class_path = value.get("class_path") if isinstance(value, Mapping | Namespace) else None
+    if isinstance(class_path, str):
+        module, _, name = class_path.rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        if isinstance(kind, type):
+            _check_fields(path, value.get("init_args") or {}, kind)
+    elif len(options) == 1 and is_dataclass(hint):
+        _check_fields(path, value, hint)
+    elif isinstance(value, list) and len(items := [get_args(one) for one in options if get_origin(one) is list]) == 1:
+        for number, item in enumerate(value):
+            _check_value(f"{path}[{number}]", item, items[0][0])
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.80}"
 
 
 def check_settings(settings: Mapping[str, Any], fits: bool) -> None:

@@ -248,6 +248,8 @@ def _parse(text: str, place: str, remedy: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{place} is not JSON: {error}; {remedy}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply to be read; {remedy}.") from error
 
 
 def _as_row(value: Any, place: str) -> Row:
