@@ -11,12 +11,8 @@ import torch
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
 
-<<<<<<< HEAD
 from lit_grpo.checks import FORMAT
-from lit_grpo.cli.settings import check_settings
-=======
 from lit_grpo.cli.settings import check_settings, check_values
->>>>>>> adbe438 (Fuzzed configs and data end in one sentence; nulls and deep JSON are refused by name)
 
 TRAINER = {
     "strategy": "auto",

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pickle
-<<<<<<< HEAD
-from collections.abc import Mapping
-from contextlib import suppress
-=======
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
->>>>>>> adbe438 (Fuzzed configs and data end in one sentence; nulls and deep JSON are refused by name)
 from importlib import util
 from pathlib import Path
 from types import NoneType, UnionType

@@ -21,6 +21,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import InFlight
+from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import Completion, Request
@@ -60,8 +61,6 @@ ASKS_NOTHING = "{% for message in messages %}{{ message.content }}{% endfor %}"
 class CopyGenerator(SlotGenerator):
     """Decodes on a copy of the policy, which weights travel to."""
 
-    decodes_on_policy = False
-
     def start(self, policy: PolicySpec) -> None:
         self._theirs = policy.module
         super().start(PolicySpec(copy.deepcopy(policy.module).eval(), policy.tokenizer))
@@ -80,6 +79,13 @@ class CopyGenerator(SlotGenerator):
             digests[name] = self.told(name, tensor, own[name])
         super().load_weights(own.items(), version)
         return SyncReport(digests)
+
+    @property
+    def longest_sequence(self) -> int:
+        return 64
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        return {"the copy": given_logprobs(self.policy, sequences)}
 
     def arrived(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What becomes of a tensor on the way."""
@@ -303,8 +309,8 @@ FAULTS = {
         generator(HotGenerator, "--model.sampling.temperature", "0.6"), "log-prob gap", "as if at temperature 1.0"
     ),
     "dropout": Fault(with_dropout, "dropout", "two passes in training mode differ"),
-    "stale tensor": Fault(generator(StaleGenerator), "weight sync", "one of them has not arrived"),
-    "permuted rows": Fault(generator(PermutedGenerator), "weight sync", "log-probs differ"),
+    "stale tensor": Fault(generator(StaleGenerator), "weight sync", "its weights are not the policy"),
+    "permuted rows": Fault(generator(PermutedGenerator), "weight sync", "its weights are not the policy"),
     "memory": Fault(little_memory, "memory", "GiB are free"),
     "writer beside": Fault(moved_by_others, "rate 0", "a step with learning rate 0 changes"),
     "frozen": Fault(frozen, "settings", "no weight that may be trained"),
