@@ -6,7 +6,19 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; a mistake in the input ends it with one sentence."""
+    """Run the command line; a mistake in the input, or a package that is missing, ends it with one sentence."""
+    try:
+        start()
+    except ModuleNotFoundError as error:
+        if os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        missing = f"The package {error.name} is not installed" if error.name else str(error).splitlines()[0].rstrip(".")
+        print(f"error: {missing}; install it, or lit_grpo with all that it needs.", file=sys.stderr)
+        sys.exit(2)
+
+
+def start() -> None:
+    """Run the part that is asked for; each imports what it needs itself."""
     if sys.argv[1:2] == ["simulate"]:  # needs no torch, whose import would take most of the time
         from lit_grpo.cli.simulate import main as simulate
 

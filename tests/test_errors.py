@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ActionConfigFile, ArgumentError
+from jsonargparse import ArgumentError
+from jsonargparse._actions import ActionConfigFile
 from lightning.pytorch import Callback
 
 from lit_grpo.cli.errors import InputParser, one_sentence, shipped_config

@@ -32,7 +32,7 @@ class _WholeLists(ActionTypeHint):
     that had its place. ``--model.rewards+`` still appends.
     """
 
-    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:
+    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
         return super()._check_type(value, append=append, cfg=None if is_list and not append else cfg, **options)
 

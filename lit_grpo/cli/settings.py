@@ -55,7 +55,7 @@ def _check_value(path: str, value: Any, hint: Any) -> None:
         kind = getattr(importlib.import_module(module), name)
         if isinstance(kind, type):
             _check_fields(path, value.get("init_args") or {}, kind)
-    elif len(options) == 1 and is_dataclass(hint):
+    elif len(options) == 1 and isinstance(hint, type) and is_dataclass(hint):
         _check_fields(path, value, hint)
     elif isinstance(value, list) and len(items := [get_args(one) for one in options if get_origin(one) is list]) == 1:
         for number, item in enumerate(value):

@@ -62,10 +62,12 @@ class SetUp(GRPOCLI):
 
     made: dict[str, Any] | None = None
 
-    def setup_parser(self, *arguments: Any) -> None:
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
         """The parser, which takes most of the time, is made once."""
         if SetUp.made is None:
-            super().setup_parser(*arguments)
+            super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
             made = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
             SetUp.made = {name: getattr(self, name) for name in made}
         vars(self).update(SetUp.made)

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -75,7 +77,7 @@ def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
 ) -> None:
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
     config = {
-        "trainer": {"accelerator": "cpu", "max_steps": 1, "callbacks": [{"class_path": "callbacks.Mine"}]},
+        "trainer": {"accelerator": "cpu", "max_steps": 3, "callbacks": [{"class_path": "callbacks.Mine"}]},
         "model": {
             "policy": str(policy_folder),
             "rewards": [{"function": "lit_grpo.rewards.exact_match"}],
@@ -87,6 +89,15 @@ def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
     (folder / "config.yaml").write_text(json.dumps(config))
     assert "mine was there" in python(folder, installed, "-m", "lit_grpo", "fit", "--config", "config.yaml")
     assert (folder / "runs" / "grpo" / "policy" / "config.json").is_file()
+    assert len((folder / "runs" / "grpo" / "metrics.csv").read_text().splitlines()) == 4  # the header, and a row each
+
+
+def test_help_of_the_wheel_and_what_it_needs(folder: Path, installed: Path) -> None:
+    assert "num_generations" in python(folder, installed, "-m", "lit_grpo", "fit", "--help")
+    asked = metadata.Distribution.at(next(installed.glob("lit_grpo-*.dist-info"))).requires or []
+    for requirement in map(Requirement, asked):
+        if requirement.marker is None:  # of no extra
+            assert requirement.specifier.contains(metadata.version(requirement.name)), requirement
 
 
 def test_configs_of_the_wheel_are_found_by_name(folder: Path, installed: Path) -> None:
