@@ -58,39 +58,39 @@ class Servers:
         self.processes = [self._start(None), self._start(None)]
         for process in self.processes:
             process.wait(time.monotonic() + 300)
-        self.threads: list[threading.Thread] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
 
     def _start(self, port: int | None) -> ServerProcess:
         arguments = server_arguments("float32", 8) | ENGINE
         return ServerProcess(self.folder, arguments, server_environment(2), TOKEN, port=port)
 
     def kill(self, number: int) -> None:
-        """End a server at once, and start another at its port."""
+        """End a server at once, and start another at its port a second later."""
         process = self.processes[number]
         os.killpg(process.process.pid, signal.SIGKILL)
         process.process.wait()
         process.log.unlink(missing_ok=True)
+        self._due.append((time.monotonic() + 1.0, lambda: self._restart(number)))
 
-        def start() -> None:
-            self.processes[number] = self._start(int(process.url.rpartition(":")[2]))
-
-        self._later(1.0, start)
+    def _restart(self, number: int) -> None:
+        self.processes[number] = self._start(int(self.processes[number].url.rpartition(":")[2]))
 
     def stand_still(self, number: int) -> None:
-        """Stop a server for some seconds."""
+        """Stop a server for five seconds."""
         pid = self.processes[number].process.pid
         os.killpg(pid, signal.SIGSTOP)
-        self._later(5.0, lambda: _signal(pid, signal.SIGCONT))
+        timer = threading.Timer(5.0, lambda: _signal(pid, signal.SIGCONT))
+        timer.start()  # of its own, for the run may wait for the server
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        thread = threading.Timer(seconds, call)
-        thread.start()
-        self.threads = [*(each for each in self.threads if each.is_alive()), thread]
+    def look(self) -> None:
+        """Do what is due. A server ends with the thread that started it, so this is the run's own."""
+        due = [call for when, call in self._due if when <= time.monotonic()]
+        self._due = [each for each in self._due if each[1] not in due]
+        for call in due:
+            call()
 
     def close(self) -> None:
         """End both."""
-        for thread in self.threads:
-            thread.join()
         for process in self.processes:
             _signal(process.process.pid, signal.SIGCONT)
             process.stop()
@@ -118,16 +118,18 @@ class Faults(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Bring a fault, where it is time."""
+        self.servers.look()
         version = pl_module.policy_version
         if version < self.next:
             return
         if not self.coming:
             self.coming = self.random.sample(self.kinds, len(self.kinds))
-        kind = self.coming[-1]
-        fleet = pl_module.generator._fleet
-        if kind in ("a server is killed", "a server stands still") and len(fleet.alive) < 2:
-            return  # there is always one that is left
-        self.coming.pop()
+        is_whole = len(pl_module.generator._fleet.alive) == 2  # one has to be left
+        possible = [kind for kind in self.coming if is_whole or kind not in OF_SERVERS]
+        if not possible:
+            return
+        kind = possible[0]
+        self.coming.remove(kind)
         self.next = version + self.random.randint(2, 7)
         self.counts[kind] += 1
         number = self.random.randrange(2)
@@ -177,10 +179,9 @@ class FaultyGenerator(VLLMServerGenerator):
         return report
 
 
+OF_SERVERS = ("a server is killed", "a server stands still", "weights are exchanged")
 KINDS = (
-    "a server is killed",
-    "a server stands still",
-    "weights are exchanged",
+    *OF_SERVERS,
     "a gradient is not finite",
     "a reward fails",
     "a reward is slow",
@@ -236,10 +237,12 @@ def main(options: Options) -> int:
 
 
 def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> GRPOModule:
+    rewards: Any = [faults.score]
+    rows: Any = list(arithmetic_rows(8).rows())
     urls = [process.url for process in servers.processes]
     module = GRPOModule(
         policy=str(folder),
-        rewards=[faults.score],
+        rewards=rewards,
         num_generations=4,
         generator=FaultyGenerator(8, urls=urls, timeout_s=3.0),
         sampling=SamplingParams(max_tokens=16),
@@ -247,7 +250,7 @@ def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> 
         on_reward_error="none",
         max_tokens_per_micro_batch=4096,
     )
-    data = PromptDataModule(str(folder), train=list(arithmetic_rows(8).rows()), batch_size=4)
+    data = PromptDataModule(str(folder), train=rows, batch_size=4)
     callbacks = [faults, RolloutScheduler(), WeightSync()]
     trainer = quiet_trainer("cpu", callbacks, max_steps=num_updates, max_epochs=-1, default_root_dir=folder)
     trainer.fit(module, datamodule=data)
