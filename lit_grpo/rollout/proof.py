@@ -52,7 +52,7 @@ class SyncProof:
         """Return the gap of the engine that is furthest off."""
         sequences = given_tokens(self.tokenizer, min(scorer.longest_sequence, context_length(policy)))
         expected_N = given_logprobs(policy, sequences)
-        spread = float(expected_N.std())
+        spread = max(float(expected_N.std()), _LEAST_SPREAD)
         scores = scorer.score(sequences)
         gaps = {name: float((scored_N - expected_N).abs().mean()) for name, scored_N in scores.items()}
         worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf)
@@ -83,6 +83,8 @@ class SyncProof:
             )
 
 
+_LEAST_SPREAD = 0.01
+"""In nats; a policy that finds all tokens about equally likely has none of its own."""
 _ROUNDING = 1e-6
 """A relative gap as float32 has it at its best; smaller ones differ from each other by more than a factor."""
 
