@@ -1,4 +1,4 @@
-"""Logs peak memory by phase."""
+"""Logs memory by phase."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .weight_sync import WeightSync
 
 
 class MemoryMonitor(pl.Callback):
-    """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch.
+    """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch, and what is left in use after it.
 
-    On a GPU they are the allocator's peaks, on a CPU those of the process's resident set. The callback
+    On a GPU they are the allocator's figures, on a CPU those of the process's resident set. The callback
     stands behind :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list, so that its start of a
     batch is the end of the rollout, and its end that of the update.
     """
@@ -43,7 +43,7 @@ class MemoryMonitor(pl.Callback):
     ) -> None:
         """Log the update's peak; begin the next rollout phase."""
         update_gib = self._peak.peak_gib()
-        pl_module.log("memory/update_peak_gib", update_gib)
+        pl_module.log_dict({"memory/update_peak_gib": update_gib, **self._peak.state_gib()})
         pl_module.log("peak_GiB", max(self._rollout_gib, update_gib), prog_bar=True, logger=False)
         self._peak.reset()
 

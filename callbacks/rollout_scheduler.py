@@ -219,7 +219,7 @@ class RolloutScheduler(pl.Callback):
         for message in stats.messages:
             rank_zero_warn(message)
         if self._rewards is not None:
-            batch.metrics["rewards/errors"] = float(self._rewards.num_errors)
+            batch.metrics["num_reward_errors"] = float(self._rewards.num_errors)
 
 
 class _Moving(Listener):

@@ -6,10 +6,14 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from transformers import PreTrainedModel
 
 from lit_grpo.checks import check_order
 from lit_grpo.faults import StallWatch
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.loading import embeddings
 from lit_grpo.types import PromptBatch
 
 from .rollout_scheduler import RolloutScheduler
@@ -17,9 +21,10 @@ from .weight_sync import WeightSync
 
 
 class ThroughputMonitor(pl.Callback):
-    """Log sampled tokens per second of the rollout, of the update and of both, and the seconds of each.
+    """Log sampled tokens per second of the rollout, of the update and of both, and where the seconds of a step went.
 
-    Completion tokens are counted in all three, so the figures compare. The callback stands behind
+    Completion tokens of all ranks are counted in all three, so the figures compare. A step lasts from the end of the
+    one before it to its own, so a validation counts to the step behind it. The callback stands behind
     :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list; the sync counts as part of the update.
 
     Args:
@@ -32,6 +37,7 @@ class ThroughputMonitor(pl.Callback):
             raise ValueError(f"throughput_monitor.stall_minutes must be at least 0, not {stall_minutes}.")
         self.stall_minutes = stall_minutes
         self._watch: StallWatch | None = None
+        self._totals: dict[str, float] = {"num_tokens": 0.0, "num_completions": 0.0, "time/total_s": 0.0}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the place in the list, and begin to watch."""
@@ -53,6 +59,21 @@ class ThroughputMonitor(pl.Callback):
             self._watch.stop()
         self._watch = None
 
+    def state_dict(self) -> dict[str, float]:
+        """What a run has sampled so far, and how long it took."""
+        return dict(self._totals)
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Go on counting."""
+        self._totals = dict(state_dict)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the first step, and find out what the device can do."""
+        assert isinstance(pl_module, GRPOModule)
+        self._flops_per_token = _flops_per_token(pl_module.policy)
+        self._peak_flops = _peak_flops(pl_module.device, _compute_dtype(trainer, pl_module.policy.dtype))
+        pl_module.phases.take()
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -63,16 +84,58 @@ class ThroughputMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
         """Log the batch's throughput."""
-        update_s = time.perf_counter() - self._update_start
-        rollout_s = batch.metrics["time/rollout_s"]
-        tokens = batch.metrics["rollout/tokens"]
-        tokens_per_s = tokens / (rollout_s + update_s)
+        assert isinstance(pl_module, GRPOModule)
+        update_s, rollout_s = time.perf_counter() - self._update_start, batch.metrics["time/rollout_s"]
+        seconds = pl_module.phases.take()
+        step_s, aside_s = sum(seconds.values()), {name: seconds.get(name, 0.0) for name in ("validation", "checkpoint")}
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
+        local = [batch.metrics["rollout/tokens"], len(batch.rollouts), prompt_tokens]
+        tokens, completions, prompt_tokens = pl_module.ranks.sum(torch.tensor(local)).tolist()
+        self._totals["num_tokens"] += tokens
+        self._totals["num_completions"] += completions
+        self._totals["time/total_s"] += step_s
+        learnt = float(trainer.callback_metrics["update/tokens"])
+        both_s = rollout_s + update_s
+        flops = self._flops_per_token * (prompt_tokens + tokens + 3 * learnt)
         pl_module.log_dict(
             {
+                **self._totals,
                 "perf/rollout_tokens_per_s": tokens / rollout_s,
                 "perf/update_tokens_per_s": tokens / update_s,
-                "perf/tokens_per_s": tokens_per_s,
+                "perf/tokens_per_s": tokens / both_s,
+                "perf/tokens_per_s_per_device": tokens / both_s / trainer.world_size,
+                "perf/mfu": flops / (both_s * self._peak_flops * trainer.world_size),
+                "time/step_s": step_s,
                 "time/update_s": update_s,
+                **{f"time/{name}_s": value for name, value in aside_s.items()},
+                "time/other_s": max(step_s - both_s - sum(aside_s.values()), 0.0),
             }
         )
-        pl_module.log("tokens/s", tokens_per_s, prog_bar=True, logger=False)
+        pl_module.log("tokens/s", tokens / both_s, prog_bar=True, logger=False)
+
+
+def _flops_per_token(policy: PreTrainedModel) -> float:
+    """Two for each weight that a token is multiplied with: all but the table of input embeddings."""
+    table, *head = embeddings(policy)
+    looked_up = table.numel() if head and head[0] is not table else 0
+    return 2.0 * (policy.num_parameters() - looked_up)
+
+
+def _compute_dtype(trainer: pl.Trainer, dtype: torch.dtype) -> torch.dtype:
+    """What matrix products are computed in."""
+    names = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
+    return names.get(str(trainer.precision), dtype)
+
+
+def _peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The device's FLOPs a second by its data sheet, or, where that is not known, in a product of two matrices."""
+    if device.type == "cuda" and (known := get_available_flops(device, dtype)):
+        return float(known)
+    size = 1024
+    matrix = torch.randn(size, size, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)

@@ -64,6 +64,15 @@ class PeakMemory:
             return torch.cuda.memory_allocated(self.device) / _GIB
         return _status_gib("VmRSS")
 
+    def state_gib(self) -> dict[str, float]:
+        """Return what is in use, what torch's allocator holds besides, and what there is, by the names of metrics."""
+        state = {"memory/current_gib": self.current_gib()}
+        if self.device.type != "cuda":
+            return state | {"memory/capacity_gib": psutil.virtual_memory().total / _GIB}
+        _, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device)
+        return state | {"memory/reserved_gib": held / _GIB, "memory/capacity_gib": total / _GIB}
+
     def peak_gib(self) -> float:
         """Return the peak since the last reset, in GiB."""
         if self.device.type == "cuda":

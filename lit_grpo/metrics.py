@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
-from lit_grpo.ranks import Reduce
-from lit_grpo.types import OBSERVED, RolloutGroup
+from lit_grpo.ranks import Ranks, Reduce
+from lit_grpo.types import OBSERVED, Completion, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import less_group_mean, uniform_groups
 
@@ -39,41 +40,80 @@ class Means:
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], rewards: GroupRewards, version: int, reduce_sum: Reduce, reduce_max: Reduce
+    groups: Sequence[RolloutGroup], rewards: GroupRewards, version: int, ranks: Ranks
 ) -> dict[str, float]:
-    """Return what is logged of a batch's rollouts on all ranks, kept or not, by name; NaN for a mean over nothing.
+    """Return what is logged of a batch's rollouts on all ranks, kept or not, by name; NaN for what is of nothing.
+
+    What the names mean stands in ``lit_grpo/dashboard/metrics.yaml``; where TRL has them, they mean the same.
 
     Args:
         groups: Of this rank; any of them may have no member.
         rewards: Theirs.
         version: The policy's, to tell how stale the tokens are that a policy has sampled.
-        reduce_sum: Sums over ranks.
-        reduce_max: Takes the maximum over ranks.
+        ranks: Of the run; all of them call this.
     """
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    lengths = [completion.num_tokens for completion in completions]
-    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
-    staleness_T = version - versions_T[versions_T != OBSERVED]
-    logprobs_T = torch.cat([torch.empty(0), *(completion.logprobs_T for completion in completions)])
-    values = {
-        "reward": rewards.rewards_R,
-        "reward_std": less_group_mean(rewards.rewards_R.double(), rewards.groups_R).square(),
-        "frac_reward_zero_std": uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)),
-        "frac_no_reward": rewards.rewards_R.isnan(),
-        "frac_no_rollout": torch.tensor([not group.rollouts for group in groups]),
-        "completions/mean_length": torch.tensor(lengths),
-        "completions/clipped_ratio": torch.tensor([completion.finish_reason == "length" for completion in completions]),
-        "completions/mean_logprob": logprobs_T[versions_T != OBSERVED],
-        "staleness/mean": staleness_T,
-        **{f"rewards/{name}": rewards.by_function_RK[:, k] for k, name in enumerate(rewards.functions)},
+    own = {
+        "rewards": rewards.rewards_R.double(),
+        "by_function": rewards.by_function_RK.double(),
+        "within_group": less_group_mean(rewards.rewards_R.double(), rewards.groups_R),
+        "uniform": uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).double(),
+        "empty": torch.tensor([not group.rollouts for group in groups]).double(),
+        "lengths": torch.tensor([completion.num_tokens for completion in completions]).double(),
+        "cut_off": torch.tensor([completion.finish_reason == "length" for completion in completions]).double(),
     }
-    means = Means(values)
-    means.add(values)
-    logs = means.compute(reduce_sum)
-    logs["reward_std"] = math.sqrt(logs["reward_std"])
-    largest = reduce_max(torch.tensor([max(lengths, default=0), max(staleness_T.tolist(), default=0)]).double())
-    logs["completions/max_length"], logs["staleness/max"] = largest.tolist()
-    return logs
+    everyone = ranks.gather(own)
+    of = {name: torch.cat([rank[name] for rank in everyone]) for name in own}
+    logs = {
+        "reward": _mean(of["rewards"]),
+        "reward_std": _std(of["rewards"]),
+        "reward_std_within": math.sqrt(_mean(of["within_group"].square())),
+        "frac_reward_zero_std": _mean(of["uniform"]),
+        "frac_no_reward": _mean(of["rewards"].isnan().double()),
+        "frac_no_rollout": _mean(of["empty"]),
+    }
+    for name, values_R in zip(rewards.functions, of["by_function"].T, strict=True):
+        logs |= {f"rewards/{name}/mean": _mean(values_R), f"rewards/{name}/std": _std(values_R)}
+    logs |= _length_metrics(of["lengths"], of["cut_off"])
+    return logs | _token_metrics(completions, version, ranks)
+
+
+def _length_metrics(lengths_R: torch.Tensor, cut_off_R: torch.Tensor) -> dict[str, float]:
+    """Describe lengths; *terminated* completions ended by themselves."""
+    terminated_R = lengths_R[cut_off_R == 0]
+    logs = {
+        "mean_length": _mean(lengths_R),
+        "clipped_ratio": _mean(cut_off_R),
+        "mean_terminated_length": _mean(terminated_R),
+        **{f"p{percent}_length": _quantile(lengths_R, percent / 100) for percent in (50, 95)},
+    }
+    for name, values_R in (("length", lengths_R), ("terminated_length", terminated_R)):
+        logs |= {f"min_{name}": _quantile(values_R, 0.0), f"max_{name}": _quantile(values_R, 1.0)}
+    return {f"completions/{name}": value for name, value in logs.items()}
+
+
+def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks) -> dict[str, float]:
+    """Describe sampled tokens; there may be millions, so ranks exchange sums."""
+    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
+    logprobs_T = torch.cat([torch.empty(0), *(completion.logprobs_T for completion in completions)])
+    staleness_T = version - versions_T[versions_T != OBSERVED]
+    means = Means(("completions/mean_logprob", "staleness/mean"))
+    means.add({"completions/mean_logprob": logprobs_T[versions_T != OBSERVED], "staleness/mean": staleness_T})
+    return means.compute(ranks.sum) | {"staleness/max": float(ranks.max(max(staleness_T.tolist(), default=0)))}
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.nanmean()) if len(values) else math.nan
+
+
+def _std(values: torch.Tensor) -> float:
+    """The deviation of those that are not NaN, without bias; 0 of a single one."""
+    known = values[~values.isnan()]
+    return float(known.std()) if len(known) > 1 else 0.0 if len(known) else math.nan
+
+
+def _quantile(values: torch.Tensor, share: float) -> float:
+    return float(np.quantile(values.numpy(), share)) if len(values) else math.nan
 
 
 class CollapseWatch:

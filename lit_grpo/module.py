@@ -319,7 +319,7 @@ class GRPOModule(EvaluationModule):
                 "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
             )
         rewards, ranks = self.learner.rewards(batch.groups), self.ranks
-        logs = rollout_metrics(batch.groups, rewards, self.policy_version, ranks.sum, ranks.max)
+        logs = rollout_metrics(batch.groups, rewards, self.policy_version, ranks)
         if sentence := self._collapse.sentence(logs, self.policy_version):
             self.ranks.warn(sentence)
         self._check_rewards(logs["frac_no_reward"])

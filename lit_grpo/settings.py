@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
+LONGEST_LIST = 32
+"""Longer ones are data, and no settings."""
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -45,3 +47,16 @@ def _convert(hint: Any, value: Any, place: str) -> Any:
             raise ValueError(f"{place} has no setting {name!r}; {remedy}")
     hints = get_type_hints(kind)
     return kind(**{name: _convert(hints[name], one, f"{place}.{name}") for name, one in value.items()})
+
+
+def as_plain(value: Any) -> Any:
+    """Return settings as numbers, texts, lists and dicts, to be shown: a function is its name, a model its kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): as_plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple) and len(value) <= LONGEST_LIST:
+        return [as_plain(one) for one in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)

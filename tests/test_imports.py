@@ -16,6 +16,7 @@ ROOMS: dict[str, set[str]] = {
     "memory": set(),
     "terminal": set(),
     "ranks": set(),
+    "dashboard": set(),
     "optim": set(),
     "policy": UTILITIES,
     "scheduling": {"types"},

@@ -13,6 +13,7 @@ from conftest import random_policy
 from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout
 
 from lit_grpo.metrics import rollout_metrics
+from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
 from lit_grpo.update.batches.microbatch import least_tokens
@@ -24,6 +25,7 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 
 NAN = math.nan
+OF_SOMETHING = ("sampling/", "advantages/")  # NaN where there is nothing to measure
 LOW, HIGH = 0.2, 0.3
 
 
@@ -220,16 +222,16 @@ def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> 
     groups = [RolloutGroup(prompts[0], [member(prompts[0], 0, [0] * 3, [True] * 3, 0.5)]), RolloutGroup(prompts[1], [])]
     learner, steps = make_learner(advantages=Advantages(estimator), num_minibatches=2)
     logs = learner.learn(groups)
-    assert all(math.isfinite(value) for name, value in logs.items() if not name.startswith("sampling/"))
+    assert all(math.isfinite(value) for name, value in logs.items() if not name.startswith(OF_SOMETHING))
     assert len(steps.gradients) == 2 and float(steps.gradients[1].norm()) == 0
-    rollout_logs = rollout_metrics(groups, learner.rewards(groups), 4, lambda t: t, lambda t: t)
+    rollout_logs = rollout_metrics(groups, learner.rewards(groups), 4, Ranks())
     assert rollout_logs["frac_no_rollout"] == 0.5 and rollout_logs["frac_reward_zero_std"] == 1.0
     assert all(math.isfinite(value) for value in rollout_logs.values())
 
 
 def test_staleness_is_of_sampled_tokens_alone() -> None:
     groups = ragged_groups()
-    logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 3, lambda t: t, lambda t: t)
+    logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 3, Ranks())
     versions = [v for g in groups for r in g.rollouts for v in r.completion.versions_T.tolist() if v != OBSERVED]
     assert logs["staleness/mean"] == pytest.approx(3 - statistics.fmean(versions))
     assert logs["staleness/max"] == 3.0
@@ -239,10 +241,10 @@ def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:
     groups = [RolloutGroup(Prompt("a", (3,), ""), [])]
     learner, _ = make_learner()
     learnt = learner.learn(groups)
-    assert all(math.isfinite(value) != name.startswith("sampling/") for name, value in learnt.items())
-    logs = rollout_metrics(groups, learner.rewards(groups), 0, lambda t: t, lambda t: t)
-    assert logs["frac_no_rollout"] == 1.0 and logs["completions/max_length"] == 0.0
-    assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact"])
+    assert all(math.isfinite(value) != name.startswith(OF_SOMETHING) for name, value in learnt.items())
+    logs = rollout_metrics(groups, learner.rewards(groups), 0, Ranks())
+    assert logs["frac_no_rollout"] == 1.0 and math.isnan(logs["completions/max_length"])
+    assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact/mean"])
 
 
 # ---- what is remembered --------------------------------------------------------------------------------

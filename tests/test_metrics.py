@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
 from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics
-from lit_grpo.ranks import Ranks, Reduce
+from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.metrics import LogprobGapError, TokenMetrics
@@ -164,14 +165,31 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
     assert lengths[0] == lengths[1]
 
 
+class SeveralRanks(Ranks):
+    """One of some ranks that have told beforehand what they give."""
+
+    def __init__(self, told: list[list[Any]], own: int) -> None:
+        super().__init__()
+        self.told, self.number, self.count = told, own, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives to this call."""
+        if len(self.told[self.number]) == self.count:
+            self.told[self.number].append(value)
+        self.count += 1
+        return [rank[self.count - 1] for rank in self.told if len(rank) >= self.count]
+
+    def sum(self, value: float | torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in self.gather(value)]).sum(0)
+
+    def max(self, value: float | torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in self.gather(value)]).amax(0)
+
+
 def metrics_of(
-    groups: list[RolloutGroup],
-    version: int,
-    functions: tuple[str, ...] = (),
-    reduce_sum: Reduce = alone,
-    reduce_max: Reduce = alone,
+    groups: list[RolloutGroup], version: int, functions: tuple[str, ...] = (), ranks: Ranks | None = None
 ) -> dict[str, float]:
-    return rollout_metrics(groups, GroupRewards.of(groups, functions), version, reduce_sum, reduce_max)
+    return rollout_metrics(groups, GroupRewards.of(groups, functions), version, ranks or Ranks())
 
 
 def test_rollout_metrics_of_two_groups() -> None:
@@ -184,21 +202,29 @@ def test_rollout_metrics_of_two_groups() -> None:
     for rollout, value in zip(rollouts, (1.0, 0.0, 0.5, None), strict=True):
         rollout.rewards = {"exact": value, "never": None}
     logs = metrics_of(as_groups(rollouts), 3, ("exact", "never"))
-    assert math.isnan(logs.pop("rewards/never"))
+    assert math.isnan(logs.pop("rewards/never/mean")) and math.isnan(logs.pop("rewards/never/std"))
     assert logs == pytest.approx(
         {
             "reward": 0.5,
-            "reward_std": math.sqrt((0.25 + 0.25 + 0) / 3),
+            "reward_std": 0.5,
+            "reward_std_within": math.sqrt((0.25 + 0.25 + 0) / 3),
             "frac_reward_zero_std": 0.5,
             "frac_no_reward": 0.25,
             "frac_no_rollout": 0.0,
             "completions/mean_length": 3.5,
+            "completions/min_length": 0.0,
+            "completions/p50_length": 3.0,
+            "completions/p95_length": 7.4,
             "completions/max_length": 8.0,
+            "completions/mean_terminated_length": 2.0,
+            "completions/min_terminated_length": 0.0,
+            "completions/max_terminated_length": 4.0,
             "completions/clipped_ratio": 0.25,
             "completions/mean_logprob": math.log(0.5),
             "staleness/mean": 8 * 2 / 14,
             "staleness/max": 2.0,
-            "rewards/exact": 0.5,
+            "rewards/exact/mean": 0.5,
+            "rewards/exact/std": 0.5,
         }
     )
 
@@ -210,21 +236,26 @@ def test_rollout_metrics_of_two_ranks_are_those_of_all_rollouts() -> None:
         for prompt_id, length, reward in (("a", 2, NAN), ("a", 3, NAN), ("b", 4, 1.0), ("b", 9, 0.0))
     ]
     parts = [as_groups(rollouts[:2]), as_groups(rollouts[2:])]
-    sums: list[torch.Tensor] = []
-    maxima: list[torch.Tensor] = []
-    for part in parts:
-        metrics_of(part, 2, (), lambda tensor: sums.append(tensor) or tensor, lambda t: maxima.append(t) or t)
     expected = metrics_of(as_groups(rollouts), 2)
     assert (expected["reward"], expected["completions/max_length"]) == (0.5, 9.0)
-    for part in parts:
-        logs = metrics_of(part, 2, (), lambda _: sums[0] + sums[1], lambda _: torch.stack(maxima).amax(0))
-        assert logs == pytest.approx(expected)
+    told: list[list[Any]] = [[], []]
+    for own, part in enumerate(parts):  # each tells what it gives
+        metrics_of(part, 2, (), SeveralRanks(told, own))
+    for own, part in enumerate(parts):
+        assert metrics_of(part, 2, (), SeveralRanks(told, own)) == pytest.approx(expected)
+
+
+def test_the_spread_of_rewards_is_the_one_that_trl_logs() -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    values = torch.tensor([1.0, 0.0, 0.25, NAN, 0.5], dtype=torch.float64)
+    rollouts = [make_rollout([5], [6], float(value), sample_id=n) for n, value in enumerate(values)]
+    assert metrics_of(as_groups(rollouts), 0)["reward_std"] == pytest.approx(float(utils.nanstd(values)))
 
 
 def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_means() -> None:
     logs = metrics_of(as_groups([make_rollout([5], [], NAN, finish_reason="abort", sample_id=n) for n in range(2)]), 0)
     assert {name for name, value in logs.items() if math.isnan(value)} == {
-        *("reward", "reward_std", "staleness/mean", "completions/mean_logprob"),
+        *("reward", "reward_std", "reward_std_within", "staleness/mean", "completions/mean_logprob"),
     }
     assert logs["frac_no_reward"] == logs["frac_reward_zero_std"] == 1.0
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.training.run_folder import MetricsCSV
+from lit_grpo.training.loggers import MetricsCSV
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.training.run_folder import RunConfig, RunFolder, make_loggers
+from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.run_folder import RunConfig, RunFolder
 
 
 def open_run(folder: Path, resumes: bool = False) -> Path | None:
@@ -62,7 +63,7 @@ def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:
-    loggers = make_loggers(RunConfig(name="one", dir=str(tmp_path)))
+    loggers = make_loggers(RunConfig(name="one", dir=str(tmp_path)), {})
     assert [type(logger).__name__ for logger in loggers] == ["MetricsCSV", "TensorBoard"]
     assert {Path(str(logger.log_dir)) for logger in loggers} == {tmp_path / "one"}
 

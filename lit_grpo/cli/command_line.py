@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -23,7 +24,8 @@ from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank, make_loggers
+from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.update.metrics import LogprobGapError
 
 RUN_NAME = "LIT_GRPO_RUN_NAME"
@@ -131,12 +133,18 @@ class GRPOCLI(LightningCLI):
         trainer = self._get(self.config_init, "trainer")
         if trainer["logger"] is None:
             fits, resumes = self.subcommand == "fit", bool(settings.get("ckpt_path"))
-            kwargs["logger"] = make_loggers(RunConfig(**settings["run"]), resumes) if fits else False
+            run = RunConfig(**settings["run"])
+            kwargs["logger"] = make_loggers(run, self._described(), resumes) if fits else False
         own = trainer["callbacks"] or []
         kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
         if trainer["enable_progress_bar"] is not False:
             kwargs["callbacks"].append(GRPOProgressBar())
         return super().instantiate_trainer(**kwargs)
+
+    def _described(self) -> dict[str, Any]:
+        """Return all settings as plain values."""
+        parser = self._parser(self.subcommand)
+        return yaml.safe_load(parser.dump(self._settings, skip_none=False))
 
     def before_fit(self) -> None:
         """Check all that can be, then open the run's folder, and validate the policy so that curves begin at 0."""

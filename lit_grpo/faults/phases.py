@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,8 @@ class Phases:
 
     def __init__(self) -> None:
         self.name = BETWEEN
-        self.moved_at = time.monotonic()
+        self.moved_at = self._began = time.monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -32,8 +34,15 @@ class Phases:
 
     def begin(self, name: str) -> None:
         """Pass on to a phase."""
-        self.name = name
         self.move()
+        self._seconds[self.name] += self.moved_at - self._began
+        self.name, self._began = name, self.moved_at
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds spent in each phase since this was last called, between phases too."""
+        self.begin(self.name)
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
 
     def move(self) -> None:
         """Note that something has come about."""

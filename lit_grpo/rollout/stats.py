@@ -39,6 +39,7 @@ class RolloutStats:
     active_slot_s: float = 0.0
     slot_s: float = 0.0
     kv_tokens_peak: int = 0
+    kv_tokens_budget: int | None = None
     step_bound: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
     spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class RolloutStats:
         self.active_slot_s += events.num_active * elapsed_s
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
+        self.kv_tokens_budget = capacity.kv_tokens
         if events.message:
             self.messages.append(events.message)
 
@@ -74,7 +76,8 @@ class RolloutStats:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by the names they are logged under."""
-        return {
+        budget = {} if self.kv_tokens_budget is None else {"rollout/kv_tokens_budget": float(self.kv_tokens_budget)}
+        return budget | {
             "rollout/steps": float(self.num_steps),
             "rollout/tokens": float(self.num_tokens),
             "rollout/bubble_ratio": self.bubble_ratio,

@@ -11,8 +11,10 @@ import lightning.pytorch as pl
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
+from lit_grpo.settings import as_plain
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
-from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank, make_loggers
+from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,33 +76,43 @@ def train(
     if tokenizer is not None and isinstance(policy, str):
         raise ValueError("tokenizer goes with a loaded model; leave it out, for policy names one with its tokenizer.")
     pl.seed_everything(seed, verbose=False)
-    given: Any = {"policy": model, "rewards": list(rewards), "sampling_seed": seed, **settings}
-    module = GRPOModule(**given)
-    given = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
-    datamodule = PromptDataModule(**{**given, **(data or {})})
+    for_model: Any = {"policy": model, "rewards": list(rewards), "sampling_seed": seed, **settings}
+    module = GRPOModule(**for_model)
+    for_data: Any = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
+    for_data |= data or {}
+    datamodule = PromptDataModule(**for_data)
     made = _callbacks(callbacks or {})
     with RunFolder() as run_folder:
-        run = RunConfig(name, dir)
-        if is_first_rank():  # the others learn of its folder once they have met it
-            run_folder.claim(run.folder, resumes=False)
-            run_folder.open()
-            run = RunConfig(run_folder.path.name, dir)
-        fitted = _trainer(run, made, {"max_steps": max_steps, **(trainer or {})})
+        run = _opened(run_folder, RunConfig(name, dir))
+        options = {"max_steps": max_steps, **(trainer or {})}
+        told = {"model": for_model, "data": for_data, "trainer": options, **(callbacks or {})}
+        fitted = _trainer(run, made, options, as_plain(told))
         if validation is not None:
             fitted.validate(module, datamodule, verbose=False)
         fitted.fit(module, datamodule)
     return Run(module, Path(fitted.default_root_dir))
 
 
-def _trainer(run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping[str, Any]) -> pl.Trainer:
-    """Make the trainer; the callbacks in its settings come behind the first of ``callbacks``."""
+def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
+    """Open the run's folder; return the run by the name that it has then."""
+    if not is_first_rank():  # learns of it once it has met the first
+        return run
+    run_folder.claim(run.folder, resumes=False)
+    run_folder.open()
+    return RunConfig(run_folder.path.name, run.dir)
+
+
+def _trainer(
+    run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping[str, Any], told: Mapping[str, Any]
+) -> pl.Trainer:
+    """Make the trainer; the callbacks in its settings come behind the first of ``callbacks``, boards show ``told``."""
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
     checkpoint, *others = callbacks
     first = [checkpoint, *options.pop("callbacks", ())]
     if options.get("enable_progress_bar") is not False:
         first.append(GRPOProgressBar())
     if "logger" not in options:
-        options["logger"] = make_loggers(run)
+        options["logger"] = make_loggers(run, told)
     return pl.Trainer(callbacks=[*first, *others], **options)
 
 

@@ -24,7 +24,7 @@ from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import Checkpointing, check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
-from lit_grpo.update.metrics import TokenMetrics
+from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
@@ -135,7 +135,7 @@ class Learner:
         logs = metrics.compute(self.ranks.sum, self.ranks.max)
         self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(rollouts))))
         self.state.history.commit()
-        return logs | self.state.coefficients()
+        return logs | advantage_metrics(torch.cat(self.ranks.gather(advantages_R))) | self.state.coefficients()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: what the objective remembers, a reference that has moved, and what was found out."""

@@ -15,6 +15,17 @@ class LogprobGapError(RuntimeError):
     """What was sampled was not sampled with the policy's weights; nothing has been learnt from it."""
 
 
+def advantage_metrics(advantages_R: torch.Tensor) -> dict[str, float]:
+    """Describe the advantages of all ranks' rollouts that have one; NaN where none has."""
+    known = advantages_R[advantages_R.isfinite()].double()
+    described = known if len(known) else torch.tensor([math.nan])
+    return {
+        "advantages/mean": float(described.mean()),
+        "advantages/std": float(described.std(correction=0)),
+        "advantages/max_abs": float(described.abs().max()),
+    }
+
+
 class TokenMetrics:
     """Gathers what the optimizer steps on one batch did.
 

