@@ -29,6 +29,11 @@ def start() -> None:
 
         serve(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["dashboard"]:
+        from lit_grpo.cli.dashboard import main as dashboard
+
+        dashboard(sys.argv[2:])
+        return
     if sys.argv[1:] == ["--version"]:
         from lit_grpo import __version__
 

@@ -88,10 +88,22 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
             )
     if (wandb := settings["run"]["wandb"]) != "disabled" and util.find_spec("wandb") is None:
         raise ValueError(f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out.")
+    if wandb == "online":
+        _check_login()
     if settings.get("weights_only") is False:
         raise ValueError("weights_only is false, but a checkpoint is never let run code; leave it out.")
     if path := settings.get("ckpt_path"):
         check_ckpt_path(str(path), fits)
+
+
+def _check_login() -> None:
+    import wandb
+
+    if not wandb.login(prompt=False):
+        raise ValueError(
+            "run.wandb is online, but W&B knows no API key of yours; run wandb login, or set WANDB_API_KEY, or set "
+            "run.wandb to offline."
+        )
 
 
 def check_ckpt_path(path: str, fits: bool) -> None:

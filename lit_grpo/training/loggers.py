@@ -86,9 +86,21 @@ class WandB(WandbLogger):
 
     @property
     def experiment(self) -> Any:
-        """W&B's run."""
+        """W&B's run.
+
+        Raises:
+            ValueError: W&B cannot be reached, or does not take the key.
+        """
+        from wandb.errors import Error
+
         begins = self._experiment is None
-        run = super().experiment
+        try:
+            run = super().experiment
+        except Error as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"W&B does not take the run ({reason}); set run.wandb to offline, and sync later."
+            ) from error
         if begins and self._experiment is not None:  # on the first rank
             self._id_file.write_text(f"{run.id}\n")
             for name, best in _with_a_best():
