@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,16 +139,18 @@ def _next_free(path: Path) -> tuple[Path, FileLock]:
 
 
 def make_loggers(config: RunConfig, resumes: bool = False) -> list[Logger]:
-    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for; a run that resumes goes on with its own.
+    """Return the loggers of a run: CSV, TensorBoard if it is installed, and W&B if asked for.
 
     Args:
         config: Of the run.
-        resumes: Whether it goes on in its folder; otherwise what is there may be another's, who is to be moved.
+        resumes: Whether it goes on in its folder, with its own W&B run; otherwise what is there may be another's, who
+            is to be moved.
     """
-    loggers: list[Logger] = [
-        MetricsCSV(config.folder / "metrics.csv"),
-        TensorBoard(config.dir, name=config.name, version=""),
-    ]
+    loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv")]
+    if any(util.find_spec(name) for name in ("tensorboard", "tensorboardX")):
+        loggers.append(TensorBoard(config.dir, name=config.name, version=""))
+    elif is_first_rank():
+        print("Nothing is written for TensorBoard, which is not installed: the extra is lit_grpo[tensorboard].")
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
         loggers.append(
