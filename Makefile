@@ -1,8 +1,11 @@
 # Two commands: `make demo` installs and trains, `make test` installs and tests.
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Many times as fast where much is installed; it looks for wheels where pip does.
+UV = .venv/bin/uv
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: demo test install lint types unit integration lowest newest matrix audit pins clean
+.PHONY: demo test install lint types unit integration lowest newest audit pins clean
 
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
@@ -21,9 +24,10 @@ install: .venv/dev
 	touch $@
 
 .venv/dev: .venv/demo
-	$(PIP_INSTALL) -e ".[dev]"
+	$(PIP_INSTALL) uv
+	$(UV) pip install --quiet --python .venv -c constraints.txt -e ".[dev]"
 	# vLLM's CPU build asks for these; the builds that an index has are for CUDA, and transformers cannot import them.
-	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(UV) pip uninstall --quiet --python .venv torchvision torchaudio torchcodec
 	touch $@
 
 lint: .venv/dev
@@ -42,9 +46,7 @@ unit: .venv/dev
 integration: .venv/dev
 	.venv/bin/python -m coverage run -m pytest -m integration --numprocesses 2 --dist loadfile --durations 10
 
-# Versions other than those of constraints.txt, each kind in an environment of its own. uv looks for wheels where pip does.
-UV = .venv/bin/uv
-export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Versions other than those of constraints.txt, each kind in an environment of its own.
 NEWEST_PYTHON ?= 3.13
 THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_steps 3
 
