@@ -50,12 +50,12 @@ integration: .venv/dev
 NEWEST_PYTHON ?= 3.13
 THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_steps 3
 
-# The lowest that pyproject.toml allows of each package that it names, on the oldest Python. All but torch, whose build is
+# The lowest that pyproject.toml allows of each package that it names, on the Python of .venv. All but torch, whose build is
 # large: TORCH= (nothing) takes the lowest of it too.
 TORCH ?= $(shell grep ^torch== constraints.txt)
 
 .venv-lowest/done: pyproject.toml .venv/dev
-	$(UV) venv --quiet --clear --python 3.11 .venv-lowest
+	$(UV) venv --quiet --clear --python .venv/bin/python .venv-lowest
 	$(if $(TORCH),$(UV) pip install --quiet --python .venv-lowest $(TORCH))
 	$(UV) pip install --quiet --python .venv-lowest --resolution lowest-direct -e ".[all,test]"
 	touch $@
