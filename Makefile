@@ -48,6 +48,7 @@ integration: .venv/dev
 
 # Versions other than those of constraints.txt, each kind in an environment of its own.
 NEWEST_PYTHON ?= 3.13
+UNIT_TESTS = -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile
 THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_steps 3
 
 # The lowest that pyproject.toml allows of each package that it names, on the Python of .venv. All but torch, whose build is
@@ -61,14 +62,14 @@ TORCH ?= $(shell grep ^torch== constraints.txt)
 	touch $@
 
 lowest: .venv-lowest/done
-	.venv-lowest/bin/python -m pytest -m "not integration" --numprocesses 2 --dist loadfile
+	.venv-lowest/bin/python $(UNIT_TESTS)
 	.venv-lowest/bin/python $(THREE_UPDATES) --run.dir .venv-lowest/runs
 
 # The newest of everything, on a newer Python.
 newest: .venv/dev
 	$(UV) venv --quiet --clear --python $(NEWEST_PYTHON) .venv-newest
 	$(UV) pip install --quiet --python .venv-newest -e ".[all,test]"
-	.venv-newest/bin/python -m pytest -m "not integration" --numprocesses 2 --dist loadfile
+	.venv-newest/bin/python $(UNIT_TESTS)
 	.venv-newest/bin/python $(THREE_UPDATES) --run.dir .venv-newest/runs
 
 # Asks the index which of the pinned versions are known to be vulnerable; strict, for one that it does not know is no pass.
