@@ -1,13 +1,16 @@
 # Two commands: `make demo` installs and trains, `make test` installs and tests.
 PYTHON ?= python3
 PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Many times as fast where much is installed; it looks for wheels where pip does.
+UV = .venv/bin/uv
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: demo test install lint types unit integration clean
+.PHONY: demo test install lint types unit integration lowest newest audit pins clean
 
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
 
-test: lint types unit integration
+test: lint types unit integration lowest
 	.venv/bin/python -m coverage combine --quiet
 	.venv/bin/python -m coverage report --skip-covered --fail-under 90
 
@@ -21,9 +24,10 @@ install: .venv/dev
 	touch $@
 
 .venv/dev: .venv/demo
-	$(PIP_INSTALL) -e ".[dev]"
+	$(PIP_INSTALL) uv
+	$(UV) pip install --quiet --python .venv -c constraints.txt -e ".[dev]"
 	# vLLM's CPU build asks for these; the builds that an index has are for CUDA, and transformers cannot import them.
-	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(UV) pip uninstall --quiet --python .venv torchvision torchaudio torchcodec
 	touch $@
 
 lint: .venv/dev
@@ -34,7 +38,7 @@ types: .venv/dev
 	.venv/bin/basedpyright --level error
 
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
-unit integration: export OMP_NUM_THREADS = 1
+unit integration lowest newest: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
 	.venv/bin/python -m coverage run -m pytest -m "not integration" --numprocesses 2 --dist loadfile --durations 5
@@ -42,5 +46,39 @@ unit: .venv/dev
 integration: .venv/dev
 	.venv/bin/python -m coverage run -m pytest -m integration --numprocesses 2 --dist loadfile --durations 10
 
+# Versions other than those of constraints.txt, each kind in an environment of its own.
+NEWEST_PYTHON ?= 3.13
+UNIT_TESTS = -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile
+THREE_UPDATES = -m lit_grpo fit --config configs/arithmetic.yaml --trainer.max_steps 3
+
+# The lowest that pyproject.toml allows of each package that it names, on the Python of .venv. All but torch, whose build is
+# large: TORCH= (nothing) takes the lowest of it too.
+TORCH ?= $(shell grep ^torch== constraints.txt)
+
+.venv-lowest/done: pyproject.toml .venv/dev
+	$(UV) venv --quiet --clear --python .venv/bin/python .venv-lowest
+	$(if $(TORCH),$(UV) pip install --quiet --python .venv-lowest $(TORCH))
+	$(UV) pip install --quiet --python .venv-lowest --resolution lowest-direct -e ".[all,test]"
+	touch $@
+
+lowest: .venv-lowest/done
+	.venv-lowest/bin/python $(UNIT_TESTS)
+	.venv-lowest/bin/python $(THREE_UPDATES) --run.dir .venv-lowest/runs
+
+# The newest of everything, on a newer Python.
+newest: .venv/dev
+	$(UV) venv --quiet --clear --python $(NEWEST_PYTHON) .venv-newest
+	$(UV) pip install --quiet --python .venv-newest -e ".[all,test]"
+	.venv-newest/bin/python $(UNIT_TESTS)
+	.venv-newest/bin/python $(THREE_UPDATES) --run.dir .venv-newest/runs
+
+# Asks the index which of the pinned versions are known to be vulnerable; strict, for one that it does not know is no pass.
+audit: .venv/dev
+	$(UV) tool run pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
+# After an upgrade: pin what is installed.
+pins: .venv/dev
+	.venv/bin/python tests/pins.py > constraints.txt
+
 clean:
-	rm -rf .venv .coverage .coverage.* .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-newest .coverage .coverage.* .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,19 @@ class RolloutTimeline(pl.Callback):
     Args:
         every_n_batches: How often a picture is drawn; 0 never.
         record_trace: Whether to write ``trace.jsonl``.
+
+    Raises:
+        ValueError: Pictures are asked for, and matplotlib is not installed.
     """
 
     def __init__(self, every_n_batches: int = 0, record_trace: bool = False) -> None:
         if every_n_batches < 0:
             raise ValueError(f"rollout_timeline.every_n_batches must be at least 0, not {every_n_batches}.")
+        if every_n_batches and util.find_spec("matplotlib") is None:
+            raise ValueError(
+                f"rollout_timeline.every_n_batches is {every_n_batches}, but matplotlib, which draws, is not "
+                "installed; install the extra lit_grpo[plots], or set it to 0."
+            )
         self.every_n_batches = every_n_batches
         self.record_trace = record_trace
 

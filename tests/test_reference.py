@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from conftest import random_policy
 from hand_made import Batches, Checkpoints, StepRecorder, fit, flat, make_module, make_trainer, random_groups, sgd
-from trl.trainer.callbacks import SyncRefModelCallback
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
@@ -51,10 +50,11 @@ def reference_of(module: GRPOModule) -> Reference:
 @pytest.mark.parametrize("alpha", [0.6, 1.0])
 @pytest.mark.parametrize("offload", [False, True])
 def test_it_moves_as_that_of_trl(alpha: float, offload: bool) -> None:
+    callbacks = pytest.importorskip("trl.trainer.callbacks")
     policy, trl_reference, first = (cast(Any, random_policy()) for _ in range(3))
     ours = Reference(first, CPU, ReferenceSettings(offload, alpha, sync_steps=3))
     Accelerator(cpu=True)  # the callback asks for its state
-    callback = SyncRefModelCallback(trl_reference, accelerator=None)
+    callback = callbacks.SyncRefModelCallback(trl_reference, accelerator=None)
     arguments: Any = SimpleNamespace(ref_model_sync_steps=3, ref_model_mixup_alpha=alpha)
     seen = {vector(ours.model).sum().item()}
     for step in range(1, 8):

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -109,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table for each trace, and write the picture; a mistake ends with one sentence and exit code 2."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
+    if options.output is not None and util.find_spec("matplotlib") is None:
+        parser.error(
+            f"--output is {options.output}, but matplotlib, which draws, is not installed; install the extra "
+            "lit_grpo[plots], or leave it out."
+        )
     try:
         engine = Engine(options.slots, options.kv_tokens)
         sources = options.trace or [DEFAULT_TRACE]

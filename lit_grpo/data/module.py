@@ -124,7 +124,7 @@ class PromptDataModule(LightningDataModule):
                 "or the class path of a RowSource."
             )
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
-        sources = {split: make_source(source) for split, source in named.items() if source is not None}
+        sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
             self.prompts[split] = self._load(split, source)
         going_on = self.trainer is not None and self.trainer.global_step > 0
@@ -216,6 +216,13 @@ class PromptDataModule(LightningDataModule):
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
         rank_zero_warn(f"{report}; they are left out.")
+
+
+def _source_of(split: str, source: Any) -> RowSource:
+    try:
+        return make_source(source)
+    except ValueError as error:
+        raise ValueError(f"data.{split}: {error}") from error
 
 
 def _rename(row: Row, columns: dict[str, str], place: str) -> Row:

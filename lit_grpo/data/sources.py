@@ -12,11 +12,13 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+EXTRA = "lit_grpo[datasets]"
 CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -49,7 +51,8 @@ class FileRows(RowSource):
             header; every value is read as text) or a .parquet file.
 
     Raises:
-        ValueError: The suffix is none of these, or the file is missing, empty or malformed.
+        ValueError: The suffix is none of these, pyarrow is not there to read .parquet, or the file is missing, empty
+            or malformed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,6 +61,11 @@ class FileRows(RowSource):
             raise ValueError(
                 f"{self.describe()} has the suffix {self.path.suffix!r}, which is none that is read here: "
                 f"convert it to one of {', '.join(READERS)}."
+            )
+        if self.path.suffix.lower() == ".parquet" and util.find_spec("pyarrow") is None:
+            raise ValueError(
+                f"The file {self.describe()} is read by the package pyarrow, which is not installed; install the extra "
+                f"{EXTRA}, or convert it to .jsonl."
             )
         if not self.path.is_file():
             raise ValueError(f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}.")
@@ -86,7 +94,7 @@ class HubRows(RowSource):
         revision: A branch, tag or commit of the dataset; without it, the newest.
 
     Raises:
-        ValueError: The dataset cannot be loaded, or lacks the split.
+        ValueError: ``datasets`` is not installed, or the dataset cannot be loaded or lacks the split.
     """
 
     def __init__(self, path: str, name: str | None = None, split: str = "train", revision: str | None = None) -> None:
@@ -94,6 +102,11 @@ class HubRows(RowSource):
         self.name = name
         self.split = split
         self.revision = revision
+        if util.find_spec("datasets") is None:
+            raise ValueError(
+                f"The dataset {self.describe()} is read by the package datasets, which is not installed; install the "
+                f"extra {EXTRA}, or give a .jsonl, .json or .csv file."
+            )
 
     def rows(self) -> Iterator[Row]:
         """Yield the dataset's rows in order."""

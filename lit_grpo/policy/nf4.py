@@ -21,7 +21,9 @@ def nf4_config(dtype: str) -> Any:
         ValueError: bitsandbytes is not installed.
     """
     if util.find_spec("bitsandbytes") is None:
-        raise ValueError("lora.base is nf4, which needs bitsandbytes; install it, or leave lora.base out.")
+        raise ValueError(
+            "lora.base is nf4, which needs bitsandbytes; install the extra lit_grpo[bitsandbytes], or leave it out."
+        )
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(

@@ -8,7 +8,7 @@ from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalt
 from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
 from lit_grpo.rewards.http_judge import HTTPJudge
 from lit_grpo.rewards.inputs import TrainerState
-from lit_grpo.rewards.maths import MathEquivalence, math_equivalence
+from lit_grpo.rewards.maths import MathEquivalence
 from lit_grpo.rewards.runner import RewardError, RewardRunner
 
 __all__ = [
@@ -24,5 +24,4 @@ __all__ = [
     "TrainerState",
     "exact_match",
     "load_rewards",
-    "math_equivalence",
 ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class MathProcess:
         command = [sys.executable, "-P", str(WORKER), str(timeout_s)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if self._reply() is None:
-            raise RuntimeError("math-verify does not start; install it with: pip install math-verify")
+            raise RuntimeError("math-verify does not start; see its error output, and install lit_grpo[math] anew")
 
     @property
     def is_alive(self) -> bool:
@@ -82,6 +83,9 @@ class MathEquivalence:
         answer_pattern: Regular expression; group 1 of its last match in the column is the expected answer,
             for example ``####\s*(.+)`` for GSM8K. By default the whole column is.
         timeout_s: The most seconds one comparison may take.
+
+    Raises:
+        ValueError: If math-verify is not installed.
     """
 
     def __init__(
@@ -89,6 +93,11 @@ class MathEquivalence:
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be above 0, not {timeout_s}.")
+        if util.find_spec("math_verify") is None:
+            raise ValueError(
+                "it compares with the package math-verify, which is not installed; install the extra lit_grpo[math], "
+                "or take lit_grpo.rewards.ExactMatch."
+            )
         self.columns = (answer_column,)
         self.answer_column = answer_column
         self.answer_pattern = answer_pattern
@@ -131,6 +140,3 @@ class MathEquivalence:
 def _close_all(processes: list[MathProcess]) -> None:
     while processes:
         processes.pop().close()
-
-
-math_equivalence = MathEquivalence()

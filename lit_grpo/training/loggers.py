@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,24 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.dashboard import sections
 from lit_grpo.dashboard.tensorboard import hyperparameters, layout, tag
-from lit_grpo.training.run_folder import RunConfig
+from lit_grpo.training.run_folder import RunConfig, is_first_rank
 
 
 def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool = False) -> list[Logger]:
-    """Return the loggers of a run: CSV and TensorBoard, and W&B if asked for; a run that resumes goes on with its own.
+    """Return the loggers of a run: CSV, TensorBoard if it is installed, and W&B if asked for.
 
     Args:
         config: Of the run.
         settings: All that the run was told, for the boards; nested.
-        resumes: Whether it goes on in its folder; otherwise what is there may be another's, who is to be moved.
+        resumes: Whether it goes on in its folder, with its own W&B run; otherwise what is there may be another's, who
+            is to be moved.
     """
     shown = {**settings, "versions": versions()}
-    loggers: list[Logger] = [
-        MetricsCSV(config.folder / "metrics.csv"),
-        TensorBoard(config.dir, shown, name=config.name, version=""),
-    ]
+    loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv")]
+    if any(util.find_spec(name) for name in ("tensorboard", "tensorboardX")):
+        loggers.append(TensorBoard(config.dir, shown, name=config.name, version=""))
+    elif is_first_rank():
+        print("Nothing is written for TensorBoard, which is not installed: the extra is lit_grpo[tensorboard].")
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
         loggers.append(

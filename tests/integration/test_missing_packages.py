@@ -1,81 +1,116 @@
-"""Without a package that only some runs need, the others go on, and those that need it say so in one sentence."""
+"""Without the packages of the extras a run goes on, and one that needs such a package says so before it begins."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lit_grpo.rewards import MathEquivalence
+
 pytestmark = pytest.mark.integration
 
-BLOCKED = """
-import importlib.machinery, importlib.metadata, sys
+HIDE = """
+import importlib.machinery, importlib.metadata, os
 
-blocked = sys.argv[1].split(",")
+hidden = os.environ["HIDDEN_PACKAGES"].split(",")
 finder, distribution = importlib.machinery.PathFinder, importlib.metadata.distribution
 find = finder.find_spec
 
 def find_spec(name, *rest):
-    return None if name.split(".")[0] in blocked else find(name, *rest)
+    return None if name.split(".")[0] in hidden else find(name, *rest)
 
 def distribution_of(name):
-    if name.replace("-", "_") in blocked:
+    if name.replace("-", "_") in hidden:
         raise importlib.metadata.PackageNotFoundError(name)
     return distribution(name)
 
 finder.find_spec, importlib.metadata.distribution = staticmethod(find_spec), distribution_of
-sys.argv = ["lit_grpo", *sys.argv[2:]]
-from lit_grpo.__main__ import main
-main()
 """
-ROWS = '{"prompt": "1+1=", "answer": "2"}\n' * 2
+EXTRAS = "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,vllm"
 FIT = [
-    "--trainer.accelerator",
-    "cpu",
-    "--trainer.max_steps",
-    "1",
-    "--model.num_generations",
-    "2",
-    "--data.batch_size",
-    "1",
+    "fit",
+    *("--trainer.accelerator", "cpu", "--trainer.max_steps", "1"),
+    *("--model.num_generations", "2", "--model.sampling.max_tokens", "4", "--data.batch_size", "1"),
 ]
-REWARDS = ["--model.rewards", '[{"function": "lit_grpo.rewards.exact_match"}]', "--model.sampling.max_tokens", "4"]
+REWARD = ["--model.rewards", '[{"function": "lit_grpo.rewards.exact_match"}]']
+MATHS = ["--model.rewards", '[{"function": "lit_grpo.rewards.MathEquivalence"}]']
+ROWS = ["--data.train", "rows.jsonl"]
+
+
+def hiding(packages: str, folder: Path) -> dict[str, str]:
+    """Variables with which a Python, and those that it starts, do not find the packages."""
+    (folder / "hide").mkdir()
+    (folder / "hide" / "sitecustomize.py").write_text(HIDE)
+    path = os.pathsep.join(filter(None, [str(folder / "hide"), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "HIDDEN_PACKAGES": packages}
 
 
 def without(packages: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", BLOCKED, packages, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    environment = os.environ | hiding(packages, folder)
+    command = [sys.executable, "-m", "lit_grpo", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_a_run_that_needs_none_of_them_goes_on(tmp_path: Path, policy_folder: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(ROWS)
-    packages = "datasets,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,vllm"
-    run = ["fit", *FIT, *REWARDS, "--model.policy", str(policy_folder), "--data.train", "rows.jsonl"]
-    done = without(packages, tmp_path, *run, "--trainer.logger", "false")
+def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_folder: Path) -> None:
+    done = without(EXTRAS, tmp_path, *FIT, *REWARD, *ROWS, "--model.policy", str(policy_folder))
     assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "tensorboard" in line] == [
+        "Nothing is written for TensorBoard, which is not installed: the extra is lit_grpo[tensorboard]."
+    ]
+    made = {path.name for path in (tmp_path / "runs" / "grpo").iterdir()}
+    assert "metrics.csv" in made and not any(name.startswith("events.out") for name in made)
 
 
 @pytest.mark.parametrize(
     ("packages", "arguments", "said"),
     [
-        ("datasets", ["fit", *FIT, *REWARDS, "--data.train", "owner/name"], "The package datasets is not installed"),
-        ("matplotlib", ["simulate", "--output", "plans.png"], "The package matplotlib is not installed"),
         (
-            "tensorboard,tensorboardX",
-            ["fit", *FIT, *REWARDS, "--data.train", "rows.jsonl"],
-            "Neither `tensorboard` nor",
+            "datasets",
+            [*FIT, *REWARD, "--data.train", "owner/name"],
+            "data.train: The dataset owner/name (split train) is read by the package datasets, which is not installed; "
+            "install the extra lit_grpo[datasets], or give a .jsonl, .json or .csv file.",
+        ),
+        (
+            "math_verify",
+            [*FIT, *MATHS, *ROWS],
+            "reward function 'lit_grpo.rewards.MathEquivalence': it compares with the package math-verify, which is "
+            "not installed; install the extra lit_grpo[math], or take lit_grpo.rewards.ExactMatch.",
+        ),
+        (
+            "matplotlib",
+            [*FIT, *REWARD, *ROWS, "--rollout_timeline.every_n_batches", "1"],
+            "rollout_timeline.every_n_batches is 1, but matplotlib, which draws, is not installed; install the extra "
+            "lit_grpo[plots], or set it to 0.",
+        ),
+        (
+            "matplotlib",
+            ["simulate", "--output", "plans.png"],
+            "--output is plans.png, but matplotlib, which draws, is not installed; install the extra lit_grpo[plots], "
+            "or leave it out.",
         ),
     ],
-    ids=["datasets", "matplotlib", "tensorboard"],
+    ids=["datasets", "math", "timeline", "simulate"],
 )
-def test_a_run_that_needs_one_names_it(
-    tmp_path: Path, policy_folder: Path, packages: str, arguments: list[str], said: str
+def test_a_run_that_needs_one_names_its_extra_before_it_begins(
+    tmp_path: Path, packages: str, arguments: list[str], said: str
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(ROWS)
-    policy = ["--model.policy", str(policy_folder)] if arguments[0] == "fit" else []
+    policy = [] if arguments[0] == "simulate" else ["--model.policy", "nowhere"]  # which is not even looked for
     done = without(packages, tmp_path, *arguments, *policy)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: {said}"), done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"error: {said}" in done.stderr and "Traceback" not in done.stderr
+    assert not done.stdout and not (tmp_path / "runs" / "grpo").exists()
+
+
+def test_math_verify_that_is_there_without_what_it_needs_is_told_of_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in hiding("sympy", tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"math-verify does not start; .* install lit_grpo\[math\] anew"):
+        MathEquivalence()("1", answer="1")
+    assert "No module named 'sympy'" in capfd.readouterr().err
