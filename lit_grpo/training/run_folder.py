@@ -146,7 +146,7 @@ def make_loggers(config: RunConfig, resumes: bool = False) -> list[Logger]:
     """
     loggers: list[Logger] = [
         MetricsCSV(config.folder / "metrics.csv"),
-        TensorBoard(config.dir, name=config.name, version=""),
+        TensorBoard(resumes, save_dir=config.dir, name=config.name, version=""),
     ]
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -189,17 +189,37 @@ class WandB(WandbLogger):
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, which says of any failure that a value cannot be logged; a full disk is named as such."""
+    """Lightning's logger; a run that resumes takes the place of what its folder has of later updates.
+
+    Lightning says of any failure that a value cannot be logged; a full disk is named as such here.
+
+    Args:
+        resumes: Whether the folder may hold updates that are taken again: a killed run's, behind its last checkpoint.
+        kwargs: As Lightning takes them.
+    """
+
+    def __init__(self, resumes: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._resumes = resumes
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write."""
+        if self._resumes and step is not None:
+            self._resumes = False
+            self._hide(step if "reward" in metrics else step + 1)  # a validation may be all that its step lacks
         try:
             super().log_metrics(metrics, step)
         except ValueError as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from None
             raise
+
+    def _hide(self, from_step: int) -> None:
+        """Have TensorBoard leave out what other files have from a step on; a file that begins can say so."""
+        writer = self.experiment
+        writer.close()
+        writer.purge_step = from_step
 
 
 class MetricsCSV(Logger):
