@@ -18,6 +18,7 @@ from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
 from lit_grpo.cli.settings import check_settings, check_values
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
@@ -206,6 +207,10 @@ def run(args: list[str] | None = None) -> None:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+    except RuntimeError as error:
+        if not (sentence := lost_rank(error)) or os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        exit_with(sentence)
 
 
 def quieten() -> None:
