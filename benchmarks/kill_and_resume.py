@@ -141,7 +141,7 @@ def main(options: Options) -> int:
 def _plans(quick: bool) -> list[Plan]:
     if quick:
         return [
-            Plan("SIGKILL", {"update": 1, "checkpoint": 1, "validation": 1}),
+            Plan("SIGKILL", {"update": 1, "validation": 1}),
             Plan("SIGTERM", {"rollout": 1}, 2, True),
         ]
     each = dict.fromkeys(PHASES, 1)

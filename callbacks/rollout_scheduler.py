@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_grpo.faults import Phases
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import StepEvents
@@ -86,19 +87,21 @@ class RolloutScheduler(pl.Callback):
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learnt of lengths, and what has been sampled and not yet learnt from."""
-        lengths = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
+        """What each rank has learnt of lengths, and has sampled and not yet learnt from; all ranks ask together."""
+        own = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
         if self._choice is not None:
-            lengths["probe"] = self._choice.state_dict()
-        return lengths | {"buffer": self._buffer.state_dict()}
+            own["probe"] = self._choice.state_dict()
+        return {"ranks": Ranks().gather(own | {"buffer": self._buffer.state_dict()})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what had been learnt."""
-        if self._lengths is not None and "lengths" in state_dict:
-            self._lengths.load_state_dict(state_dict["lengths"])
-        if self._choice is not None and "probe" in state_dict:
-            self._choice.load_state_dict(state_dict["probe"])
-        self._buffer.load_state_dict(state_dict["buffer"])
+        """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left."""
+        states = state_dict["ranks"]
+        own = states[Ranks().own % len(states)]
+        if self._lengths is not None and "lengths" in own:
+            self._lengths.load_state_dict(own["lengths"])
+        if self._choice is not None and "probe" in own:
+            self._choice.load_state_dict(own["probe"])
+        self._buffer.load_state_dict(own["buffer"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""

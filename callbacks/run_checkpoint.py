@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.checks import check_order
+from lit_grpo.faults import RankWatch
 from lit_grpo.module import GRPOModule
 
 from .checkpoint_file import CheckpointError, WholeFileIO
@@ -54,15 +56,25 @@ class RunCheckpoint(pl.Callback):
         self._validated = True  # whether the validation after this batch is over, or there is none
         self._requested = 0  # the number of the signal
         self._several = False
+        self._watch: RankWatch | None = None
         self._previous: dict[int, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the place in the list, have files written as a whole, and on every rank into the first one's folder."""
         check_order(trainer, RunCheckpoint, RolloutScheduler)
         # Ranks that torchrun or a scheduler starts do not know that the first has found its folder taken.
-        folder = trainer.strategy.broadcast(trainer.default_root_dir)
+        folder, first = trainer.strategy.broadcast((trainer.default_root_dir, os.getpid()))
         trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
         trainer.strategy.checkpoint_io = WholeFileIO()
+        if trainer.world_size > 1:
+            children = getattr(trainer.strategy.launcher, "procs", ())
+            parent = first if os.getppid() == first else None
+            self._watch = RankWatch(trainer.global_rank, children, parent, lambda: self._how_to_go_on(trainer))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let ranks end one after another."""
+        if self._watch is not None:
+            self._watch.end()
 
     def state_dict(self) -> dict[str, Any]:
         """The best validation so far."""
@@ -190,6 +202,8 @@ class RunCheckpoint(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save ``last.ckpt``, where the state is that between two updates, and say how to go on."""
         assert isinstance(pl_module, GRPOModule)
+        if self._watch is not None:
+            self._watch.end(exception)
         phase, self._phase = self._phase, "away"
         can_save = not isinstance(exception, KeyboardInterrupt | CheckpointError)
         can_save = can_save and (isinstance(exception, Stopped) or not self._several)

@@ -8,7 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 
+SLOWEST = (
+    "test_update_benchmarks",
+    "test_benchmarks",
+    "test_kill_and_resume",
+    "test_serve",
+    "test_server_faults",
+    "test_run_folders",
+    "test_generators",
+    "test_resume",
+    "test_full_disk",
+    "test_lost_ranks",
+    "test_readme",
+)
+"""Files that take longest, which begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist deals files in the order of the collection
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

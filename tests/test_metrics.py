@@ -148,6 +148,11 @@ def test_a_batch_sampled_with_other_weights_is_refused_by_its_fresh_tokens() -> 
         metrics.check_gap(alone, 0.1999)
 
 
+def test_a_micro_batch_is_added_without_a_wait_for_its_device() -> None:
+    nowhere = torch.empty(3, device="meta")  # from which no number can be read
+    TokenMetrics().add_gap(nowhere, torch.tensor([2, 1]), nowhere > 0)
+
+
 def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() -> None:
     """Otherwise the all-reduce would add up different things, or hang."""
     lengths = []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_grpo.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
@@ -101,3 +102,27 @@ def test_twenty_runs_of_one_name_begun_together_have_folders_of_their_own(tmp_pa
     assert [run.exitcode for run in runs] == [0] * NUM_RUNS
     written = sorted(path.read_text().split() for path in tmp_path.glob("task*/metrics.csv"))
     assert written == sorted([str(number)] * 2 for number in range(NUM_RUNS))
+
+
+def test_updates_that_are_taken_again_take_the_place_of_the_first_in_tensorboard(tmp_path: Path) -> None:
+    """A run is killed after its fourth update and resumed from its second, whose validation was missing."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def log(resumes: bool, *rows: tuple[int, dict[str, float]]) -> None:
+        _, logger = make_loggers(RunConfig("run", str(tmp_path)), {}, resumes)
+        for step, metrics in rows:
+            logger.log_metrics(metrics, step)
+            logger.save()
+
+    log(False, *((step, {"reward": 0.1 * step, "time/step_s": 1.0}) for step in (1, 2, 3, 4)))
+    log(True, (2, {"val/pass@1": 0.5}), (3, {"reward": 0.3, "time/step_s": 2.0}), (4, {"reward": 0.4}))
+    log(True, (4, {"reward": 0.4, "time/step_s": 3.0}), (5, {"reward": 0.5}))
+    seen = EventAccumulator(str(tmp_path / "run"))
+    seen.Reload()
+
+    def values(name: str) -> list[tuple[int, float]]:
+        return [(event.step, round(event.value, 3)) for event in seen.Scalars(tag(name))]
+
+    assert values("reward") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)]
+    assert values("time/step_s") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert values("val/pass@1") == [(2, 0.5)]

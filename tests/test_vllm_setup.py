@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import socket
+import subprocess
 import threading
 import time
 import warnings
@@ -179,6 +181,22 @@ def test_the_token_is_in_the_environment_and_not_on_the_command_line(
     assert "t" * 32 not in said[1] and "--middleware of.the.User --enforce-eager" in said[1]
     server.stop()
     assert not server.log.exists() and not server.runs
+
+
+def test_a_server_outlives_the_thread_that_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nexec sleep 600\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fake))
+    servers: list[ServerProcess] = []
+    thread = threading.Thread(target=lambda: servers.append(ServerProcess(tmp_path, {}, {}, "t" * 32)))
+    thread.start()
+    thread.join()
+    (server,) = servers
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.process.wait(0.5)
+    server.stop()
+    assert server.process.returncode == -signal.SIGTERM
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:

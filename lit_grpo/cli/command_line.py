@@ -17,8 +17,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
-from lit_grpo.cli.settings import check_settings, check_values
+from lit_grpo.cli.settings import check_settings, check_values, find_last
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
@@ -56,6 +57,9 @@ MISTAKES = (
     FloatingPointError,
 )
 
+
+TRAINERS = (TypeError, RuntimeError, KeyError, AttributeError, OverflowError, AssertionError, ImportError)
+"""What Lightning's Trainer raises of settings that it does not check, beside those above."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -103,6 +107,7 @@ class GRPOCLI(LightningCLI):
         """Check the settings, claim the run's folder, and point everything that writes at it."""
         settings = self._settings
         check_values(settings, GROUPS)
+        find_last(settings)
         check_settings(settings, fits=self.subcommand == "fit")
         settings["weights_only"] = True  # no checkpoint runs code
         if self.subcommand == "fit":
@@ -139,7 +144,10 @@ class GRPOCLI(LightningCLI):
         kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
         if trainer["enable_progress_bar"] is not False:
             kwargs["callbacks"].append(GRPOProgressBar())
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except TRAINERS as error:
+            raise ValueError(f"Lightning's Trainer does not take the settings of trainer: {error}") from error
 
     def _described(self) -> dict[str, Any]:
         """Return all settings as plain values."""
@@ -214,6 +222,10 @@ def run(args: list[str] | None = None) -> None:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+    except RuntimeError as error:
+        if not (sentence := lost_rank(error)) or os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        exit_with(sentence)
 
 
 def quieten() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 from lit_grpo.cli.command_line import GROUPS, GRPOCLI, MISTAKES, cli_arguments, quieten
 from lit_grpo.cli.errors import exit_with, one_sentence, own_frames
-from lit_grpo.cli.settings import check_settings, check_values
+from lit_grpo.cli.settings import check_settings, check_values, find_last
 from lit_grpo.doctor import CheckUp, Examined, Finding, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
@@ -53,6 +53,7 @@ class DoctorCLI(GRPOCLI):
         """Check the settings, and have everything written beside where the run would."""
         settings = self._settings
         check_values(settings, GROUPS)
+        find_last(settings)
         check_settings(settings, fits=True)
         settings["weights_only"] = True
         self.save_config_callback = None

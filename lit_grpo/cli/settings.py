@@ -16,6 +16,7 @@ import torch
 from jsonargparse import Namespace
 
 from lit_grpo.checks import check_format, check_left_to_module
+from lit_grpo.training.run_folder import RunConfig
 
 DAMAGED = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError)
 
@@ -30,14 +31,19 @@ def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[...
     Raises:
         ValueError: A field has one of these.
     """
+    _check_group("trainer", settings["trainer"])
     for name, kind in classes.items():
         if name in settings:  # a class without fields is no group
             _check_fields(name, settings[name], kind)
 
 
-def _check_fields(path: str, fields: Any, kind: Callable[..., Any]) -> None:
+def _check_group(path: str, fields: Any) -> None:
     if not isinstance(fields, Mapping | Namespace):
         raise ValueError(f"{path} is {_shown(fields)}, but has fields of its own; give these, or leave it out.")
+
+
+def _check_fields(path: str, fields: Any, kind: Callable[..., Any]) -> None:
+    _check_group(path, fields)
     hints = get_type_hints(kind.__init__)
     for name, value in vars(fields).items() if isinstance(fields, Namespace) else fields.items():
         _check_value(f"{path}.{name}", value, hints.get(name, Any))
@@ -106,23 +112,32 @@ def _check_login() -> None:
         )
 
 
+def find_last(settings: Namespace) -> None:
+    """Name the run's own ``last.ckpt`` where ``ckpt_path`` is ``last``: Lightning would not find it, and begin anew."""
+    if settings.get("ckpt_path") == "last":
+        folder = RunConfig(**settings["run"]).folder / settings["checkpoint"]["folder"]
+        settings["ckpt_path"] = str(folder / "last.ckpt")
+
+
 def check_ckpt_path(path: str, fits: bool) -> None:
     """Refuse a checkpoint that is not there, not on this machine, or not one that a run can go on from.
 
     Raises:
         ValueError: It is one of these.
     """
-    if path == "last":  # Lightning looks for it in the run's folder
-        return
     if "://" in path:
         raise ValueError(
             f"ckpt_path is {path!r}, but checkpoints are loaded from disk only; download it from where you trust, and "
             "give the file's path."
         )
     file = Path(path)
-    if file.is_dir():
+    try:
+        is_folder, is_file = file.is_dir(), file.is_file()
+    except OSError as error:  # no file can have such a name
+        raise ValueError(f"ckpt_path {path!r} cannot be looked for ({error.strerror}); give a file's path.") from error
+    if is_folder:
         raise ValueError(f"ckpt_path {path!r} is a folder; give the file, such as {str(file / 'last.ckpt')!r}.")
-    if not file.is_file():
+    if not is_file:
         raise ValueError(
             f"There is no checkpoint {path!r}; give the path of one, such as runs/NAME/checkpoints/last.ckpt."
         )

@@ -1,7 +1,8 @@
 """What a run does about what goes wrong: it says where it stands, and keeps what it could not learn from."""
 
 from lit_grpo.faults.broken_batch import BrokenBatches
+from lit_grpo.faults.lost_ranks import RankWatch, lost_rank
 from lit_grpo.faults.phases import Phases, StallWatch
 from lit_grpo.faults.rows import forget_after
 
-__all__ = ["BrokenBatches", "Phases", "StallWatch", "forget_after"]
+__all__ = ["BrokenBatches", "Phases", "RankWatch", "StallWatch", "forget_after", "lost_rank"]

@@ -32,7 +32,7 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
     shown = {**settings, "versions": versions()}
     loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv")]
     if any(util.find_spec(name) for name in ("tensorboard", "tensorboardX")):
-        loggers.append(TensorBoard(config.dir, shown, name=config.name, version=""))
+        loggers.append(TensorBoard(config.dir, shown, resumes, name=config.name, version=""))
     elif is_first_rank():
         print("Nothing is written for TensorBoard, which is not installed: the extra is lit_grpo[tensorboard].")
     if config.wandb != "disabled":
@@ -121,15 +121,19 @@ def _with_a_best() -> Iterator[tuple[str, str]]:
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, with metrics by the sections of our boards, a layout, and the settings as HParams.
 
+    A run that resumes takes the place of what its folder has of later updates. Lightning says of any failure that a
+    value cannot be logged; a full disk is named as such here.
+
     Args:
         save_dir: Of all runs.
         settings: All that the run was told.
+        resumes: Whether the folder may hold updates that are taken again: a killed run's, behind its last checkpoint.
         kwargs: As Lightning's takes them.
     """
 
-    def __init__(self, save_dir: str, settings: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, save_dir: str, settings: Mapping[str, Any], resumes: bool, **kwargs: Any) -> None:
         super().__init__(save_dir, default_hp_metric=False, **kwargs)
-        self._settings = settings
+        self._settings, self._resumes = settings, resumes
 
     @property
     def experiment(self) -> Any:
@@ -144,13 +148,22 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write; Lightning's says of any failure that a value cannot be logged, a full disk is named as such."""
+        """Write."""
+        if self._resumes and step is not None:
+            self._resumes = False
+            self._hide(step if "reward" in metrics else step + 1)  # a validation may be all that its step lacks
         try:
             super().log_metrics({tag(name): value for name, value in metrics.items()}, step)
         except ValueError as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from None
             raise
+
+    def _hide(self, from_step: int) -> None:
+        """Have TensorBoard leave out what other files have from a step on; a file that begins can say so."""
+        writer = self.experiment
+        writer.close()
+        writer.purge_step = from_step
 
     @rank_zero_only
     def save(self) -> None:

@@ -39,8 +39,8 @@ class TokenMetrics:
         self._num_tokens = 0
         nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
         self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
-        self._max_gap = -math.inf
-        self._fresh: tuple[float, float] = (0.0, 0.0)
+        self._largest_gaps: list[torch.Tensor] = []
+        self._fresh: list[torch.Tensor] = []  # sums of a micro-batch's gaps and how many, together
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
@@ -57,14 +57,15 @@ class TokenMetrics:
     def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor) -> None:
         """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths.
 
-        Tokens are ``fresh`` that the policy sampled with the weights that it has now.
+        Tokens are ``fresh`` that the policy sampled with the weights that it has now. Nothing waits for the device
+        here.
         """
         for name, value in gap_sums(difference_N, lengths_C).items():
             self._gap_sums[name] += value
         if difference_N.numel():
-            self._max_gap = max(self._max_gap, float(difference_N.abs().max()))
-            gap, count = self._fresh
-            self._fresh = gap + float((difference_N.abs() * fresh_N).sum()), count + float(fresh_N.sum())
+            gap_N = difference_N.abs()
+            self._largest_gaps.append(gap_N.max())
+            self._fresh.append(torch.stack([(gap_N * fresh_N).sum(), fresh_N.sum()]))
 
     def check_gap(self, reduce_sum: Reduce, limit: float) -> None:
         """Check the mean gap of fresh tokens, over all ranks, before they are learnt from.
@@ -72,7 +73,8 @@ class TokenMetrics:
         Raises:
             LogprobGapError: It is above ``limit`` nats.
         """
-        gap, count = reduce_sum(torch.tensor(self._fresh, dtype=torch.float64)).tolist()
+        fresh = torch.stack(self._fresh).tolist() if self._fresh else [(0.0, 0.0)]
+        gap, count = reduce_sum(torch.tensor([*map(sum, zip(*fresh, strict=True))], dtype=torch.float64)).tolist()
         if gap > limit * count:  # one that is not finite shows in the loss
             raise LogprobGapError(
                 f"The log-probs that a batch was sampled with differ from the policy's by {gap / count:.3g} nats a "
@@ -100,7 +102,8 @@ class TokenMetrics:
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
         logs |= gap_metrics(gap)
-        largest = float(reduce_max(torch.tensor(self._max_gap, dtype=torch.float64)))
+        largest_gap = float(torch.stack(self._largest_gaps).max()) if self._largest_gaps else -math.inf
+        largest = float(reduce_max(torch.tensor(largest_gap, dtype=torch.float64)))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan
         logs["update/tokens"] = num_tokens
         logs |= {name: total / max(num_tokens, 1.0) for name, total in by_name.items()}

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
-from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
@@ -102,7 +102,7 @@ def test_a_run_sends_its_weights_once_and_then_its_adapters(folder: Path, genera
 @pytest.fixture
 def policy(folder: Path, generator: VLLMServerGenerator) -> Any:
     """A policy with random adapters, as version 5 on the server."""
-    policy: Any = random_policy(head_dim=32)
+    policy: Any = load_policy(str(folder)).eval()  # as the run before: its server is kept
     add_adapters(policy, LoraSettings(r=1, target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import random_policy, save_tokenizer
 from hypothesis import HealthCheck, Phase, given, settings
@@ -52,9 +53,27 @@ VALUES = st.one_of(
         st.sampled_from(["class_path", "init_args", "function", "no_such_field"]), ODD, min_size=1, max_size=2
     ),
 )
-LIGHTNINGS = ("trainer", "config", "print_config", "help", "ckpt_path", "weights_only")
-"""Not fields of ours."""
-WRITES = ("run.dir", "run.name")
+LIGHTNINGS = ("config", "print_config", "help", "weights_only")
+"""Not settings of a run."""
+FILES = [
+    "none.ckpt",
+    "empty.ckpt",
+    "junk.ckpt",
+    "list.ckpt",
+    "dict.ckpt",
+    "foreign.ckpt",
+    "folder.ckpt",
+    "policy",
+]
+NAMES = [
+    "last",
+    "best",
+    "hpc",
+    "registry:a",
+    "https://127.0.0.1:1/a.ckpt",
+    "s3://a/b.ckpt",
+    "memory://a.ckpt",
+]
 
 
 class SetUp(GRPOCLI):
@@ -77,10 +96,14 @@ class SetUp(GRPOCLI):
         return {"fit": GRPOCLI.subcommands()["fit"]}
 
     def _claim(self, folder: Path, resumes: bool) -> str:
-        return folder.name
+        inside = folder.resolve().is_relative_to(Path.cwd())  # nothing is written elsewhere
+        return super()._claim(folder, resumes) if inside else folder.name
 
     def _run_subcommand(self, subcommand: str) -> None:
-        self._check(None)
+        ckpt_path = self._settings.get("ckpt_path")
+        self._check(ckpt_path)
+        if ckpt_path is not None:
+            self.trainer.fit(self.model, self.datamodule, ckpt_path=ckpt_path, weights_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder, before = tmp_path_factory.mktemp("run"), Path.cwd()
     random_policy().save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
     save_tokenizer(folder / "policy")
+    make_checkpoints(folder)
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(folder)
@@ -99,6 +123,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         monkeypatch.setattr(command_line, "GRPOCLI", SetUp)
         yield folder
     assert Path.cwd() == before
+
+
+def make_checkpoints(folder: Path) -> None:
+    """Files that are no checkpoints, or none of ours."""
+    (folder / "empty.ckpt").touch()
+    (folder / "junk.ckpt").write_bytes(b"PK\x03\x04" + bytes(range(256)))
+    (folder / "folder.ckpt").mkdir()
+    torch.save([1, 2], folder / "list.ckpt")
+    torch.save({}, folder / "dict.ckpt")
+    foreign = {"state_dict": {"weight": torch.zeros(2)}, "pytorch-lightning_version": "2.0.0", "loops": {}}
+    torch.save(foreign | {"callbacks": {}, "global_step": 1, "epoch": 0}, folder / "foreign.ckpt")
 
 
 def config() -> dict[str, Any]:
@@ -140,7 +175,7 @@ def fields(capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert SetUp.made is not None
     (choices,) = [action for action in SetUp.made["parser"]._actions if hasattr(action, "_name_parser_map")]
     names = {action.dest for action in choices._name_parser_map["fit"]._actions}
-    return sorted(name for name in names if not name.startswith((*LIGHTNINGS, *WRITES)))
+    return sorted(name for name in names if not name.startswith(LIGHTNINGS))
 
 
 def put(settings: dict[str, Any], field: str, value: Any) -> None:
@@ -170,6 +205,16 @@ def test_whatever_a_field_holds_the_outcome_is_a_sentence_or_a_run(
         put(changed, field, data.draw(VALUES))
     said = set_up(changed, capsys)
     assert is_a_sentence(said) and "\x1b" not in str(said), said
+
+
+@SETTINGS
+@given(path=st.sampled_from(FILES + NAMES) | VALUES)
+def test_whatever_is_to_be_resumed_the_outcome_is_a_sentence(
+    path: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = set_up(config() | {"ckpt_path": path}, capsys)
+    assert is_a_sentence(said), said
+    assert said is not None or path in (None, "null", "none", ""), path
 
 
 CELLS = st.recursive(

@@ -12,7 +12,7 @@ def test_runs_that_are_killed_and_resumed_end_as_one_that_was_left_alone(tmp_pat
     result, _ = run_quick("kill_and_resume", tmp_path / "result.json")
     check_result(result, "kill_and_resume")
     assert [(row["signal"], row["ranks"], row["kills"]) for row in result["rows"]] == [
-        ("SIGKILL", 1, 3),
+        ("SIGKILL", 1, 2),
         ("SIGTERM", 2, 1),
     ]
     assert all(row["equal"] == row["runs"] > 0 for row in result["rows"])

@@ -89,8 +89,19 @@ def policy(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "runs" / name / "policy" / "model.safetensors")
 
 
+def in_tensorboard(folder: Path, name: str) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run that does not depend on the clock."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = EventAccumulator(str(folder / "runs" / name))
+    seen.Reload()
+    names = [name for name in seen.Tags()["scalars"] if name.startswith(("reward", "val/"))]
+    return {name: [(event.step, event.value) for event in seen.Scalars(name)] for name in names}
+
+
 def assert_same_run(folder: Path, one: str, other: str) -> None:
     assert metrics(folder, one) == metrics(folder, other)
+    assert in_tensorboard(folder, one) == in_tensorboard(folder, other)
     expected, actual = policy(folder, one), policy(folder, other)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)

@@ -109,6 +109,14 @@ def test_checkpoints_come_when_a_multiple_is_crossed_and_at_the_end(
     assert version("runs/task/checkpoints/best.ckpt") == max(scores, key=lambda step: scores[step])
 
 
+def test_last_names_the_newest_checkpoint_of_the_runs_own_folder(folder: Path) -> None:
+    fit("whole")
+    fit("cut", "--trainer.max_steps", "4")
+    fit("cut", "--ckpt_path", "last")
+    assert [path.name for path in Path("runs").iterdir() if path.is_dir()].count("cut-1") == 0
+    assert_same_run("whole", "cut")
+
+
 def _noting(saved: list[int]) -> Any:
     save = RunCheckpoint._save_last
 

@@ -239,13 +239,47 @@ def run_pipeline(policy: str, output: Path, **trainer_options: Any) -> dict[str,
     return outcome(module, recorder) | {"validation": validation}
 
 
+class Scheduling(pl.Callback):
+    """Keeps what this rank's scheduler foretold and measured of each batch, before which it can leave a checkpoint."""
+
+    def __init__(self, checkpoint: Path | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.seen: list[tuple[Any, ...]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("lengths/")}
+        self.seen.append((logged, dict(batch.predicted), list(batch.spans)))
+        if self.checkpoint is not None:
+            trainer.save_checkpoint(self.checkpoint / f"after-{pl_module.policy_version}.ckpt")
+
+
+def run_on(policy: str, output: Path, **trainer_options: Any) -> dict[str, Any]:
+    """Six batches at a stretch, and the last three again from the checkpoint after the third."""
+    rows = "\n".join(json.dumps({"prompt": prompt}) for prompt in ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="])
+    (output / "train.jsonl").write_text(rows)
+
+    def train(scheduling: Scheduling, ckpt_path: Path | None = None) -> list[tuple[Any, ...]]:
+        rewards = [RewardSpec(f"{__file__}:even_length")]
+        module = make_module(policy, optimizer=momentum, rewards=rewards, num_generations=24)
+        data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=1)
+        own = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
+        trainer = make_trainer(RolloutScheduler(), WeightSync(), scheduling, **own)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+        return scheduling.seen
+
+    return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
+
+
 def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name."""
     cases = {
         name: lambda case=case: run_case(case, policy, default_root_dir=str(output), **trainer_options)
         for name, case in CASES.items()
     }
-    return cases | {"pipeline": lambda: run_pipeline(policy, output, **trainer_options)}
+    return cases | {
+        "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
+        "resumed": lambda: run_on(policy, output, **trainer_options),
+    }
 
 
 def main(policy: str, output: str) -> None:
@@ -316,6 +350,13 @@ def test_pass_at_k_is_taken_over_the_prompts_of_both_ranks(
     assert 0 < expected["val/pass@1"] < expected["val/pass@2"] < expected["val/pass@4"]
     for outcomes in ranks:
         assert outcomes["pipeline"]["validation"] == pytest.approx(expected)
+
+
+def test_each_rank_goes_on_with_what_it_had_learnt_of_lengths(ranks: list[Outcomes]) -> None:
+    wholes, resumed = ([outcomes["resumed"][name] for outcomes in ranks] for name in ("whole", "resumed"))
+    assert wholes[0] != wholes[1]
+    for whole, again in zip(wholes, resumed, strict=True):
+        assert len(whole) == 6 and again == whole[3:]
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,16 @@ class ServerProcess:
         file, name = tempfile.mkstemp(prefix="lit_grpo_server_", suffix=".log")  # readable by this user alone
         self.log = Path(name)
         try:
-            self.process = subprocess.Popen(
-                command,
-                env={**environment, TOKEN_VARIABLE: token, HOST_VARIABLE: host},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            self.process = _from_a_lasting_thread(
+                lambda: subprocess.Popen(
+                    command,
+                    env={**environment, TOKEN_VARIABLE: token, HOST_VARIABLE: host},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                )
             )
         finally:
             os.close(file)
@@ -179,6 +183,23 @@ def _free_port(host: str, port: int | None) -> int:
                 "another with --port."
             ) from error
         return probe.getsockname()[1]
+
+
+def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a process from a thread of its own that lives as long: Linux takes the thread for the parent."""
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def run() -> None:
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        while started.result().poll() is None:
+            time.sleep(1.0)
+
+    threading.Thread(target=run, daemon=True, name="lit_grpo-server").start()
+    return started.result()
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,84 @@
+"""Ranks that vanish: those that are left end, and say so, where they would wait or be ended without a word."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+LOOK_S = 0.2
+
+
+class Child(Protocol):
+    """A process that this one has started."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, once it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+
+class RankWatch:
+    """Ends this rank with a sentence once another of this machine is gone, as far as one started the other.
+
+    Lightning's launcher looks every five seconds, and ends the first rank without a word; ranks that it has started
+    wait for the first as long as their backend does. torchrun and schedulers look after their ranks themselves.
+
+    Args:
+        rank: The number of this rank.
+        children: The ranks that it has started, in their order, from ``rank`` + 1 on.
+        parent: The process id of the rank that has started this one, where one has.
+        how_to_go_on: What to tell the user to do.
+    """
+
+    def __init__(
+        self, rank: int, children: Sequence[Child], parent: int | None, how_to_go_on: Callable[[], str]
+    ) -> None:
+        self._rank, self._children, self._parent = rank, children, parent
+        self._how_to_go_on = how_to_go_on
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="lit_grpo-ranks")
+        if children or parent is not None:
+            self._thread.start()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Watch no more; where ``error`` may come of a rank that is gone, only after some time to find out which."""
+        if error is not None and lost_rank(error) and self._thread.is_alive():
+            self._thread.join(10 * LOOK_S)
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            if gone := self._gone():
+                print(f"\nerror: {gone}, and the others cannot go on. {self._how_to_go_on()}", file=sys.stderr)
+                sys.stderr.flush()
+                for child in self._children:
+                    child.kill()
+                os._exit(1)
+
+    def _gone(self) -> str:
+        """Say which rank is, and why; nothing of one that has ended by itself and told what it had to."""
+        for rank, child in enumerate(self._children, self._rank + 1):
+            if (child.poll() or 0) < 0:
+                return f"Rank {rank} is gone, ended by {signal.Signals(-(child.poll() or 0)).name}"
+        if self._parent is not None and os.getppid() != self._parent:
+            return "Rank 0 is gone"
+        return ""
+
+
+def lost_rank(error: BaseException) -> str:
+    """Say in a sentence that a rank is gone, where an error of a collective comes of that; else nothing."""
+    said = str(error).strip().partition("\n")[0].partition(". ")[0]
+    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in said):
+        cause = re.sub(r"^\[[^]]*\] ?", "", said)  # a line of gloo's source
+        return f"Another rank is gone, and this one cannot go on without it ({cause})."
+    return ""
