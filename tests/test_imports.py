@@ -15,6 +15,8 @@ ROOMS: dict[str, set[str]] = {
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
+    "dashboard": set(),
+    "dashboard.report": {"dashboard", "terminal"},
     "ranks": set(),
     "optim": set(),
     "policy": UTILITIES,
