@@ -40,7 +40,7 @@ def make_run(folder: Path, updates: int = 40, names: list[str] | None = None) ->
     random = np.random.default_rng(0)
     names = all_metrics() if names is None else names
     share = np.arange(updates + 1) / updates
-    table = {name: 0.2 + 0.6 * share + 0.1 * random.standard_normal(updates + 1) for name in names}
+    table: dict[str, Any] = {name: 0.2 + 0.6 * share + 0.1 * random.standard_normal(updates + 1) for name in names}
     totals = {"num_tokens": 4000.0, "num_completions": 128.0, "time/total_s": 21.0}
     constants = {"memory/capacity_gib": 80.0, "rollout/kv_tokens_budget": 1.5}
     for name in table:
@@ -58,7 +58,10 @@ def make_run(folder: Path, updates: int = 40, names: list[str] | None = None) ->
     steps = range(1, updates + 1, max(updates // 20, 1))
     _write(folder / "samples.jsonl", [_sample(step, number) for step in steps for number in range(4)])
     _write(folder / "timeline.jsonl", [_timeline(step, random) for step in steps])
-    _write(folder / "trace.jsonl", [_length(step, random) for step in range(1, updates + 1) for _ in range(8)])
+    _write(
+        folder / "trace.jsonl",
+        [_length(step, random) for step in range(max(1, updates - 999), updates + 1) for _ in range(8)],
+    )
     return folder
 
 

@@ -15,7 +15,7 @@ SECONDS = {"rollout": 3.0, "reward_wait": 0.5, "update": 1.0, "weight_sync": 0.2
 
 def batch_of(num_samples: int, num_slots: int, tokens: int = 4, num_calls: int = 8) -> PromptBatch:
     """Completions of one prompt, dealt onto the slots one after the other, in a rollout of 2.5 seconds."""
-    prompt = Prompt("p", "p", (1, 2))
+    prompt = Prompt("p", (1, 2), "p")
     batch = PromptBatch([prompt])
     requests = [Request(prompt, (sample,), SamplingParams(), 0) for sample in range(num_samples)]
     made = [Completion(each, [0] * tokens, [0.0] * tokens, [0] * tokens, "stop") for each in requests]

@@ -242,7 +242,7 @@ def linear(color: str) -> np.ndarray:
 
 def contrast(one: str, other: str) -> float:
     least, greatest = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] for color in (one, other))
-    return (greatest + 0.05) / (least + 0.05)
+    return float((greatest + 0.05) / (least + 0.05))
 
 
 @pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])

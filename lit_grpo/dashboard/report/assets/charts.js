@@ -79,8 +79,12 @@ class Chart {
     return [least === 0 ? 0 : least - room, greatest === 0 ? 0 : greatest + room];
   }
 
+  measure() {
+    this.width = Math.max(this.figure.clientWidth - 26, 120); // less its padding and edges
+  }
+
   draw() {
-    const width = Math.max(this.svg.clientWidth || this.figure.clientWidth - 26, 120);
+    const { width } = this;
     const { height, left, right, top, bottom } = CHART;
     const x = places(), series = (this.now = this.series());
     const [least, greatest] = this.range(series);
@@ -203,7 +207,7 @@ class Chart {
       const value = line.top ? line.top[index] : (line.smooth ?? line.raw)[index];
       return value === null ? [] : [makeSvg("circle", { class: "dot", r: 4, cx: this.place[index], cy: this.ys(value), style: `fill: ${line.color}` })];
     }));
-    moveTip(this.tip, this.figure, this.place[index] + 12, this.figure.querySelector("header").offsetHeight + 14);
+    moveTip(this.tip, this.figure, this.place[index] + 12, this.legend.offsetTop - 2); // over the legend, which it repeats
   }
 
   mark(index) {

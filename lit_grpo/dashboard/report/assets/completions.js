@@ -13,8 +13,12 @@ class LengthChart {
     drawn.push(this);
   }
 
+  measure() {
+    this.width = Math.max(this.figure.clientWidth - 26, 120);
+  }
+
   draw() {
-    const width = Math.max(this.svg.clientWidth || this.figure.clientWidth - 26, 120), height = 320;
+    const { width } = this, height = 320;
     const all = this.lengths.points.flatMap(([, foretold, actual]) => [Math.max(foretold, 1), actual]);
     const least = Math.log(Math.min(...all) * 0.85), greatest = Math.log(Math.max(...all) * 1.2);
     const [left, right, top, bottom] = [46, 12, 8, 38];
@@ -28,7 +32,7 @@ class LengthChart {
     group.append(makeSvg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "foretold"), makeSvg("text", { x: 0, y: top + 4 }, "actual"));
     const diagonal = makeSvg("line", { class: "limit", x1: xs(least), x2: xs(greatest), y1: ys(least), y2: ys(greatest) });
     const path = this.lengths.points.map(([, foretold, actual]) => `M${xs(Math.log(Math.max(foretold, 1))).toFixed(1)} ${ys(Math.log(actual)).toFixed(1)}h0`).join("");
-    const dots = makeSvg("path", { d: path, style: "stroke: var(--series-1); stroke-width: 5; stroke-linecap: round; opacity: 0.3; fill: none" });
+    const dots = makeSvg("path", { d: path, style: "stroke: var(--series-1); stroke-width: 5; stroke-linecap: round; opacity: 0.5; fill: none" });
     this.svg.replaceChildren(makeSvg("title", {}, this.text), group, diagonal, dots);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   }

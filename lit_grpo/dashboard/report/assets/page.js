@@ -85,7 +85,9 @@ function keptTheme() {
 let ready = false;
 
 function drawAll() {
-  if (ready) for (const each of drawn) each.draw();
+  if (!ready) return;
+  for (const each of drawn) each.measure(); // all widths first: the browser lays the page out once
+  for (const each of drawn) each.draw();
 }
 
 function build() {

@@ -15,8 +15,8 @@ class SlotTimeline {
       ...buttons.map(([label, text, act]) => make("button", { type: "button", class: "button", "aria-label": label, title: label, onclick: act }, text)));
     this.figure = make("figure", { id: "timeline-chart", class: "wide" }, make("header", {}, make("h3", {}, "Who decodes when"), tools), this.canvas, keys(), this.caption, this.tip);
     this.listen();
-    this.take(rows.length - 1);
     drawn.push(this);
+    this.take(rows.length - 1);
   }
 
   /** Compute, of an update, its bars in seconds and its phases. */
@@ -56,13 +56,17 @@ class SlotTimeline {
 
   reset() {
     this.view = { from: 0, to: this.end, first: 0, last: Math.max(this.slots, 1) };
-    this.draw();
+    if (this.width) this.draw();
   }
 
   // ---- drawing --------------------------------------------------------------------------------------
 
+  measure() {
+    this.width = Math.max(this.figure.clientWidth - 26, 120);
+  }
+
   draw() {
-    const width = Math.max(this.canvas.clientWidth || this.figure.clientWidth - 26, 120);
+    const { width } = this;
     const rows = Math.min(Math.max(this.slots * 6, 120), 400);
     const { left, right, phases, gap, curve, axis } = LANES;
     const height = phases + gap + rows + gap + curve + axis;
@@ -283,6 +287,7 @@ class SlotTimeline {
   point(shares, event) {
     const { view, row } = this;
     let found = null;
+    const phase = shares && shares[1] < 0 ? this.phaseAt(view.from + (view.to - view.from) * shares[0]) : null;
     if (shares && shares[1] >= 0 && shares[1] < 1) {
       const time = view.from + (view.to - view.from) * shares[0];
       const slot = Math.floor(view.first + (view.last - view.first) * shares[1]);
@@ -292,14 +297,24 @@ class SlotTimeline {
       this.pointed = found;
       this.draw();
     }
-    this.tip.hidden = !found;
-    if (!found) return;
+    this.tip.hidden = !found && !phase;
+    if (this.tip.hidden) return;
+    this.tip.replaceChildren(...(found ? this.words(found) : [`${phase.title}, ${duration(phase.end - phase.start)}`]));
+    const box = this.figure.getBoundingClientRect();
+    moveTip(this.tip, this.figure, event.clientX - box.left, event.clientY - box.top + 14);
+  }
+
+  phaseAt(time) {
+    return this.phases.find((each) => each.start <= time && time < each.end) ?? null;
+  }
+
+  words(found) {
+    const { row } = this;
     const [prompt, sample, tokens, foretold, finish] = row.completions[found.completion];
     const time = this.timed ? `${trimmed(found.start, 4)} to ${trimmed(found.end, 4)} s, ` : "";
     const length = tokens === null ? "not finished" : `${tokens} tokens (foretold ${short(foretold)}), ended by ${finish}`;
-    this.tip.replaceChildren(make("b", {}, `prompt ${row.prompts[prompt]}, sample ${sample}`), make("div", {}, length), make("div", {}, `slot ${found.slot}, ${time}steps ${found.steps[0]} to ${found.steps[1]}`));
-    const box = this.figure.getBoundingClientRect();
-    moveTip(this.tip, this.figure, event.clientX - box.left, event.clientY - box.top + 14);
+    const where = `slot ${found.slot}, ${time}steps ${found.steps[0]} to ${found.steps[1]}`;
+    return [make("b", {}, `prompt ${row.prompts[prompt]}, sample ${sample}`), make("div", {}, length), make("div", {}, where)];
   }
 }
 
