@@ -34,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(
-            f"The report {str(error.filename)!r} cannot be written ({error.strerror}); choose another --output."
-        )
+        path = str(options.output or options.run / "report.html")
+        parser.error(f"The report {path!r} cannot be written ({error.strerror}); choose another --output.")
     print(f"The report is in {path}.")
     if options.open:
         webbrowser.open(path.resolve().as_uri())

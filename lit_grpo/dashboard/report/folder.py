@@ -188,5 +188,7 @@ def _is_running(folder: Path) -> bool:
     try:
         with FileLock(lock, blocking=False):
             return False
-    except (Timeout, OSError):
+    except Timeout:
         return True
+    except OSError:  # of a folder that is another user's
+        return False

@@ -51,7 +51,7 @@ function duration(seconds) {
 function ticks(least, greatest, number) {
   const rough = (greatest - least) / Math.max(number, 1);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   const places = [];
   for (let index = Math.ceil(least / step - 1e-9); index * step <= greatest + step * 1e-9; index++) places.push(index * step);
   return places;
