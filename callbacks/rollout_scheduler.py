@@ -218,7 +218,8 @@ class RolloutScheduler(pl.Callback):
         phase = "validation" if trainer.validating else "rollout"
         with module.phases.of(phase), trainer.precision_plugin.forward_context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
-        batch.metrics, batch.spans, batch.predicted = stats.metrics(), stats.spans, stats.predicted
+        batch.metrics, batch.predicted = stats.metrics(), stats.predicted
+        batch.spans, batch.clock = stats.spans, stats.clock
         for message in stats.messages:
             rank_zero_warn(message)
         if self._rewards is not None:

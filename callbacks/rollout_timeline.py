@@ -11,25 +11,27 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from lit_grpo.faults import forget_after
-from lit_grpo.scheduling.timeline import Timeline, draw_timeline
+from lit_grpo.scheduling.recording import timeline_row
+from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
 from lit_grpo.types import PromptBatch
 
 
 class RolloutTimeline(pl.Callback):
     """Draw rollouts now and then, as ``timelines/update-N.png`` and in the loggers, and keep the lengths of all.
 
-    In the picture a row is a slot and a bar a completion, coloured by group; white is a slot that idles.
+    In the picture a row is a slot and a bar a completion, coloured by group; white is a slot that idles. What is drawn
+    is kept in ``timeline.jsonl`` too, a line an update, from which ``python -m lit_grpo report`` makes one that zooms.
     ``trace.jsonl`` gets a line a completion, which ``python -m lit_grpo simulate --trace`` reads.
 
     Args:
-        every_n_batches: How often a picture is drawn; 0 never.
+        every_n_batches: How often a rollout is drawn and kept; 0 never.
         record_trace: Whether to write ``trace.jsonl``.
 
     Raises:
         ValueError: Pictures are asked for, and matplotlib is not installed.
     """
 
-    def __init__(self, every_n_batches: int = 0, record_trace: bool = False) -> None:
+    def __init__(self, every_n_batches: int = 50, record_trace: bool = False) -> None:
         if every_n_batches < 0:
             raise ValueError(f"rollout_timeline.every_n_batches must be at least 0, not {every_n_batches}.")
         if every_n_batches and util.find_spec("matplotlib") is None:
@@ -43,7 +45,8 @@ class RolloutTimeline(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget, of a run that is resumed, what it is going to write again."""
         if trainer.is_global_zero and trainer.global_step:
-            forget_after(Path(trainer.default_root_dir) / "trace.jsonl", trainer.global_step)
+            for name in ("trace.jsonl", "timeline.jsonl"):
+                forget_after(Path(trainer.default_root_dir) / name, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -58,13 +61,16 @@ class RolloutTimeline(pl.Callback):
             self._draw(trainer, batch)
 
     def _draw(self, trainer: pl.Trainer, batch: PromptBatch) -> None:
-        step = trainer.global_step
+        step, folder = trainer.global_step, Path(trainer.default_root_dir)
+        row = timeline_row(step, batch, _seconds(trainer, batch))
+        with (folder / "timeline.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
         steps_over_bound = batch.metrics["rollout/steps_over_bound"]
         title = (
             f"update {step}: {batch.metrics['rollout/steps']:.0f} steps, {steps_over_bound:.2f} times the lower bound"
         )
-        figure = draw_timeline([Timeline(title, "active slots", [span for _, span in batch.spans])])
-        path = Path(trainer.default_root_dir) / "timelines" / f"update-{step}.png"
+        figure = draw_timeline([recorded_timeline(title, row)], "seconds", row["slots_kept"])
+        path = folder / "timelines" / f"update-{step}.png"
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path)
         for logger in trainer.loggers:
@@ -72,6 +78,18 @@ class RolloutTimeline(pl.Callback):
                 logger.log_image("timeline", [str(path)])
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure("timeline", figure, step)
+
+
+def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
+    """What the phases took; the update without the sync that :class:`ThroughputMonitor` counts as part of it."""
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("time/")}
+    sync_s = logged.get("time/weight_sync_s", 0.0)
+    return {
+        "rollout": batch.metrics["time/rollout_s"],
+        "reward_wait": batch.metrics["time/reward_wait_s"],
+        "update": max(logged.get("time/update_s", 0.0) - sync_s, 0.0),
+        "weight_sync": sync_s,
+    }
 
 
 def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:

@@ -24,6 +24,11 @@ def start() -> None:
 
         simulate(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["report"]:
+        from lit_grpo.cli.report import main as report
+
+        report(sys.argv[2:])
+        return
     if sys.argv[1:2] == ["serve"]:
         from lit_grpo.cli.serve import main as serve
 

@@ -18,6 +18,7 @@ K     reward functions
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EMPTY",
     "OBSERVED",
+    "Clock",
     "Completion",
     "FinishReason",
     "GroupKey",
@@ -66,6 +68,32 @@ class Span(NamedTuple):
     start: float
     end: float
     group: int
+
+
+@dataclass
+class Clock:
+    """When the steps of a rollout were taken, in seconds since it began, and what was held then; 40 bytes a step.
+
+    Columns have a row for each call of the generator: ``steps`` so far, when it ``began`` and ``ended``, the KV tokens
+    held at its end, and the prompt tokens that it prefilled. ``slots`` there are, and memory for ``kv_limit`` tokens;
+    None where that is no limit.
+    """
+
+    slots: int = 0
+    kv_limit: int | None = None
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    began: array[float] = field(default_factory=lambda: array("d"))
+    ended: array[float] = field(default_factory=lambda: array("d"))
+    kv_tokens: array[int] = field(default_factory=lambda: array("q"))
+    prefilled: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, steps: int, began: float, ended: float, kv_tokens: int, prefilled: int) -> None:
+        """Note a call that took so many steps."""
+        self.steps.append(steps + (self.steps[-1] if self.steps else 0))
+        self.began.append(began)
+        self.ended.append(ended)
+        self.kv_tokens.append(kv_tokens)
+        self.prefilled.append(prefilled)
 
 
 @dataclass(frozen=True)
@@ -247,7 +275,8 @@ class PromptBatch:
 
     ``groups`` is empty until :class:`lit_grpo.callbacks.RolloutScheduler` has filled it; then it has one group
     a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``spans`` which slot
-    decoded which completion when, and ``predicted`` how many tokens were expected of each (by ``Request.key``).
+    decoded which completion when, by the steps of ``clock``, and ``predicted`` how many tokens were expected of each
+    (by ``Request.key``).
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint.
 
     It is no dataclass, because Lightning copies those field by field to convert their tensors.
@@ -258,6 +287,7 @@ class PromptBatch:
         self.groups: list[RolloutGroup] = []
         self.metrics: dict[str, float] = {}
         self.spans: Sequence[tuple[Key, Span]] = []
+        self.clock = Clock()
         self.predicted: Mapping[Key, float] = {}
         self.trained = False
 

@@ -1,4 +1,7 @@
+import json
 import multiprocessing
+import platform
+from importlib.metadata import version
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -23,6 +26,13 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
         assert open_run(folder) == (None if number == 0 else tmp_path / f"run-{number}")
         (folder / "metrics.csv").write_text(str(number))
     assert [(tmp_path / name / "metrics.csv").read_text() for name in ("run-1", "run-2", "run")] == ["0", "1", "2"]
+
+
+def test_a_folder_says_what_its_run_runs_on(tmp_path: Path) -> None:
+    open_run(tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == version("torch") and "transformers" in found and "lightning" in found
 
 
 def test_a_claim_alone_moves_and_makes_nothing(tmp_path: Path) -> None:

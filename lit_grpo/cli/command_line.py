@@ -35,7 +35,8 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 EPILOG = (
     "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), python -m "
     "lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in pictures, "
-    "without a model), python -m lit_grpo serve --help (a vLLM server for a policy), and --version"
+    "without a model), python -m lit_grpo report RUN (a run as one HTML file), python -m lit_grpo serve "
+    "--help (a vLLM server for a policy), and --version"
 )
 
 GROUPS: dict[str, type] = {

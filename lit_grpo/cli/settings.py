@@ -31,7 +31,7 @@ def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[...
     Raises:
         ValueError: A field has one of these.
     """
-    _check_group("trainer", settings["trainer"])
+    _check_group("trainer", settings.get("trainer", {}))
     for name, kind in classes.items():
         if name in settings:  # a class without fields is no group
             _check_fields(name, settings[name], kind)

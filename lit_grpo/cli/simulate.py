@@ -249,14 +249,15 @@ def _bound(trace: Trace, engine: Engine) -> int:
 def _write_picture(path: Path, engine: Engine, outcomes: list[Outcome]) -> None:
     from lit_grpo.scheduling.timeline import Timeline, draw_timeline
 
-    timelines = []
+    timelines, num_batches = [], len(outcomes[0].schedules)
+    part = f"the first of {num_batches} batches" if num_batches > 1 else ""  # the table is of all of them
     for outcome in outcomes:
         schedule = outcome.schedules[0]
         steps = np.unique(np.linspace(0, schedule.steps, MAX_POINTS).astype(np.int64))
-        title = f"{outcome.plan}: {schedule.steps:,} steps, bubble ratio {schedule.bubble_ratio:.2f}"
-        timelines.append(
-            Timeline(title, outcome.plan, [span for _, span in schedule.spans], (steps, schedule.kv_tokens_at(steps)))
-        )
+        plan = f"{outcome.plan}, {part}" if part else outcome.plan
+        title = f"{plan}: {schedule.steps:,} steps, bubble ratio {schedule.bubble_ratio:.2f}"
+        spans, kv = [span for _, span in schedule.spans], (steps, schedule.kv_tokens_at(steps))
+        timelines.append(Timeline(title, outcome.plan, spans, kv, engine.kv_tokens))
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_timeline(timelines, slot_limit=engine.num_slots).savefig(path)
-    print(f"The picture is in {path}.")
+    print(f"The picture{f' of {part}' if part else ''} is in {path}.")

@@ -182,7 +182,7 @@ class _Rollout:
                 raise RuntimeError(f"The generator lost {self._flight.num_active} requests that were in flight.")
             self._capacity = self._generator.capacity()
             self._take(events)
-            self.stats.add_step(events, self._capacity, stepped - admitted)
+            self.stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
         self._put_back()
         self._end()

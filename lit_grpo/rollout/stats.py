@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.types import Key, Span
+from lit_grpo.types import Clock, Key, Span
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Capacity, StepEvents
@@ -23,8 +23,9 @@ class RolloutStats:
     ``num_set_aside`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``bubble_ratio`` is one minus the share of slot
     steps in which a slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for
-    rewards. ``spans`` says which slot decoded which completion when, ``predicted`` how many tokens were expected of
-    each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths allow in so many slots.
+    rewards. ``spans`` says which slot decoded which completion when, by the steps of ``clock``, ``predicted`` how many
+    tokens were expected of each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths
+    allow in so many slots.
     """
 
     num_steps: int = 0
@@ -43,6 +44,7 @@ class RolloutStats:
     step_bound: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
     spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)
     predicted: dict[Key, float] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
@@ -56,8 +58,9 @@ class RolloutStats:
         """1 - sum(active slots x step time) / (slots x rollout time)."""
         return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
 
-    def add_step(self, events: StepEvents, capacity: Capacity, elapsed_s: float) -> None:
-        """Add a step that took ``elapsed_s``."""
+    def add_step(self, events: StepEvents, capacity: Capacity, began_s: float, ended_s: float) -> None:
+        """Add a step, with the seconds from the rollout's beginning to its own and to its end."""
+        elapsed_s = ended_s - began_s
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
         self.active_slot_steps += events.num_active * events.num_steps
@@ -66,6 +69,8 @@ class RolloutStats:
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
         self.kv_tokens_budget = capacity.kv_tokens
+        self.clock.slots, self.clock.kv_limit = capacity.slots, capacity.kv_tokens
+        self.clock.add(events.num_steps, began_s, ended_s, capacity.kv_tokens_in_use, events.prefilled_tokens)
         if events.message:
             self.messages.append(events.message)
 

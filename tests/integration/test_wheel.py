@@ -90,6 +90,7 @@ def test_a_run_of_the_wheel_takes_a_callback_of_the_users_own(
     assert "mine was there" in python(folder, installed, "-m", "lit_grpo", "fit", "--config", "config.yaml")
     assert (folder / "runs" / "grpo" / "policy" / "config.json").is_file()
     assert len((folder / "runs" / "grpo" / "metrics.csv").read_text().splitlines()) == 4  # the header, and a row each
+    assert "report.html" in python(folder, installed, "-m", "lit_grpo", "report", "runs/grpo")
 
 
 def test_help_of_the_wheel_and_what_it_needs(folder: Path, installed: Path) -> None:

@@ -338,6 +338,7 @@ class SlotGenerator(Versioned):
                 self._prompts.missing(prompts, cache, ahead, self._version), self.budget.prefill_tokens
             ):
                 hidden_BD = self._prompts.compute(self.policy, batch, cache, self.budget.prefill_tokens)
+                events.prefilled_tokens += sum(len(prompt.token_ids) for _, prompt in batch)
                 if 0 in self.feature_points:
                     entropies_B = entropy(self._head(hidden_BD), self._sampling.temperature)
                     events.observations.append(observe_prompts([key[:2] for key, _ in batch], hidden_BD, entropies_B))

@@ -1,0 +1,81 @@
+// What the policy wrote: foretold against actual lengths, and texts.
+
+class LengthChart {
+  constructor(lengths) {
+    this.lengths = lengths;
+    this.svg = makeSvg("svg", { role: "img", height: 320 });
+    const { number, first, last, correlation, points } = lengths;
+    const of = first === last ? `update ${last}` : `updates ${first} to ${last}`;
+    const some = points.length < number ? `; ${points.length.toLocaleString("en")} of them are drawn` : "";
+    const rank = correlation === null ? "There is no rank correlation, for one of the two is constant." : `Rank correlation (Spearman) ${correlation.toFixed(2)}.`;
+    this.text = `${number.toLocaleString("en")} completions of ${of}${some}. ${rank} On the diagonal a length was foretold exactly; foretold is what was expected before the first token.`;
+    this.figure = make("figure", { id: "lengths-chart" }, make("header", {}, make("h3", {}, "Foretold against actual length (tokens)")), this.svg, make("figcaption", {}, this.text));
+    drawn.push(this);
+  }
+
+  measure() {
+    this.width = Math.max(this.figure.clientWidth - 26, 120);
+  }
+
+  draw() {
+    const { width } = this, height = 320;
+    const all = this.lengths.points.flatMap(([, foretold, actual]) => [Math.max(foretold, 1), actual]);
+    const least = Math.log(Math.min(...all) * 0.85), greatest = Math.log(Math.max(...all) * 1.2);
+    const [left, right, top, bottom] = [46, 12, 8, 38];
+    const xs = scale(least, greatest, left, width - right), ys = scale(least, greatest, height - bottom, top);
+    const group = makeSvg("g", { class: "grid", "aria-hidden": "true" });
+    for (const tick of logTicks(Math.exp(least), Math.exp(greatest), width < 420)) {
+      const [x, y] = [xs(Math.log(tick)), ys(Math.log(tick))];
+      group.append(makeSvg("line", { x1: left, x2: width - right, y1: y, y2: y }), makeSvg("line", { x1: x, x2: x, y1: top, y2: height - bottom }),
+        makeSvg("text", { x: left - 6, y: y + 3.5, "text-anchor": "end" }, short(tick)), makeSvg("text", { x, y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
+    }
+    group.append(makeSvg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "foretold"), makeSvg("text", { x: 0, y: top + 4 }, "actual"));
+    const diagonal = makeSvg("line", { class: "limit", x1: xs(least), x2: xs(greatest), y1: ys(least), y2: ys(greatest) });
+    const path = this.lengths.points.map(([, foretold, actual]) => `M${xs(Math.log(Math.max(foretold, 1))).toFixed(1)} ${ys(Math.log(actual)).toFixed(1)}h0`).join("");
+    const dots = makeSvg("path", { d: path, style: "stroke: var(--series-1); stroke-width: 5; stroke-linecap: round; opacity: 0.5; fill: none" });
+    this.svg.replaceChildren(makeSvg("title", {}, this.text), group, diagonal, dots);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  }
+}
+
+function logTicks(least, greatest, few) {
+  const found = [];
+  for (let power = 10 ** Math.floor(Math.log10(least)); power <= greatest; power *= 10) {
+    for (const factor of few || greatest / least > 500 ? [1] : [1, 2, 5]) if (factor * power >= least && factor * power <= greatest) found.push(factor * power);
+  }
+  return found;
+}
+
+/** Texts of an update, or the best and the worst of all, best first. */
+function completions() {
+  const { samples, num_samples: number } = content;
+  const steps = [...new Set(samples.map((row) => row.step))];
+  const list = make("div", { class: "samples" });
+  const show = (value) => {
+    const ranked = samples.filter((row) => value === "all" || String(row.step) === value).sort((one, other) => (other.reward ?? -Infinity) - (one.reward ?? -Infinity));
+    const rows = value === "all" && ranked.length > 12 ? [...ranked.slice(0, 6), ...ranked.slice(-6)] : ranked;
+    list.replaceChildren(...rows.map((row, index) => sample(row, rows.length < 2 || rows[0].reward === rows[rows.length - 1].reward ? "" : index === 0 ? "best" : index === rows.length - 1 ? "worst" : "")));
+  };
+  const last = String(steps[steps.length - 1]);
+  const options = [["all", "the best and worst of all"], ...steps.reverse().slice(0, 100).map((step) => [String(step), `update ${step}`])];
+  const note = number > samples.length ? `The newest ${samples.length} of ${number} are here.` : "";
+  show(last);
+  const about = make("p", { class: "note" }, `Sampled now and then (sample_logger), best reward first. ${note}`);
+  return make("div", { class: "texts" }, choice("Update", options, last, show), about, list);
+}
+
+function sample(row, rank) {
+  const marks = [`update ${row.step}`, rank, row.advantage === null ? "" : `advantage ${short(row.advantage)}`, `${row.tokens} tokens`, row.finish ? `ended by ${row.finish}` : "", row.prompt_id ?? ""];
+  const card = make("article", { class: "sample" }, make("header", {}, make("b", {}, `reward ${short(row.reward)}`), ...marks.filter(Boolean).map((text) => make("span", {}, String(text)))));
+  for (const [title, text] of [["Prompt", row.prompt], ["Completion", row.completion]]) {
+    card.append(make("h4", {}, title), make("pre", { class: "text", tabindex: 0, "aria-label": title }, text === null || text === "" ? "(empty)" : String(text)));
+  }
+  if (String(row.completion ?? "").length < row.characters) card.append(make("p", { class: "note" }, `Cut here; ${row.characters.toLocaleString("en")} characters stand in samples.jsonl.`));
+  for (const [title, values] of [["Rewards by function", row.rewards], ["Of the data", row.columns], ["Logged by rewards", row.extra]]) {
+    const entries = Object.entries(values);
+    if (!entries.length) continue;
+    const rows = entries.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, typeof value === "number" ? short(value) : String(value))]);
+    card.append(make("h4", {}, title), make("dl", {}, ...rows));
+  }
+  return card;
+}

@@ -1,0 +1,117 @@
+// The page: heading, tools, and sections in their order.
+
+performance.mark("begun");
+
+function heading() {
+  const { name, head, written, points, axis } = content;
+  const facts = make("dl", { class: "facts" }, ...head.facts.map(([title, value, note]) => make("div", {}, make("dt", {}, title), make("dd", {}, value, note ? make("small", {}, note) : null))));
+  const binned = axis.rows_per_point > 1 ? ` A point stands for up to ${axis.rows_per_point} updates: lines are means, and shades reach from the least to the greatest value.` : "";
+  return make("header", { class: "head" }, make("h1", {}, name, make("span", { class: `state ${head.state}` }, head.state)),
+    make("p", { class: "note" }, `As of ${written}, ${points.rows.toLocaleString("en")} rows of metrics.csv.${binned}`), facts);
+}
+
+function bar(titles) {
+  const links = make("nav", { "aria-label": "Sections" }, ...titles.map((title) => make("a", { href: `#${anchor(title)}` }, title)));
+  const tools = make("div", { class: "tools" });
+  const axes = Object.entries(content.axes);
+  if (axes.length) tools.append(choice("By", [["update", "updates"], ...axes], "update", (value) => { chosen.x = value; drawAll(); }));
+  tools.append(choice("Smoothing", [["auto", "smooth"], ["strong", "smoother"], ["none", "not smoothed"]], "auto", (value) => { chosen.smoothing = value; drawAll(); }));
+  tools.append(make("button", { type: "button", class: "button", id: "theme", onclick: () => setTheme(theme() === "dark" ? "light" : "dark", true) }, ""));
+  return make("div", { class: "bar" }, make("div", {}, links, tools));
+}
+
+function anchor(title) {
+  return title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+}
+
+function metricSection({ title, about, panels, table }) {
+  const charts = panels.map((panel, index) => new Chart(panel, `${anchor(title)}-${index}`));
+  return section(title, about, make("div", { class: "panels" }, ...charts.map((chart) => chart.figure)), values(title, table));
+}
+
+function section(title, about, ...children) {
+  return make("section", { id: anchor(title), "aria-labelledby": `${anchor(title)}-title` }, make("h2", { id: `${anchor(title)}-title` }, title), about ? make("p", {}, about) : null, ...children);
+}
+
+function values(title, rows) {
+  const head = make("tr", {}, ...["metric", "last", "least", "mean", "greatest"].map((name) => make("th", { scope: "col" }, name)));
+  const body = rows.map(([name, ...numbers]) => make("tr", {}, make("td", {}, name), ...numbers.map((number) => make("td", {}, short(number)))));
+  return make("details", {}, make("summary", {}, `All ${rows.length} metrics of ${title} in numbers`), make("div", { class: "scroll", tabindex: 0 }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))));
+}
+
+function timelineSection() {
+  const shown = content.timelines.length, number = content.num_timelines;
+  const some = shown < number ? ` ${shown} of the ${number} recorded ones are here.` : "";
+  const about = `Which slot decoded which completion when, and what else the step did (rollout_timeline).${some}`;
+  return section("Timeline", about, new SlotTimeline(content.timelines).figure);
+}
+
+function settings() {
+  const parts = [["Settings (config.yaml)", content.config], ["Versions", content.versions]].filter(([, text]) => text);
+  return section("Settings", "", ...parts.map(([title, text]) => make("details", {}, make("summary", {}, title), make("div", { class: "scroll", tabindex: 0 }, make("pre", {}, text)))));
+}
+
+// ---- light and dark -----------------------------------------------------------------------------------
+
+const preferred = window.matchMedia("(prefers-color-scheme: dark)");
+
+function theme() {
+  return document.documentElement.dataset.theme;
+}
+
+function setTheme(name, keep = false) {
+  document.documentElement.dataset.theme = name;
+  const button = document.getElementById("theme");
+  if (button) {
+    button.textContent = name === "dark" ? "☀ Light" : "☾ Dark";
+    button.setAttribute("aria-label", name === "dark" ? "Light colours" : "Dark colours");
+  }
+  try {
+    if (keep) localStorage.setItem("lit_grpo-theme", name);
+  } catch {} // where files may keep nothing
+  drawAll();
+}
+
+function keptTheme() {
+  try {
+    return localStorage.getItem("lit_grpo-theme");
+  } catch {
+    return null;
+  }
+}
+
+// ---- all of it ----------------------------------------------------------------------------------------
+
+let ready = false;
+
+function drawAll() {
+  if (!ready) return;
+  for (const each of drawn) each.measure(); // all widths first: the browser lays the page out once
+  for (const each of drawn) each.draw();
+}
+
+function build() {
+  const made = content.sections.filter((each) => each.table.length).map((each) => [each.title, metricSection(each)]);
+  const parts = made.filter(([title]) => title !== "Own");
+  if (content.timelines.length) parts.push(["Timeline", timelineSection()]);
+  if (content.lengths || content.samples.length) {
+    const lengths = content.lengths ? new LengthChart(content.lengths).figure : null;
+    const about = "What the policy writes, and how well its lengths are foretold.";
+    parts.push(["Completions", section("Completions", about, make("div", { class: "pair" }, lengths, content.samples.length ? completions() : null))]);
+  }
+  parts.push(...made.filter(([title]) => title === "Own"));
+  if (content.config || content.versions) parts.push(["Settings", settings()]);
+  const footer = make("footer", {}, "Made by python -m lit_grpo report from the run's folder; nothing is loaded from elsewhere. With a chart in focus the arrow keys move from value to value.");
+  document.body.append(bar(parts.map(([title]) => title)), heading(), make("main", {}, ...parts.map(([, element]) => element), footer));
+  ready = true;
+  setTheme(keptTheme() ?? (preferred.matches ? "dark" : "light"));
+}
+
+build();
+preferred.addEventListener("change", () => { if (!keptTheme()) setTheme(preferred.matches ? "dark" : "light"); });
+let width = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth !== width) requestAnimationFrame(drawAll);
+  width = window.innerWidth;
+});
+requestAnimationFrame(() => requestAnimationFrame(() => performance.measure("drawn", "begun"))); // once it has been painted

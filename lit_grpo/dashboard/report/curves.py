@@ -1,0 +1,75 @@
+"""Metrics as a page can draw them: few points, whatever the length of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MAX_POINTS = 500  # of a metric; each has a mean, a least and a greatest value
+AXES = {"num_tokens": "sampled tokens", "time/total_s": "time in steps"}
+"""Metrics that may take the place of the update under a chart."""
+
+
+def axis(steps: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return the places of points: the updates that each stands for, and other axes for them.
+
+    Args:
+        steps: Updates, shape (rows,).
+        columns: Metrics, shape (rows,) each.
+    """
+    first, last = _bounds(len(steps))
+    others = {name: _filled(columns[name]) for name in AXES if name in columns}
+    return {
+        "first": steps[first].tolist(),
+        "last": steps[last].tolist(),
+        "rows_per_point": int((last - first + 1).max(initial=1)),
+        "others": {name: _rounded(values[last], 7) for name, values in others.items()},
+    }
+
+
+def points(values: np.ndarray) -> dict[str, Any]:
+    """Return the mean of each point's rows, and where a point has several the least and greatest; null for none.
+
+    Args:
+        values: A metric, shape (rows,).
+    """
+    first, last = _bounds(len(values))
+    if (first == last).all():
+        return {"mean": _rounded(values)}
+    there = np.isfinite(values)
+    counts = np.add.reduceat(there, first)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.where(there, values, 0.0), first) / counts
+    least = np.minimum.reduceat(np.where(there, values, np.inf), first)
+    greatest = np.maximum.reduceat(np.where(there, values, -np.inf), first)
+    return {"mean": _rounded(mean), "min": _rounded(least), "max": _rounded(greatest)}
+
+
+def rank_correlation(one: np.ndarray, other: np.ndarray) -> float | None:
+    """Return Spearman's, ties sharing their mean rank; None where one of them is constant or there are less than 3."""
+    if len(one) < 3 or np.ptp(one) == 0 or np.ptp(other) == 0:
+        return None
+    return float(np.corrcoef(_ranks(one), _ranks(other))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+
+def _bounds(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first and last row of each point."""
+    edges = np.linspace(0, num_rows, min(num_rows, MAX_POINTS) + 1).round().astype(np.int64)
+    return edges[:-1], edges[1:] - 1
+
+
+def _filled(values: np.ndarray) -> np.ndarray:
+    """Where nothing was logged, what was logged last; 0 at first."""
+    there = np.where(np.isfinite(values), np.arange(len(values)), -1)
+    latest = np.maximum.accumulate(there)
+    return np.where(latest >= 0, values[latest], 0.0)
+
+
+def _rounded(values: np.ndarray, digits: int = 5) -> list[float | None]:
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,259 @@
+"""What a report holds, and how it reads a folder that a run is writing to."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from made_runs import HOSTILE, make_run
+
+from lit_grpo.cli.report import main
+from lit_grpo.dashboard import sections
+from lit_grpo.dashboard.report import read_folder, write_report
+from lit_grpo.dashboard.report.content import MAX_OWN, report_content
+from lit_grpo.dashboard.report.curves import MAX_POINTS, axis, points, rank_correlation
+from lit_grpo.dashboard.report.folder import MAX_TIMELINES
+
+ASSETS = Path(__file__).parents[1] / "lit_grpo" / "dashboard" / "report" / "assets"
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    return report_content(read_folder(folder))
+
+
+def written_content(path: Path) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="content">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(found)
+
+
+# ---- what is in it ------------------------------------------------------------------------------------
+
+
+def test_a_report_has_every_panel_of_the_specification_that_has_data_and_the_own_metrics(tmp_path: Path) -> None:
+    content = content_of(make_run(tmp_path / "run"))
+    assert [each["title"] for each in content["sections"]] == [*(each.title for each in sections()), "Own"]
+    for section, made in zip(sections(), content["sections"], strict=False):
+        assert [panel["title"] for panel in made["panels"]] == [panel.title for panel in section.panels]
+    assert [panel["title"] for panel in content["sections"][-1]["panels"]] == ["mine/<b>bold</b>", "mine/words"]
+    (rewards,) = [p for p in content["sections"][0]["panels"] if p["title"] == "Rewards by function"]
+    assert rewards["metrics"] == ["rewards/correct/mean", "rewards/format/mean"]
+    assert rewards["about"][0]["means"] == "Mean of one reward function, unweighted, where it applies."
+
+
+def test_panels_and_sections_and_axes_without_data_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", names=["reward", "loss"])
+    for name in ("samples.jsonl", "timeline.jsonl", "trace.jsonl", "config.yaml"):
+        (run / name).unlink()
+    content = content_of(run)
+    assert [[panel["title"] for panel in each["panels"]] for each in content["sections"]] == [
+        ["Reward"], [], [], [], ["Loss"],
+    ]  # fmt: skip
+    assert content["axes"] == {} and content["lengths"] is None and not content["timelines"] + content["samples"]
+    assert [fact[0] for fact in content["head"]["facts"]] == ["Updates", "Best reward", "Last reward"]
+
+
+def test_the_heading_says_how_far_the_run_is_and_how_good(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=3, names=["val/pass@1", "memory/update_peak_gib", "time/total_s"])
+    (run / "metrics.csv").write_text(
+        "step,val/pass@1,memory/rollout_peak_gib,memory/update_peak_gib,time/total_s,num_tokens\n"
+        "0,0.25,,,,\n1,,1.5,2,50,1000\n2,0.75,1.25,2.5,100,2000\n3,0.5,1,2.25,4000,3000\n"
+    )
+    assert content_of(run)["head"] == {
+        "state": "ended",
+        "facts": [
+            ("Updates", "3 of 3", ""),
+            ("Best pass@1", "75.0%", "at update 2"),
+            ("Last pass@1", "50.0%", "at update 3"),
+            ("Time in steps", "1 h 06 min", ""),
+            ("Peak memory", "2.5 GiB", "in the update"),
+            ("Sampled tokens", "3,000", ""),
+            ("Policy", "my/policy", ""),
+        ],
+    }
+
+
+def test_a_run_is_running_as_long_as_it_holds_its_folder_and_stopped_if_updates_are_missing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=4)
+    (run / "config.yaml").write_text("trainer: {max_steps: 9}")
+    with FileLock(tmp_path / ".run.lock"):
+        assert content_of(run)["head"]["state"] == "running"
+    assert content_of(run)["head"]["state"] == "stopped"
+
+
+def test_samples_keep_their_text_rewards_advantage_and_reference(tmp_path: Path) -> None:
+    sample = content_of(make_run(tmp_path / "run"))["samples"][3]
+    assert sample["reward"] == 0.25 and sample["advantage"] == -1.5 and sample["columns"] == {"answer": "6"}
+    assert sample["rewards"] == {"correct": 0.0}
+    assert "</script>" in sample["completion"] and r"\x1b[2J\x202e" in sample["completion"]
+
+
+def test_text_of_a_run_cannot_end_the_element_that_holds_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run <b>&")
+    (run / "config.yaml").write_text(f"trainer: {HOSTILE!r}  # @SCRIPT@ @TITLE@")
+    path = write_report(run)
+    text = path.read_text()
+    assert text.count("</script>") == 2 and "<img" not in text
+    assert written_content(path)["samples"][3]["completion"].startswith("It is 6. </script><script>")
+    assert "@SCRIPT@" in written_content(path)["config"]
+    assert "<title>run &lt;b&gt;&amp; · lit_grpo</title>" in text
+
+
+def test_a_page_names_nothing_that_is_to_be_loaded() -> None:
+    for path in ASSETS.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|//cdn|@import|url\(|fetch\(|XMLHttpRequest|import\(", text), path
+
+
+def test_of_many_timelines_the_first_and_last_and_some_between_are_shown(tmp_path: Path) -> None:
+    content = content_of(make_run(tmp_path / "run", updates=400))
+    steps = [row["step"] for row in content["timelines"]]
+    assert len(steps) == MAX_TIMELINES and steps[0] == 1 and steps[-1] == 381 and content["num_timelines"] == 20
+
+
+def test_foretold_and_actual_lengths_come_from_timelines_where_no_trace_is_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=10)
+    assert content_of(run)["lengths"]["number"] == 80
+    (run / "trace.jsonl").unlink()
+    lengths = content_of(run)["lengths"]
+    assert lengths["number"] == 64 * 8 and lengths["correlation"] > 0.99
+
+
+def test_more_own_metrics_than_anyone_reads_stand_in_the_table(tmp_path: Path) -> None:
+    own = content_of(make_run(tmp_path / "run", names=[f"mine/{n}" for n in range(MAX_OWN + 5)]))["sections"][-1]
+    assert len(own["panels"]) == MAX_OWN and len(own["table"]) == MAX_OWN + 5 and "of 45" in own["about"]
+
+
+# ---- curves -------------------------------------------------------------------------------------------
+
+
+def test_a_long_run_is_drawn_from_means_with_the_least_and_the_greatest() -> None:
+    values = np.arange(10_000.0)
+    values[1::2] = np.nan
+    values[5_000] = 1e6
+    made = points(values)
+    assert len(made["mean"]) == MAX_POINTS and made["mean"][0] == 9 and made["min"][0] == 0 and made["max"][0] == 18
+    assert max(made["max"]) == 1e6 and made["mean"][250] > 9e4
+
+
+def test_points_stand_for_updates_and_gaps_stay_gaps() -> None:
+    steps = np.arange(3)
+    assert axis(steps, {})["first"] == axis(steps, {})["last"] == [0, 1, 2]
+    assert points(np.array([1.23456789, np.nan, np.inf])) == {"mean": [1.2346, None, None]}
+    assert axis(steps, {"num_tokens": np.array([np.nan, 5, np.nan])})["others"] == {"num_tokens": [0, 5, 5]}
+
+
+def test_rank_correlation_shares_ranks_among_equals() -> None:
+    assert rank_correlation(np.array([1, 2, 3, 4]), np.array([1, 4, 9, 16])) == pytest.approx(1)
+    assert rank_correlation(np.array([1, 2, 2, 3]), np.array([1, 3, 2, 4])) == pytest.approx(0.9486833)
+    assert rank_correlation(np.array([1, 1, 1]), np.array([1, 2, 3])) is None
+
+
+# ---- folders that are none, or in the making ----------------------------------------------------------
+
+
+def test_lines_that_are_not_whole_yet_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=5, names=["reward", "loss"])
+    for name in ("metrics.csv", "samples.jsonl", "timeline.jsonl", "trace.jsonl"):
+        lines = (run / name).read_text().splitlines(keepends=True)
+        (run / name).write_text("".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
+    content = content_of(run)
+    assert content["axis"]["last"] == [0, 1, 2, 3, 4]
+    assert content["num_samples"] == 19 and content["num_timelines"] == 4 and content["lengths"]["number"] == 39
+
+
+def test_rows_that_were_cut_within_stay_away_and_the_later_of_two_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=2, names=["reward"])
+    (run / "metrics.csv").write_text("step,reward\n1,0.5\n2\nx,1\n1,0.75\n2,nan\n3,hm\n4,1\n")
+    assert content_of(run)["metrics"]["reward"] == {"mean": [0.75, None, None, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (None, "There is no run folder"),
+        ({}, "has no metrics.csv"),
+        ({"notes.txt": "hello"}, "has no metrics.csv"),
+        ({"metrics.csv": ""}, "has no whole row yet"),
+        ({"metrics.csv": "step,reward\n1,0."}, "has no whole row yet"),
+        ({"metrics.csv": "no run's file\nat all\n"}, "has no whole row yet"),
+    ],
+    ids=["missing", "empty", "no run", "no row", "half a row", "another file"],
+)
+def test_a_folder_without_a_run_is_one_sentence(
+    files: dict[str, str] | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (files or {}).items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "absent" if files is None else tmp_path)])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith("error: ") and says in said and said.count("\n") == 1
+
+
+def test_a_report_goes_where_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", updates=2, names=["reward"])
+    main([str(run)])
+    main([str(run), "--output", str(tmp_path / "new" / "page.html")])
+    assert (run / "report.html").is_file() and (tmp_path / "new" / "page.html").is_file()
+    assert capsys.readouterr().out.splitlines()[0] == f"The report is in {run / 'report.html'}."
+    with pytest.raises(SystemExit):
+        main([str(run), "--output", str(run)])
+    assert "choose another --output" in capsys.readouterr().err
+
+
+def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=2, names=["reward"])
+    code = f"import sys; sys.argv[1:] = ['report', {str(run)!r}]; from lit_grpo.__main__ import main; main(); "
+    code += "print([name for name in ('torch', 'lightning', 'matplotlib', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- colours ------------------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes 2009, severity 1.
+EYES = {
+    "all cones": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritanopia": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+LMS = np.array([[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]])
+OKLAB = np.array([[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]])
+
+
+def linear(color: str) -> np.ndarray:
+    values = np.array([int(color[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, other: str) -> float:
+    least, greatest = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] for color in (one, other))
+    return float((greatest + 0.05) / (least + 0.05))
+
+
+@pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])
+def test_colours_are_told_apart_by_all_eyes_and_stand_out_from_their_ground(theme: str) -> None:
+    block = (ASSETS / "report.css").read_text().split(theme)[1].split("}")[0]
+    tokens = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", block))
+    series = [tokens[f"series-{number}"] for number in range(1, 7)]
+    assert min(contrast(color, tokens["panel"]) for color in series) >= 3
+    for name in ("ink", "soft", "faint", "good", "warn"):
+        assert min(contrast(tokens[name], tokens[ground]) for ground in ("page", "panel")) >= 4.5, name
+    for eye, matrix in EYES.items():
+        seen = [OKLAB @ np.cbrt(LMS @ np.clip(matrix @ linear(color), 0, 1)) for color in series]
+        gaps = [np.linalg.norm(one - other) for place, one in enumerate(seen) for other in seen[:place]]
+        assert min(gaps) > 0.08, eye  # 0.02 is about what can be seen side by side
