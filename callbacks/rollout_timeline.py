@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
@@ -56,6 +58,9 @@ class RolloutTimeline(pl.Callback):
         row = timeline_row(step, batch, _seconds(trainer, batch))
         with (folder / "timeline.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        if find_spec("matplotlib") is None:
+            rank_zero_warn("No timelines are drawn, for matplotlib is not installed; timeline.jsonl keeps them.")
+            return
         steps_over_bound = batch.metrics["rollout/steps_over_bound"]
         title = (
             f"update {step}: {batch.metrics['rollout/steps']:.0f} steps, {steps_over_bound:.2f} times the lower bound"

@@ -55,6 +55,8 @@ def test_a_run_that_needs_none_of_them_goes_on(tmp_path: Path, policy_folder: Pa
     run = ["fit", *FIT, *REWARDS, "--model.policy", str(policy_folder), "--data.train", "rows.jsonl"]
     done = without(packages, tmp_path, *run, "--trainer.logger", "false")
     assert done.returncode == 0, done.stderr
+    assert "for matplotlib is not installed" in done.stderr
+    assert len((tmp_path / "runs" / "grpo" / "timeline.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
