@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib import util
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
@@ -26,19 +27,11 @@ class RolloutTimeline(pl.Callback):
     Args:
         every_n_batches: How often a rollout is drawn and kept; 0 never.
         record_trace: Whether to write ``trace.jsonl``.
-
-    Raises:
-        ValueError: Pictures are asked for, and matplotlib is not installed.
     """
 
     def __init__(self, every_n_batches: int = 50, record_trace: bool = False) -> None:
         if every_n_batches < 0:
             raise ValueError(f"rollout_timeline.every_n_batches must be at least 0, not {every_n_batches}.")
-        if every_n_batches and util.find_spec("matplotlib") is None:
-            raise ValueError(
-                f"rollout_timeline.every_n_batches is {every_n_batches}, but matplotlib, which draws, is not "
-                "installed; install the extra lit_grpo[plots], or set it to 0."
-            )
         self.every_n_batches = every_n_batches
         self.record_trace = record_trace
 
@@ -65,6 +58,11 @@ class RolloutTimeline(pl.Callback):
         row = timeline_row(step, batch, _seconds(trainer, batch))
         with (folder / "timeline.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        if find_spec("matplotlib") is None:
+            rank_zero_warn(
+                "No timelines are drawn, for matplotlib is not installed (the extra lit_grpo[plots]); timeline.jsonl keeps them."
+            )
+            return
         steps_over_bound = batch.metrics["rollout/steps_over_bound"]
         title = (
             f"update {step}: {batch.metrics['rollout/steps']:.0f} steps, {steps_over_bound:.2f} times the lower bound"
