@@ -240,7 +240,8 @@ def dense_attention(
         near = 0 <= query[2] - key[2] < (window or 10**9)
         return query[0] == key[0] and key[1] in (0, query[1]) and near
 
-    mask = torch.tensor([[sees(query, key) for key in spans + carried] for query in spans])
+    mask = torch.tensor([[sees(query, key) for key in spans + carried] for query in spans], dtype=torch.bool)
+    mask = mask.view(len(spans), len(spans + carried))  # where there is no query as well
     return scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
 
 
