@@ -9,12 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import torch
-from hand_made import SERVER_ARGUMENTS, save_policy_for_vllm
 
 pytestmark = pytest.mark.integration
 
@@ -138,38 +135,3 @@ def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) 
     assert "error" not in said, said
     finish(whole)
     assert_same_run(folder, "whole", "interrupted")
-
-
-def test_a_killed_run_with_a_server_of_its_own_leaves_nothing_running_and_loses_nothing(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Tokens are drawn by position, so that the same are sampled again; the last bits of log-probs depend on timing."""
-    model = save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
-    server = {"num_slots": 4, "server_args": SERVER_ARGUMENTS}
-    generator = {"class_path": "lit_grpo.rollout.vllm.VLLMServerGenerator", "init_args": server}
-    config = json.loads((folder / "config.yaml").read_text())
-    config["model"] |= {"policy": str(model), "generator": generator}
-    config["trainer"] |= {"max_steps": 8, "val_check_interval": 4}
-    config["rollout_timeline"] = {"record_trace": True}
-    (folder / "config.yaml").write_text(json.dumps(config))
-    left_alone, killed = start(folder, "whole"), start(folder, "killed", reward_s=0.05)
-    checkpoint = folder / "runs" / "killed" / "checkpoints" / "last.ckpt"
-    wait_until(lambda: checkpoint.exists() and num_rows(folder, "killed") >= 2, killed)
-    servers = psutil.Process(killed.pid).children(recursive=True)
-    assert any("vllm" in " ".join(process.cmdline()) for process in servers)
-    killed.kill()
-    finish(killed)
-    _, alive = psutil.wait_procs(servers, timeout=60)
-    assert not alive
-    said = finish(start(folder, "killed", "--ckpt_path", str(checkpoint)))
-    assert "error" not in said + finish(left_alone), said
-    whole, resumed = (sampled(folder, name) for name in ("whole", "killed"))
-    assert len(whole) == 4 * 2 * 4 and resumed == whole
-    assert [row["step"] for row in metrics(folder, "killed")] == [row["step"] for row in metrics(folder, "whole")]
-
-
-def sampled(folder: Path, name: str) -> list[tuple[Any, ...]]:
-    """What was sampled, in an order of its own: each completion with its length."""
-    lines = (folder / "runs" / name / "trace.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return sorted((row["step"], row["prompt_id"], str(row["sample_id"]), row["tokens"]) for row in rows)
