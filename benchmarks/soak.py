@@ -83,7 +83,7 @@ class Servers:
         timer.start()  # of its own, for the run may wait for the server
 
     def look(self) -> None:
-        """Do what is due. A server ends with the thread that started it, so this is the run's own."""
+        """Do what is due."""
         due = [call for when, call in self._due if when <= time.monotonic()]
         self._due = [each for each in self._due if each[1] not in due]
         for call in due:

@@ -60,7 +60,8 @@ class RolloutTimeline(pl.Callback):
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
         if find_spec("matplotlib") is None:
             rank_zero_warn(
-                "No timelines are drawn, for matplotlib is not installed (the extra lit_grpo[plots]); timeline.jsonl keeps them."
+                "No timelines are drawn, for matplotlib is not installed (it is in the extra lit_grpo[plots]); "
+                "timeline.jsonl keeps them."
             )
             return
         steps_over_bound = batch.metrics["rollout/steps_over_bound"]

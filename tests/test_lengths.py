@@ -316,7 +316,7 @@ def test_an_update_that_is_interrupted_before_its_step_teaches_no_lengths(tmp_pa
             trainer.fit(make_module(policy, generator=SlotGenerator(4), rewards=rewards), datamodule=data)
         states.append(scheduler.state_dict())
     assert states[0] == states[1]
-    assert states[0]["lengths"]["num_groups"] == 2
+    assert states[0]["ranks"][0]["lengths"]["num_groups"] == 2
 
 
 def test_completions_that_a_rollout_leaves_unfinished_are_not_taken_for_short_ones() -> None:

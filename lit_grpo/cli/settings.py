@@ -31,7 +31,6 @@ def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[...
     Raises:
         ValueError: A field has one of these.
     """
-    _check_group("trainer", settings.get("trainer", {}))
     for name, kind in classes.items():
         if name in settings:  # a class without fields is no group
             _check_fields(name, settings[name], kind)
@@ -83,6 +82,7 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
         ValueError: A field has a value that cannot work.
     """
     trainer = settings["trainer"]
+    _check_group("trainer", trainer)
     _check_devices(trainer["strategy"], trainer["accelerator"])
     if fits:
         check_left_to_module(trainer["gradient_clip_val"], trainer["accumulate_grad_batches"])

@@ -473,4 +473,4 @@ def test_what_comes_with_the_package_has_no_fault(
 
 def test_every_config_is_examined() -> None:
     there = {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in (ROOT / "configs").rglob("*.yaml")}
-    assert there == {*CONFIGS, "generators/vllm_servers"}  # the servers are vLLM's engine, and tested by themselves
+    assert there == {*CONFIGS, "generators/vllm_servers"}  # in test_serve, on a server that is there

@@ -85,18 +85,12 @@ def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_fo
         ),
         (
             "matplotlib",
-            [*FIT, *REWARD, *ROWS, "--rollout_timeline.every_n_batches", "1"],
-            "rollout_timeline.every_n_batches is 1, but matplotlib, which draws, is not installed; install the extra "
-            "lit_grpo[plots], or set it to 0.",
-        ),
-        (
-            "matplotlib",
             ["simulate", "--output", "plans.png"],
             "--output is plans.png, but matplotlib, which draws, is not installed; install the extra lit_grpo[plots], "
             "or leave it out.",
         ),
     ],
-    ids=["datasets", "math", "timeline", "simulate"],
+    ids=["datasets", "math", "simulate"],
 )
 def test_a_run_that_needs_one_names_its_extra_before_it_begins(
     tmp_path: Path, packages: str, arguments: list[str], said: str
