@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
+    "display": {"terminal", "scheduling"},
     "ranks": set(),
     "optim": set(),
     "policy": UTILITIES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
+from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
@@ -96,7 +96,7 @@ def _trainer(run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping
     """Make the trainer; the callbacks in its settings come behind the first of ``callbacks``."""
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
     checkpoint, *others = callbacks
-    first = [checkpoint, *options.pop("callbacks", ())]
+    first = [checkpoint, *options.pop("callbacks", ()), RunSummary()]
     if options.get("enable_progress_bar") is not False:
         first.append(GRPOProgressBar())
     if "logger" not in options:

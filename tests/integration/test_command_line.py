@@ -250,7 +250,7 @@ def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path) -> None:
 def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit("--rollout_timeline.every_n_batches=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
+    fit("--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
     pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
     assert pictures == ["update-1.png", "update-3.png"]
     rows = [json.loads(line) for line in Path("runs/task/trace.jsonl").read_text().splitlines()]
@@ -423,7 +423,7 @@ BAD_INPUT = {
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.kv_memory", "10KiB"],
         "but kv_memory allows",
     ),
-    "timeline": (["--rollout_timeline.every_n_batches", "-1"], "every_n_batches must be at least 0"),
+    "timeline": (["--rollout_timeline.every_n_updates", "-1"], "every_n_updates must be at least 0"),
     "too many mini-batches": (["--model.num_minibatches", "4"], "a batch has 3 prompts; lower it"),
     "clipping": (["--trainer.gradient_clip_val", "1"], "clipped to model.max_grad_norm; set that"),
     "no device": (["--trainer.devices", "0"], "devices='0'"),
