@@ -112,6 +112,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     """What a run is, in three lines or four."""
     weights = list(module.policy.parameters())
     name = module.policy_name if isinstance(module.policy_name, str) else type(module.policy).__name__
+    name = near(name) if Path(name).is_absolute() else name
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else str(module.device)
     data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,7 +47,7 @@ def train(
     callbacks: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a policy as ``python -m lit_grpo fit`` does.
+    """Train a policy as ``python -m lit_grpo fit`` does, and show the same: in a notebook, plain lines.
 
     Args:
         policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is then trained in place.

@@ -363,9 +363,7 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
     assert "warn" not in said.lower(), said
     assert not re.search(r"\.py:\d+: ", said), said
     assert "samples at update 1" in said
-    assert "reward=" in said
-    assert "tokens/s=" in said
-    assert "peak_GiB=" in said
+    assert re.search(r"update 2/2  reward \S+  pass@1 \S+  \S+ tokens/s  \S+ GiB", said)
 
 
 BAD_INPUT = {
