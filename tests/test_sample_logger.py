@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from hand_made import make_rollout
+from lightning.pytorch.loggers import WandbLogger
 from rich.cells import cell_len
 from rich.console import Console
 
-from lit_grpo.callbacks import SampleLogger
+from lit_grpo.callbacks import RolloutTimeline, SampleLogger
 from lit_grpo.display.due import is_due
 from lit_grpo.display.samples import Sample, Samples
 from lit_grpo.module import GRPOModule
-from lit_grpo.types import Prompt, PromptBatch, Rollout, RolloutGroup
+from lit_grpo.types import Prompt, PromptBatch, Rollout, RolloutGroup, Span
 
 SHORT = Sample("[bold]1[/bold]", "2", 3, "stop", 1.0, 0.5, {"right": 1.0}, {"answer": "2"})
 
@@ -101,12 +102,18 @@ def a_batch(prompt: Prompt) -> PromptBatch:
     return batch
 
 
-def log(callback: SampleLogger, prompt: Prompt, version: int, folder: Path) -> None:
-    module = GRPOModule("tiny", rewards=[right, form])  # pyright: ignore[reportArgumentType]
-    trainer: Any = SimpleNamespace(
-        global_step=version, is_global_zero=True, default_root_dir=str(folder), loggers=[], datamodule=None
+def module() -> GRPOModule:
+    return GRPOModule("tiny", rewards=[right, form])  # pyright: ignore[reportArgumentType]
+
+
+def a_trainer(version: int, folder: Path, loggers: list[Any]) -> Any:
+    return SimpleNamespace(
+        global_step=version, is_global_zero=True, default_root_dir=str(folder), loggers=loggers, datamodule=None
     )
-    callback.on_train_batch_end(trainer, module, None, a_batch(prompt), 0)
+
+
+def log(callback: SampleLogger, prompt: Prompt, version: int, folder: Path, loggers: list[Any] | None = None) -> None:
+    callback.on_train_batch_end(a_trainer(version, folder, loggers or []), module(), None, a_batch(prompt), 0)
 
 
 def test_rewards_advantage_and_the_datas_columns_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,3 +167,29 @@ def test_samples_come_at_multiples_of_updates_whatever_the_epoch(tmp_path: Path)
 )
 def test_it_is_due_when_a_multiple_is_reached_or_passed(n: int, before: int, after: int, due: bool) -> None:
     assert is_due(n, before, after) is due
+
+
+class Heard(WandbLogger):
+    """W&B's logger without its run: it remembers what the run would be told."""
+
+    def __init__(self) -> None:
+        self._prefix, self._wandb_init = "", {}
+        self.said: list[dict[str, Any]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return SimpleNamespace(log=self.said.append)
+
+
+def test_tables_and_pictures_reach_wandb_with_the_update_that_they_belong_to(tmp_path: Path) -> None:
+    logger = Heard()
+    prompt = Prompt("train/0", (3,), "1", {"answer": "2", "mixed": [1]})
+    log(SampleLogger(num_samples=2), prompt, 7, tmp_path, [logger])
+    batch, timeline = a_batch(prompt), RolloutTimeline(every_n_updates=1)
+    batch.metrics = {"rollout/steps": 2.0, "rollout/steps_over_bound": 1.0}
+    batch.spans = [(("train/0", 0, (0,)), Span(0, 0, 2, 0))]
+    timeline.on_train_batch_end(a_trainer(7, tmp_path, [logger]), module(), None, batch, 0)
+    assert [(set(said) - {"trainer/global_step"}, said["trainer/global_step"]) for said in logger.said] == [
+        *(({"samples"}, 7), ({"timeline"}, 7))
+    ]
+    assert "columns/mixed" in logger.said[0]["samples"].columns

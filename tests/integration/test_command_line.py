@@ -252,7 +252,7 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
 ) -> None:
     fit("--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
     pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
-    assert pictures == ["update-1.png", "update-3.png"]
+    assert pictures == ["update-1.png", "update-2.png", "update-4.png"]
     rows = [json.loads(line) for line in Path("runs/task/trace.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 3 * 4
     assert {row["sample_id"] for row in rows} == {0, 1, 2, 3} and all(1 <= row["tokens"] <= 16 for row in rows)
