@@ -112,7 +112,8 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     """What a run is, in three lines or four."""
     weights = list(module.policy.parameters())
     name = module.policy_name if isinstance(module.policy_name, str) else type(module.policy).__name__
-    name = near(name) if Path(name).is_absolute() else name
+    if Path(name).is_absolute():  # one line must do for it
+        name = near(name) if Path(name).is_relative_to(Path.cwd()) else str(Path("...", *Path(name).parts[-2:]))
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else str(module.device)
     data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]

@@ -37,6 +37,7 @@ class Card:
         width = max(options.max_width - label - len(MARGIN), LEAST_WIDTH)
         for name, fact in self.facts.items():
             for number, line in enumerate(Text(visible(fact)).wrap(console, width, overflow="fold")):
+                line.rstrip()
                 margin = "" if number else name
                 yield Text(no_wrap=True, overflow="crop").append(f"{margin:{label}}{MARGIN}", "dim").append_text(line)
         if self.commands:

@@ -84,6 +84,8 @@ def ends(console: Console, text: str, width: int, most: int, head: int) -> list[
 def _fold(console: Console, text: str, width: int) -> list[Text]:
     lines = [Text(line) for line in visible(text.expandtabs(4)).split("\n") if line.strip()]
     folded = [part for line in lines for part in line.wrap(console, width, overflow="fold")]
+    for part in folded:
+        part.rstrip()
     return folded or [Text("(empty)", "dim")]
 
 
