@@ -272,7 +272,7 @@ class Workplace:
             "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
             "checkpoint": {"every_n_updates": 5},
             "rollout_timeline": {"record_trace": True},
-            "sample_logger": {"every_n_batches": 1},
+            "sample_logger": {"every_n_updates": 1},
         }
 
     def _differences(self, one: str, other: str) -> list[str]:

@@ -7,6 +7,7 @@ from .progress_bar import GRPOProgressBar
 from .rollout_scheduler import RolloutScheduler
 from .rollout_timeline import RolloutTimeline
 from .run_checkpoint import RunCheckpoint
+from .run_summary import RunSummary
 from .sample_logger import SampleLogger
 from .throughput_monitor import ThroughputMonitor
 from .weight_sync import WeightSync
@@ -19,6 +20,7 @@ __all__ = [
     "RolloutScheduler",
     "RolloutTimeline",
     "RunCheckpoint",
+    "RunSummary",
     "SampleLogger",
     "ThroughputMonitor",
     "WeightSync",

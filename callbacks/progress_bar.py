@@ -1,47 +1,227 @@
-"""One progress bar for the whole run."""
+"""Shows how far the run is."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from lit_grpo.display.lines import as_plain, as_text
+from lit_grpo.display.progress import (
+    RolloutCount,
+    UpdateCount,
+    memory_text,
+    pass_text,
+    phase_fields,
+    reward_text,
+    run_fields,
+    update_fields,
+)
+from lit_grpo.display.screen import Screen
+from lit_grpo.module import GRPOModule
+from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.rollout.loop import Listener
+from lit_grpo.scheduling.flight import Flight
+from lit_grpo.types import Completion
+
+PLAIN_EVERY_S = 60.0
+"""How often a rollout that takes long gets a line where nothing can live."""
+COUNTED = {TrainerFn.FITTING: "updates", TrainerFn.PREDICTING: "batches predicted", TrainerFn.TESTING: "batches tested"}
 
 
-class GRPOProgressBar(TQDMProgressBar):
-    """Count optimizer updates up to ``trainer.max_steps``, with reward, tokens/s and peak memory beside them.
+class GRPOProgressBar(ProgressBar, Listener):
+    """Show in two lines at the foot of the terminal how far the run is, and what it is at.
 
-    Without ``max_steps`` it counts the batches of an epoch, as Lightning's own bar does.
+    The first has the updates made of ``trainer.max_steps`` (or of ``max_epochs``), the last batch's reward, the newest
+    pass@1 of held-out prompts and an estimate of the time left; then what else is logged with ``prog_bar=True``. The
+    second follows the phases. Of a rollout, for training or validation, it has the completions that have ended, the
+    slots in use, tokens per second and a rough estimate of the time to go; otherwise tokens per second of the last
+    update and its peak memory. Each line stays within the screen: in a narrow one the first sheds others' metrics, the
+    bar, pass@1, the reward and the time left, in this order, and the second the bar, memory, slots, tokens per second
+    and the time to go. Where nothing can live (a file, a pipe, a batch job, a notebook), there is a plain line an
+    update, and one a minute in a longer rollout. Each validation leaves a line in any case. Only the first rank prints.
+
+    It hears of rollouts as a :class:`lit_grpo.rollout.loop.Listener`.
     """
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Leave out the version number and round."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return {
-            name: f"{value:.3g}" if isinstance(value, float) and abs(value) < 1e3 else value
-            for name, value in metrics.items()
-        }
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_enabled = True
+        self.screen = Screen()
+        self._updates = UpdateCount(0, None)
+        self._rollout: RolloutCount | None = None
+        self._mean_tokens: dict[str, float] = {}
+        self._phase, self._phase_began, self._next_line = "", 0.0, 0.0
+        self._metrics: Mapping[str, float] = {}
+        self._scores: dict[str, float] = {}
+        self._untold = False  # whether a batch has ended of which nothing has been printed
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Set up the bar once for all epochs."""
-        if trainer.max_steps < 0:
-            super().on_train_epoch_start(trainer, *_)
-            return
-        bar = self.train_progress_bar
-        bar.total = trainer.max_steps
-        bar.n = trainer.global_step
-        bar.set_description("updates")
+    def enable(self) -> None:
+        """Print."""
+        self.is_enabled = True
+
+    def disable(self) -> None:
+        """Print nothing, on ranks behind the first."""
+        self.is_enabled = False
+        self.screen.hide()
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Return what is logged with ``prog_bar=True``, and the newest pass@1: the first is from before the fit."""
+        return self._scores | dict(trainer.progress_bar_metrics)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines; the screen asks for them a few times a second."""
+        counted = COUNTED.get(self.trainer.state.fn or TrainerFn.VALIDATING, "batches validated")
+        width, ascii_only = options.max_width, options.ascii_only
+        yield as_text(run_fields(counted, self._updates, self._metrics), width, ascii_only)
+        module, rollout, now = self.trainer.lightning_module, self._rollout, time.monotonic()
+        phase = module.phases.name if isinstance(module, GRPOModule) else ""
+        if phase != self._phase:
+            self._phase, self._phase_began = phase, now
+        if rollout is not None and phase in ("rollout", "validation"):
+            fields = rollout.fields(phase, memory_text(self._metrics))
+        else:
+            fields = phase_fields(phase, now - self._phase_began, self._metrics)
+        yield as_text(fields, width, ascii_only)
+
+    # ---- rollouts ---------------------------------------------------------------------------------
+
+    def begin(self, flight: Flight) -> None:
+        """Count anew."""
+        if self.is_enabled and self._trainer is not None:
+            self._rollout = RolloutCount(flight, self._mean_tokens.get(self._kind, math.nan))
+            self._next_line = time.monotonic() + PLAIN_EVERY_S
+
+    def step(self, events: StepEvents) -> None:
+        """Count tokens."""
+        if self._rollout is not None:
+            self._rollout.tokens += events.num_tokens
+            if time.monotonic() > self._next_line:
+                self._tell_rollout(self._rollout)
+
+    def finish(self, completion: Completion) -> None:
+        """Count a completion."""
+        if self._rollout is not None:
+            self._rollout.end_one(completion.num_tokens)
+
+    def end(self, failed: bool) -> None:
+        """Remember how long completions were."""
+        if self._rollout is not None and self._rollout.done:
+            self._mean_tokens[self._kind] = self._rollout.mean_tokens
+        self._rollout = None
+
+    @property
+    def _kind(self) -> str:
+        return "rollout" if self.trainer.training else "validation"
+
+    def _tell_rollout(self, rollout: RolloutCount) -> None:
+        self._next_line = time.monotonic() + PLAIN_EVERY_S
+        if not self.screen.is_terminal:
+            name = f"{self._kind} behind update {self.trainer.global_step}:"
+            print(as_plain(rollout.fields(name)), flush=True)
+
+    # ---- updates ----------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count from here."""
+        self._updates = UpdateCount(trainer.global_step, _total(trainer, pl_module))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell of the update before, all of whose metrics are known by now, and show the next rollout."""
+        self._tell_update()
+        self._show()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move on."""
-        if trainer.max_steps < 0:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            return
-        bar = self.train_progress_bar
-        bar.n = trainer.global_step
-        if not bar.disable:
-            bar.set_postfix(self.get_metrics(trainer, pl_module))
-        bar.refresh()
+        self._updates.move(trainer.global_step)
+        self._untold = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell of the last update."""
+        self._tell_update()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the lines away."""
+        self.screen.hide()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take the lines away."""
+        self._tell_update()
+        self.screen.hide()
+
+    def _show(self) -> None:
+        if self.is_enabled:
+            self.screen.show(lambda: self)
+
+    def _tell_update(self) -> None:
+        self._metrics = self.get_metrics(self.trainer, self.trainer.lightning_module)
+        if self._untold and self.is_enabled and not self.screen.is_terminal:
+            print(as_plain(update_fields(self._updates, self._metrics)), flush=True)
+        self._untold = False
+
+    # ---- validation, test and predict ---------------------------------------------------------------
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell of the update before, or count the batches."""
+        self._tell_update()
+        if trainer.state.fn != TrainerFn.FITTING:
+            batches = trainer.num_predict_batches if trainer.predicting else trainer.num_test_batches
+            batches = trainer.num_val_batches if trainer.validating else batches
+            total = sum(batches) if isinstance(batches, list) else batches
+            self._updates = UpdateCount(0, int(total) if math.isfinite(total) else None)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Show."""
+        self._show()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Move on."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._updates.move(self._updates.done + 1)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave a line, where Lightning leaves no table."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._scores = {name: value for name, value in metrics.items() if name == "val/pass@1"}
+        self._metrics = self.get_metrics(trainer, pl_module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.is_enabled and (fitting or not trainer.validate_loop.verbose):
+            scores = {"reward": metrics["val/reward"]} if "val/reward" in metrics else {}
+            texts = (f"validation at update {trainer.global_step}", pass_text(metrics), reward_text(scores))
+            print("  ".join(filter(None, texts)), flush=True)
+
+
+def _total(trainer: pl.Trainer, module: pl.LightningModule) -> int | None:
+    """Return the updates that there are to be, if anything says so."""
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    if isinstance(module, GRPOModule) and epochs is not None and epochs >= 0 and math.isfinite(batches):
+        steps = module.settings.num_iterations * module.settings.num_minibatches
+        limits.append(int(batches) * epochs * steps)
+    return min(limits, default=None)

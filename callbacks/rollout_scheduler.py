@@ -29,7 +29,8 @@ class RolloutScheduler(pl.Callback):
     A slot that is free takes the next completion at once, whatever its group; which one is next, the plan says. Plans
     follow predicted lengths as long as the predictions have been worth it, else the order of arrival. The plan
     changes how long a rollout takes, and never what is sampled. ``predict`` rewards completions too, where its data has
-    the columns that the reward functions need.
+    the columns that the reward functions need. Callbacks that are a :class:`lit_grpo.rollout.loop.Listener` hear of
+    every rollout, and may answer.
 
     Args:
         plan: ``short_last`` decodes in the order of arrival and keeps the short ones for the end, so that slots and
@@ -120,7 +121,7 @@ class RolloutScheduler(pl.Callback):
             self._lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
         self._num_slots = pl_module.generator.capacity().slots
-        listeners = self._listeners(pl_module.phases)
+        listeners = self._listeners(trainer, pl_module.phases)
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         progress = batch_idx / trainer.num_training_batches
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
@@ -153,7 +154,7 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``eval_num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        loop = RolloutLoop(pl_module.generator, listeners=self._listeners(pl_module.phases))
+        loop = RolloutLoop(pl_module.generator, listeners=self._listeners(trainer, pl_module.phases))
         self._collect(trainer, pl_module, loop, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
         if self._rewards is not None and not trainer.predicting:
             stage = "test" if trainer.testing else "val"
@@ -171,8 +172,10 @@ class RolloutScheduler(pl.Callback):
                 self._rewards.close()
             self._rewards, self._started = None, False
 
-    def _listeners(self, phases: Phases) -> list[Listener]:
-        return [_Moving(phases), *([] if self._rewards is None else [Rewarding(self._rewards)])]
+    def _listeners(self, trainer: pl.Trainer, phases: Phases) -> list[Listener]:
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        heard_by = [callback for callback in callbacks if isinstance(callback, Listener)]
+        return [_Moving(phases), *heard_by, *([] if self._rewards is None else [Rewarding(self._rewards)])]
 
     def _choose_points(self) -> None:
         """Choose the points of the next rollout."""

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
 from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
@@ -25,18 +26,21 @@ class RolloutTimeline(pl.Callback):
     ``trace.jsonl`` gets a line a completion, which ``python -m lit_grpo simulate --trace`` reads.
 
     Args:
-        every_n_batches: How often a rollout is drawn and kept; 0 never.
+        every_n_updates: Draw and keep the first rollout, and one whenever the policy's version reaches or passes a
+            multiple of this; 0 never.
         record_trace: Whether to write ``trace.jsonl``.
     """
 
-    def __init__(self, every_n_batches: int = 50, record_trace: bool = False) -> None:
-        if every_n_batches < 0:
-            raise ValueError(f"rollout_timeline.every_n_batches must be at least 0, not {every_n_batches}.")
-        self.every_n_batches = every_n_batches
+    def __init__(self, every_n_updates: int = 50, record_trace: bool = False) -> None:
+        if every_n_updates < 0:
+            raise ValueError(f"rollout_timeline.every_n_updates must be at least 0, not {every_n_updates}.")
+        self.every_n_updates = every_n_updates
         self.record_trace = record_trace
+        self._version = 0  # of the policy before this batch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget, of a run that is resumed, what it is going to write again."""
+        self._version = trainer.global_step
         if trainer.is_global_zero and trainer.global_step:
             for name in ("trace.jsonl", "timeline.jsonl"):
                 forget_after(Path(trainer.default_root_dir) / name, trainer.global_step)
@@ -50,7 +54,8 @@ class RolloutTimeline(pl.Callback):
         if self.record_trace:
             with (Path(trainer.default_root_dir) / "trace.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in _rows(trainer.global_step, batch))
-        if self.every_n_batches and batch_idx % self.every_n_batches == 0:
+        before, self._version = self._version, trainer.global_step
+        if is_due(self.every_n_updates, before, self._version):
             self._draw(trainer, batch)
 
     def _draw(self, trainer: pl.Trainer, batch: PromptBatch) -> None:
@@ -74,7 +79,7 @@ class RolloutTimeline(pl.Callback):
         figure.savefig(path)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_image("timeline", [str(path)])
+                logger.log_image("timeline", [str(path)], step)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure("timeline", figure, step)
 

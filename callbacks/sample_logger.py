@@ -3,57 +3,70 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
+from lit_grpo.display.due import is_due
+from lit_grpo.display.samples import Sample, Samples
+from lit_grpo.display.screen import the_console
 from lit_grpo.faults import forget_after
-from lit_grpo.terminal import visible
-from lit_grpo.types import PromptBatch, Rollout
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.types import Prompt, PromptBatch, Rollout
 
-_WIDTH = 60
+USUAL = ("answer", "solution", "ground_truth", "target", "label", "reference")
+"""Columns that hold what a completion should come to, where no reward function takes one by name."""
 
 
 class SampleLogger(pl.Callback):
-    """Print a table of sampled completions now and then, and keep it in the loggers and in ``samples.jsonl``.
+    """Print sampled completions now and then, and keep them in the loggers and in ``samples.jsonl``.
+
+    In the terminal each has a block of lines: its reward, that of each reward function if there are several, its
+    advantage, its tokens and why it ended; the end of the prompt's last user turn; the completion's beginning and end;
+    and the columns that the reward functions take, or one that is called ``answer``, ``solution``, ``ground_truth``,
+    ``target``, ``label`` or ``reference``. Files and loggers have the full texts, rewards by function as
+    ``rewards/NAME``, and all columns of the data as ``columns/NAME``.
 
     Args:
-        every_n_batches: How often; 0 never.
-        num_samples: Rows of the table, from as many different prompts as there are.
+        every_n_updates: How often: for the first batch, and whenever the policy's version reaches or passes a multiple
+            of this; 0 never.
+        num_samples: How many, of as many different prompts as there are.
     """
 
-    def __init__(self, every_n_batches: int = 20, num_samples: int = 4) -> None:
-        if every_n_batches < 0:
-            raise ValueError(f"sample_logger.every_n_batches must be at least 0, not {every_n_batches}.")
+    def __init__(self, every_n_updates: int = 20, num_samples: int = 4) -> None:
+        if every_n_updates < 0:
+            raise ValueError(f"sample_logger.every_n_updates must be at least 0, not {every_n_updates}.")
         if num_samples < 1:
             raise ValueError(f"sample_logger.num_samples must be at least 1, not {num_samples}.")
-        self.every_n_batches = every_n_batches
+        self.every_n_updates = every_n_updates
         self.num_samples = num_samples
+        self._version = 0  # of the policy before this batch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget, of a run that is resumed, what it is going to write again."""
+        self._version = trainer.global_step
         if trainer.is_global_zero and trainer.global_step:
             forget_after(Path(trainer.default_root_dir) / "samples.jsonl", trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Log a table of this batch's completions."""
-        if not self.every_n_batches or batch_idx % self.every_n_batches or not trainer.is_global_zero:
+        """Log some of this batch's completions."""
+        before, step = self._version, trainer.global_step
+        self._version = step
+        if not is_due(self.every_n_updates, before, step) or not trainer.is_global_zero:
             return
-        step = trainer.global_step
-        rows = _same_columns([_row(step, rollout) for rollout in self._pick(batch)])
-        self._print(trainer, step, rows)
-        folder = Path(trainer.default_root_dir)
-        with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_table("samples", columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("samples", _markdown(rows), step)
+        assert isinstance(pl_module, GRPOModule)
+        picked = self._pick(batch)
+        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
+        samples = [_sample(rollout, pl_module.rewards, column) for rollout in picked]
+        the_console().print(Samples(f"samples at update {step}", samples))
+        self._keep(trainer, step, _same_columns([_row(step, rollout) for rollout in picked]))
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
         """Take the best and the worst rollout of a prompt in turn, prompt by prompt."""
@@ -64,24 +77,43 @@ class SampleLogger(pl.Callback):
             picked.append(ranked[-1 if number % 2 == 0 else 0])
         return picked
 
-    def _print(self, trainer: pl.Trainer, step: int, rows: list[dict[str, Any]]) -> None:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    def _keep(self, trainer: pl.Trainer, step: int, rows: list[dict[str, Any]]) -> None:
+        folder = Path(trainer.default_root_dir)
+        with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_table("samples", columns=list(rows[0]), data=_cells(rows), step=step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("samples", _markdown(rows), step)
 
-        table = Table(title=f"samples at update {step}", title_justify="left", expand=False)
-        for name in ("prompt", "completion", "tokens", "finish", "reward"):
-            table.add_column(name, max_width=_WIDTH, overflow="ellipsis", no_wrap=name != "completion")
-        for row in rows:
-            table.add_row(
-                *(Text(visible(str(row[name]))) for name in ("prompt", "completion", "tokens", "finish")),
-                f"{row['reward']:.3g}",
-            )
-        console = Console()
-        with console.capture() as capture:
-            console.print(table)
-        progress_bar = trainer.progress_bar_callback
-        (print if progress_bar is None else progress_bar.print)(capture.get().rstrip())
+
+def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: str) -> Sample:
+    completion = rollout.completion
+    return Sample(
+        _last_turn(rollout.prompt, prompt_column),
+        completion.text,
+        completion.num_tokens,
+        completion.finish_reason,
+        rollout.reward,
+        rollout.advantage,
+        rollout.rewards,
+        _reference(rollout.prompt.columns, rewards),
+    )
+
+
+def _last_turn(prompt: Prompt, column: str) -> str:
+    """Return what was asked last, without what a chat template puts around it."""
+    turns = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
+    asked = turns[-1] if turns else prompt.columns.get(column)
+    return asked if isinstance(asked, str) and asked.strip() in prompt.text else prompt.text
+
+
+def _reference(columns: dict[str, Any], rewards: Sequence[RewardFunction]) -> dict[str, Any]:
+    """Return the columns that reward functions name, or the first of the usual ones."""
+    named = {name for function in rewards for name in (*(function.names - {*function.inputs}), *function.declared)}
+    taken = {name: value for name, value in columns.items() if name in named}
+    return taken or {name: columns[name] for name in USUAL if name in columns}
 
 
 def _row(step: int, rollout: Rollout) -> dict[str, Any]:
@@ -93,6 +125,9 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "tokens": rollout.completion.num_tokens,
         "finish": rollout.completion.finish_reason,
         "reward": rollout.reward,
+        "advantage": rollout.advantage,
+        **{f"rewards/{name}": value for name, value in rollout.rewards.items()},
+        **{f"columns/{name}": value for name, value in rollout.prompt.columns.items()},
         **rollout.extra,
     }
 
@@ -101,6 +136,16 @@ def _same_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reward functions may have logged a column of some prompts alone: it is null in the other rows."""
     columns = dict.fromkeys(name for row in rows for name in row)
     return [columns | row for row in rows]
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return rows for W&B's tables, which take one type a column: one of numbers, or of text."""
+    numbers = {name for name in rows[0] if all(type(row[name]) in (int, float, type(None)) for row in rows)}
+    return [[value if name in numbers else _text(value) for name, value in row.items()] for row in rows]
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

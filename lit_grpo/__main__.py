@@ -44,6 +44,7 @@ def start() -> None:
 
         print(f"lit_grpo {__version__}")
         return
+    _announce(sys.argv[1:])
     # Threads that wait must not spin: beside another busy process a spinning pair of them is many times slower
     # than one alone. OpenMP reads this when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -64,6 +65,16 @@ def start() -> None:
 
     gc.enable()  # not frozen as well: triton's bindings tell of every object that is left at the end
     run()
+
+
+def _announce(arguments: list[str]) -> None:
+    """Say at once which version trains, on the first rank: what it needs takes seconds to import."""
+    ranks = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    asks = any(argument.startswith(("--print_config", "--help", "-h")) for argument in arguments)
+    if arguments[:1] == ["fit"] and not asks and all(os.environ.get(name, "0") == "0" for name in ranks):
+        from lit_grpo import __version__
+
+        print(f"lit_grpo {__version__}, loading ...", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from callbacks import PolicyExporter as PolicyExporter
 from callbacks import RolloutScheduler as RolloutScheduler
 from callbacks import RolloutTimeline as RolloutTimeline
 from callbacks import RunCheckpoint as RunCheckpoint
+from callbacks import RunSummary as RunSummary
 from callbacks import SampleLogger as SampleLogger
 from callbacks import ThroughputMonitor as ThroughputMonitor
 from callbacks import WeightSync as WeightSync

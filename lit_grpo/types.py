@@ -243,7 +243,8 @@ class Rollout:
 
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
-    counts in the statistics of its group, and is not learnt from. ``extra`` is what reward functions logged of it.
+    counts in the statistics of its group, and is not learnt from. ``extra`` is what reward functions logged of it, and
+    ``advantage`` what it was learnt from with, NaN before that.
     """
 
     prompt: Prompt
@@ -252,6 +253,7 @@ class Rollout:
     reward: float = math.nan
     kept: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
+    advantage: float = math.nan
 
 
 @dataclass

@@ -17,6 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "terminal": set(),
     "dashboard": set(),
     "dashboard.report": {"dashboard", "terminal"},
+    "display": {"terminal", "scheduling"},
     "ranks": set(),
     "optim": set(),
     "policy": UTILITIES,

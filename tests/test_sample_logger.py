@@ -1,23 +1,36 @@
-"""What the table of samples prints."""
+"""What is shown of samples in the terminal, and what is kept of them."""
 
+import io
+import json
+import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hand_made import make_rollout
+from lightning.pytorch.loggers import WandbLogger
+from rich.cells import cell_len
+from rich.console import Console
 
-from lit_grpo.callbacks import SampleLogger
+from lit_grpo.callbacks import RolloutTimeline, SampleLogger
+from lit_grpo.display.due import is_due
+from lit_grpo.display.samples import Sample, Samples
+from lit_grpo.module import GRPOModule
+from lit_grpo.types import Prompt, PromptBatch, Rollout, RolloutGroup, Span
 
-ROW: dict[str, Any] = {"prompt": "[bold]1[/bold]", "tokens": 3, "finish": "stop", "reward": 1.0}
+SHORT = Sample("[bold]1[/bold]", "2", 3, "stop", 1.0, 0.5, {"right": 1.0}, {"answer": "2"})
 
 
-def printed(completion: str, capsys: pytest.CaptureFixture[str]) -> str:
-    trainer: Any = SimpleNamespace(progress_bar_callback=None)
-    SampleLogger()._print(trainer, 0, [ROW | {"completion": completion}])
-    return capsys.readouterr().out
+def shown(sample: Sample, width: int = 80) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, markup=False, highlight=False).print(Samples("samples at update 1", [sample]))
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("completion", "shown"),
+    ("completion", "visible"),
     [
         ("\x1b[2Jgone", r"\x1b[2Jgone"),
         ("\x1b]52;c;aGk=\x07", r"\x1b]52;c;aGk=\x07"),
@@ -27,14 +40,156 @@ def printed(completion: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("\u202eabc", r"\x202eabc"),
     ],
 )
-def test_control_sequences_of_a_completion_are_shown_and_not_obeyed(
-    completion: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = printed(completion, capsys)
-    assert shown in out
+def test_control_sequences_of_a_completion_are_shown_and_not_obeyed(completion: str, visible: str) -> None:
+    out = shown(SHORT._replace(completion=completion))
+    assert visible in out
     assert not any(character < " " and character != "\n" for character in out) and "\x9b" not in out
 
 
-def test_markup_is_text(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed("[red]a[/red] [/x]", capsys)
+def test_markup_is_text() -> None:
+    out = shown(SHORT._replace(completion="[red]a[/red] [/x]"))
     assert "[red]a[/red] [/x]" in out and "[bold]1[/bold]" in out
+
+
+LONG = {
+    "words": "so then " * 400 + "the answer is 42",
+    "without spaces": "x" * 3000 + "#42",
+    "lines": "step\n\n" * 300 + "answer: 42",
+    "wide characters": "答" * 900 + "42",
+    "enormous": "word " * 100_000 + "42",
+}
+
+
+@pytest.mark.parametrize("width", [30, 80, 120])
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_a_long_completion_shows_its_end_in_six_lines_of_the_terminals_width(text: str, width: int) -> None:
+    prompt = "<|im_start|>system" + "be brief " * 500 + "what is six times seven?"
+    out = shown(SHORT._replace(prompt=prompt, completion=text), width).splitlines()
+    begin = next(number for number, line in enumerate(out) if line.startswith("  completion"))
+    end = next(number for number, line in enumerate(out) if line.startswith("  answer"))
+    assert end - begin == 6
+    assert out[end - 1].endswith("42")
+    assert re.search(r"\.\.\. \d+ char", out[begin + 2])
+    assert text.startswith(out[begin].split("  ")[2].strip())
+    assert out[begin - 1].endswith("seven?") and begin <= 6
+    assert max(map(cell_len, out)) <= width
+
+
+def test_rewards_by_function_are_shown_where_there_are_several() -> None:
+    head = "reward 1  advantage 0.5  3 tokens  stop"
+    assert head in shown(SHORT)
+    both = SHORT._replace(rewards={"right": 1.0, "form": None}, advantage=math.nan)
+    assert "reward 1  right 1  form none  3 tokens  stop" in shown(both)
+
+
+def test_an_empty_completion_is_called_so() -> None:
+    assert "completion  (empty)" in shown(SHORT._replace(completion=""))
+
+
+def right(completion: str, answer: str) -> float:
+    return 1.0
+
+
+def form(completion: str, **columns: Any) -> float:
+    return 0.5
+
+
+def a_batch(prompt: Prompt) -> PromptBatch:
+    made = make_rollout([3], [4, 5], 1.5)
+    rollout = Rollout(prompt, made.completion, {"right": 1.0, "form": 0.5}, 1.5, extra={"note": "n"}, advantage=0.25)
+    batch = PromptBatch([prompt])
+    batch.groups = [RolloutGroup(prompt, [rollout])]
+    return batch
+
+
+def module() -> GRPOModule:
+    return GRPOModule("tiny", rewards=[right, form])  # pyright: ignore[reportArgumentType]
+
+
+def a_trainer(version: int, folder: Path, loggers: list[Any]) -> Any:
+    return SimpleNamespace(
+        global_step=version, is_global_zero=True, default_root_dir=str(folder), loggers=loggers, datamodule=None
+    )
+
+
+def log(callback: SampleLogger, prompt: Prompt, version: int, folder: Path, loggers: list[Any] | None = None) -> None:
+    callback.on_train_batch_end(a_trainer(version, folder, loggers or []), module(), None, a_batch(prompt), 0)
+
+
+def test_rewards_advantage_and_the_datas_columns_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {"prompt": "1+1=", "answer": "2", "level": 3}
+    text = "<|user|>1+1=<|assistant|>"
+    log(SampleLogger(num_samples=1), Prompt("train/0", (3,), text, columns), 1, tmp_path)
+    (row,) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert row == {
+        "step": 1,
+        "prompt_id": "train/0",
+        "prompt": text,
+        "completion": "",
+        "tokens": 2,
+        "finish": "stop",
+        "reward": 1.5,
+        "advantage": 0.25,
+        "rewards/right": 1.0,
+        "rewards/form": 0.5,
+        "columns/prompt": "1+1=",
+        "columns/answer": "2",
+        "columns/level": 3,
+        "note": "n",
+    }
+    out = capsys.readouterr().out
+    assert "reward 1.5  right 1  form 0.5  advantage 0.25  2 tokens  stop" in out
+    assert "  prompt      1+1=\n" in out  # what was asked, without the template
+    assert "  answer      2\n" in out and "level" not in out
+
+
+def test_of_a_conversation_the_last_turn_of_the_user_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"))]
+    messages.append({"role": "user", "content": "and now?"})
+    prompt = Prompt("train/0", (3,), "<u>a<a>b<u>and now?<a>", {"prompt": messages}, messages=messages)
+    log(SampleLogger(num_samples=1), prompt, 1, tmp_path)
+    assert "  prompt      and now?\n" in capsys.readouterr().out
+
+
+def test_samples_come_at_multiples_of_updates_whatever_the_epoch(tmp_path: Path) -> None:
+    callback = SampleLogger(every_n_updates=3, num_samples=1)
+    for version in range(1, 9):
+        log(callback, Prompt("train/0", (3,), "1"), version, tmp_path)
+    rows = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert rows == [1, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("n", "before", "after", "due"),
+    [(0, 0, 1, False), (20, 0, 1, True), (20, 1, 2, False), (20, 18, 22, True), (20, 20, 21, False), (5, 0, 0, False)],
+)
+def test_it_is_due_when_a_multiple_is_reached_or_passed(n: int, before: int, after: int, due: bool) -> None:
+    assert is_due(n, before, after) is due
+
+
+class Heard(WandbLogger):
+    """W&B's logger without its run: it remembers what the run would be told."""
+
+    def __init__(self) -> None:
+        self._prefix, self._wandb_init = "", {}
+        self.said: list[dict[str, Any]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return SimpleNamespace(log=self.said.append)
+
+
+def test_tables_and_pictures_reach_wandb_with_the_update_that_they_belong_to(tmp_path: Path) -> None:
+    logger = Heard()
+    prompt = Prompt("train/0", (3,), "1", {"answer": "2", "mixed": [1]})
+    log(SampleLogger(num_samples=2), prompt, 7, tmp_path, [logger])
+    batch, timeline = a_batch(prompt), RolloutTimeline(every_n_updates=1)
+    batch.metrics = {"rollout/steps": 2.0, "rollout/steps_over_bound": 1.0}
+    batch.spans = [(("train/0", 0, (0,)), Span(0, 0, 2, 0))]
+    timeline.on_train_batch_end(a_trainer(7, tmp_path, [logger]), module(), None, batch, 0)
+    assert [(set(said) - {"trainer/global_step"}, said["trainer/global_step"]) for said in logger.said] == [
+        *(({"samples"}, 7), ({"timeline"}, 7))
+    ]
+    assert "columns/mixed" in logger.said[0]["samples"].columns

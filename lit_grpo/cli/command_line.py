@@ -14,7 +14,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
+from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
 from lit_grpo.cli.settings import check_settings, check_values, find_last
@@ -143,6 +143,8 @@ class GRPOCLI(LightningCLI):
             kwargs["logger"] = make_loggers(run, self._described(), resumes) if fits else False
         own = trainer["callbacks"] or []
         kwargs["callbacks"] = [self._get(self.config_init, "checkpoint"), *(own if isinstance(own, list) else [own])]
+        if self.subcommand == "fit":
+            kwargs["callbacks"].append(RunSummary())
         if trainer["enable_progress_bar"] is not False:
             kwargs["callbacks"].append(GRPOProgressBar())
         try:

@@ -88,6 +88,11 @@ class Flight:
         """How many requests are active."""
         return len(self._active)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._waiting)
+
     def is_active(self, key: Key) -> bool:
         """Whether a request is active."""
         return key in self._active

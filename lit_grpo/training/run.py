@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
+from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.settings import as_plain
@@ -49,7 +49,7 @@ def train(
     callbacks: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a policy as ``python -m lit_grpo fit`` does.
+    """Train a policy as ``python -m lit_grpo fit`` does, and show the same: in a notebook, plain lines.
 
     Args:
         policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is then trained in place.
@@ -108,7 +108,7 @@ def _trainer(
     """Make the trainer; the callbacks in its settings come behind the first of ``callbacks``, boards show ``told``."""
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
     checkpoint, *others = callbacks
-    first = [checkpoint, *options.pop("callbacks", ())]
+    first = [checkpoint, *options.pop("callbacks", ()), RunSummary()]
     if options.get("enable_progress_bar") is not False:
         first.append(GRPOProgressBar())
     if "logger" not in options:

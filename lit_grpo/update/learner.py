@@ -116,7 +116,8 @@ class Learner:
     def learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Take ``num_iterations x num_minibatches`` steps on groups; return what to log of them.
 
-        What is remembered of prompts and coefficients changes once all of them have been taken.
+        Each rollout is given its advantage. What is remembered of prompts and coefficients changes once all steps have
+        been taken.
 
         Raises:
             ValueError: A token that is to be learnt from has no sampled log-prob.
@@ -130,6 +131,8 @@ class Learner:
             raise ValueError(problem)  # on every rank, so that none waits for another
         before = self._before(rollouts)
         advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
+        for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
+            rollout.advantage = advantage
         for some, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
             self._update(self._step_on(some, advantages_R[places].tolist(), before), metrics)
         logs = metrics.compute(self.ranks.sum, self.ranks.max)

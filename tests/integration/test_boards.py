@@ -43,8 +43,8 @@ CONFIG = {
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
     },
     "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 4},
-    "sample_logger": {"every_n_batches": 1},
-    "rollout_timeline": {"every_n_batches": 1},
+    "sample_logger": {"every_n_updates": 1},
+    "rollout_timeline": {"every_n_updates": 1},
 }
 REWARDS = """
 def digits(completion, log_metric):

@@ -250,9 +250,9 @@ def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path) -> None:
 def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit("--rollout_timeline.every_n_batches=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
+    fit("--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=true", "--rollout_scheduler.plan=lpt")
     pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
-    assert pictures == ["update-1.png", "update-3.png"]
+    assert pictures == ["update-1.png", "update-2.png", "update-4.png"]
     kept = [json.loads(line) for line in Path("runs/task/timeline.jsonl").read_text().splitlines()]
     assert [f"update-{row['step']}.png" for row in kept] == pictures
     assert all(row["seconds"]["update"] > 0 and len(row["completions"]) == 12 for row in kept)
@@ -267,7 +267,7 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     assert "48 completions" in capsys.readouterr().out
     with Path("runs/task/timeline.jsonl").open("a") as file:
         file.write('{"step": 99}\n{"step": 1')  # as a run leaves it that was killed behind its last checkpoint
-    fit("--trainer.max_steps=5", "--ckpt_path=runs/task/checkpoints/last.ckpt", "--rollout_timeline.every_n_batches=0")
+    fit("--trainer.max_steps=5", "--ckpt_path=runs/task/checkpoints/last.ckpt", "--rollout_timeline.every_n_updates=0")
     again = [json.loads(line) for line in Path("runs/task/timeline.jsonl").read_text().splitlines()]
     assert again == kept
 
@@ -372,9 +372,7 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
     assert "warn" not in said.lower(), said
     assert not re.search(r"\.py:\d+: ", said), said
     assert "samples at update 1" in said
-    assert "reward=" in said
-    assert "tokens/s=" in said
-    assert "peak_GiB=" in said
+    assert re.search(r"update 2/2  reward \S+  pass@1 \S+  \S+ tokens/s  \S+ GiB", said)
 
 
 BAD_INPUT = {
@@ -432,7 +430,7 @@ BAD_INPUT = {
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.kv_memory", "10KiB"],
         "but kv_memory allows",
     ),
-    "timeline": (["--rollout_timeline.every_n_batches", "-1"], "every_n_batches must be at least 0"),
+    "timeline": (["--rollout_timeline.every_n_updates", "-1"], "every_n_updates must be at least 0"),
     "too many mini-batches": (["--model.num_minibatches", "4"], "a batch has 3 prompts; lower it"),
     "clipping": (["--trainer.gradient_clip_val", "1"], "clipped to model.max_grad_norm; set that"),
     "no device": (["--trainer.devices", "0"], "devices='0'"),

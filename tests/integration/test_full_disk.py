@@ -53,8 +53,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path
         },
         "data": {"train": "prompts.jsonl", "batch_size": 2},
         "checkpoint": {"every_n_updates": 2},
-        "sample_logger": {"every_n_batches": 0},
-        "rollout_timeline": {"every_n_batches": 0},  # pictures would not fit where a checkpoint still does
+        "sample_logger": {"every_n_updates": 0},
+        "rollout_timeline": {"every_n_updates": 0},  # pictures would not fit where a checkpoint still does
     }
     (folder / "config.yaml").write_text(json.dumps(config))
     for name in ("runs", "kept"):

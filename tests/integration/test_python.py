@@ -47,7 +47,7 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         objective={"kl": {"beta": 0.1}},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         trainer={"accelerator": "cpu", "enable_progress_bar": False},
-        callbacks={"sample_logger": {"every_n_batches": 1}},
+        callbacks={"sample_logger": {"every_n_updates": 1}},
     )
     assert run.module.policy is policy and run.module.sampling == SamplingParams(max_tokens=8)
     assert not torch.equal(policy.lm_head.weight, random_policy().lm_head.weight)  # type: ignore[attr-defined]

@@ -1,0 +1,168 @@
+"""Says what a run is before it begins, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from lit_grpo.display.cards import Card, near
+from lit_grpo.display.lines import count, duration
+from lit_grpo.display.screen import the_console
+from lit_grpo.module import GRPOModule
+
+from .run_checkpoint import Stopped
+
+LIT_GRPO = "python -m lit_grpo"
+
+
+class RunSummary(pl.Callback):
+    """Print what the run is once its policy is there, and a card with what came of it when it ends.
+
+    The card has pass@1 of held-out prompts and the reward, at first and at last, the updates, their time and peak
+    memory, the folder, and commands to go on with. It comes for a run that is stopped or fails too, if it has made an
+    update. ``trainer.enable_progress_bar=false`` leaves both as they are. The callback stands before those that start
+    the generator, which may take long.
+    """
+
+    def __init__(self) -> None:
+        self._told = self._over = False
+        self._passed: list[tuple[int, float]] = []  # (update, pass@1)
+        self._rewards: list[tuple[int, float]] = []
+        self._peak_gib = 0.0
+        self._began, self._version = time.monotonic(), 0
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print what the run is."""
+        assert isinstance(pl_module, GRPOModule)
+        if trainer.is_global_zero and not self._told:
+            the_console().print(Card("", _facts(trainer, pl_module)))
+        self._told = True
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do that, and begin to count."""
+        self.on_validation_start(trainer, pl_module)
+        self._version = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the memory of the update before."""
+        self._read_memory(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read that of the last."""
+        self._read_memory(trainer)
+
+    def _read_memory(self, trainer: pl.Trainer) -> None:
+        self._peak_gib = max(self._peak_gib, float(trainer.callback_metrics.get("peak_GiB", 0.0)))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the reward."""
+        reward = float(trainer.callback_metrics.get("reward", math.nan))
+        self._rewards = [*self._rewards[:1], (trainer.global_step, reward)]
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read pass@1."""
+        if "val/pass@1" in trainer.callback_metrics:
+            self._passed.append((trainer.global_step, float(trainer.callback_metrics["val/pass@1"])))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Print what came of it; all that the run leaves has been written."""
+        if stage == "fit":
+            self._tell(trainer, "done")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Print what came of it, if anything did."""
+        stopped = isinstance(exception, Stopped | KeyboardInterrupt)
+        if self._rewards:
+            self._read_memory(trainer)
+            self._tell(trainer, "stopped" if stopped else "failed")
+
+    def _tell(self, trainer: pl.Trainer, how: str) -> None:
+        if self._over or not trainer.is_global_zero:
+            return
+        self._over = True
+        folder = Path(trainer.default_root_dir)
+        facts = {"updates": self._updates(trainer.global_step)}
+        if self._passed:
+            best_update, best = max(self._passed, key=lambda each: each[1])
+            facts["pass@1"] = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
+            facts["pass@1"] += f" (best {best:.1%} at {best_update})" if len(self._passed) > 2 else ""
+        if self._rewards:
+            facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
+        facts["folder"] = near(folder)
+        the_console().print(Card(f"{folder.name}: {how}", facts, _commands(trainer, folder, how == "done")))
+
+    def _updates(self, version: int) -> str:
+        made = version - self._version
+        again = f" (from {self._version} to {version})" if self._version else ""
+        memory = f", peak memory {self._peak_gib:.3g} GiB" if self._peak_gib else ""
+        return f"{made}{again} in {duration(time.monotonic() - self._began)}{memory}"
+
+
+def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
+    """What a run is, in three lines or four."""
+    weights = list(module.policy.parameters())
+    name = module.policy_name if isinstance(module.policy_name, str) else type(module.policy).__name__
+    if Path(name).is_absolute():  # one line must do for it
+        name = near(name) if Path(name).is_relative_to(Path.cwd()) else str(Path("...", *Path(name).parts[-2:]))
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else str(module.device)
+    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    slots = getattr(module.generator, "num_slots", None)
+    parts = (
+        f"{getattr(data, 'batch_size', '?')} prompts x {module.num_generations} completions",
+        "" if slots is None else f"{slots} slots",
+        type(module.generator).__name__,
+        f"{trainer.max_steps} updates" if trainer.max_steps >= 0 else "",
+        f"goes on behind update {module.policy_version}" if module.policy_version else "",
+    )
+    all_weights = module.policy.num_parameters()
+    few = f", {count(trained)} of them trained" if trained < all_weights else ""
+    ranks = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
+    return {
+        "policy": f"{name}, {count(all_weights)} parameters{few}, {module.policy_dtype} on {ranks}{device}",
+        "step": ", ".join(filter(None, parts)),
+        "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
+    }
+
+
+def _boards(trainer: pl.Trainer) -> list[str]:
+    """Where curves can be looked at."""
+    boards = []
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            boards.append(f"tensorboard --logdir {near(logger.save_dir)}")
+        elif isinstance(logger, WandbLogger) and (url := getattr(logger.experiment, "url", None)):
+            boards.append(str(url))
+    return boards
+
+
+def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
+    """What can be done next with what is there; how to resume a run that was stopped has been said."""
+    config, policy, last = folder / "config.yaml", folder / "policy", folder / "checkpoints" / "last.ckpt"
+    settings = [f"--config {near(config)}"] if config.is_file() else []
+    commands = []
+    if done and policy.is_dir():
+        commands.append(
+            [f"{LIT_GRPO} predict", *settings, f"--model.policy {near(policy)}", "--data.predict PROMPTS.jsonl"]
+        )
+    commands += [[board] for board in _boards(trainer) if board.startswith("tensorboard")]
+    if done and settings and last.is_file() and trainer.max_steps > 0:
+        more = f"--trainer.max_steps {2 * trainer.max_steps}"
+        commands.append([f"{LIT_GRPO} fit", *settings, f"--ckpt_path {near(last)}", more])
+    elif last.is_file():
+        commands.append([f"{LIT_GRPO} export", near(last), "FOLDER"])
+    return commands
+
+
+def _from_to(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{texts[0]}, {texts[-1]}"

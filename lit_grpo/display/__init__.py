@@ -1,0 +1,1 @@
+"""What a run shows in the terminal: live lines while it goes on, samples, and a card before and after."""

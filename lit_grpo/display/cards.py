@@ -1,0 +1,65 @@
+"""What a run says before its first update and behind its last."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.rule import Rule
+from rich.text import Text
+
+from lit_grpo.terminal import visible
+
+MARGIN = "  "
+LEAST_WIDTH = 10
+
+
+class Card:
+    """Facts by their names, and commands that can be copied, each within the width that there is.
+
+    Args:
+        title: Stands above, if there is one.
+        facts: By name.
+        commands: Lists of a command and its arguments.
+    """
+
+    def __init__(self, title: str, facts: Mapping[str, str], commands: Sequence[Sequence[str]] = ()) -> None:
+        self.title, self.facts, self.commands = title, facts, commands
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        if self.title:
+            yield Rule(Text(visible(self.title), "bold"), align="left", style="dim")
+        label = max(map(len, self.facts))
+        width = max(options.max_width - label - len(MARGIN), LEAST_WIDTH)
+        for name, fact in self.facts.items():
+            for number, line in enumerate(Text(visible(fact)).wrap(console, width, overflow="fold")):
+                line.rstrip()
+                margin = "" if number else name
+                yield Text(no_wrap=True, overflow="crop").append(f"{margin:{label}}{MARGIN}", "dim").append_text(line)
+        if self.commands:
+            yield Text("next", "dim")
+            for command in self.commands:
+                yield from (Text(line, no_wrap=True, overflow="fold") for line in folded(command, options.max_width))
+
+
+def folded(command: Sequence[str], width: int) -> list[str]:
+    """Write a command in lines of at most ``width`` columns, where its arguments are that short, for a shell."""
+    lines = [MARGIN + command[0]]
+    for argument in command[1:]:
+        if len(lines[-1]) + len(argument) + len(" \\") < width:
+            lines[-1] += f" {argument}"
+        else:
+            lines[-1] += " \\"
+            lines.append(2 * MARGIN + argument)
+    return lines
+
+
+def near(path: str | Path) -> str:
+    """Write a path from the working directory, where it is below that, for a shell."""
+    path = Path(path)
+    here = Path(os.getcwd())
+    return shlex.quote(str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path))

@@ -1,0 +1,104 @@
+"""Sampled completions, folded to the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from lit_grpo.terminal import visible
+
+LINES = {"prompt": (3, 0), "completion": (6, 2), "reference": (2, 1)}
+"""The most lines of a text, and how many of them are its head where it has more; its end is always shown."""
+LEAST_WIDTH = 10
+
+
+class Sample(NamedTuple):
+    """A completion and what came of it.
+
+    ``rewards`` are those of each function, ``reference`` the columns of the data that they compare it with.
+    """
+
+    prompt: str
+    completion: str
+    tokens: int
+    finish: str
+    reward: float
+    advantage: float
+    rewards: Mapping[str, float | None]
+    reference: Mapping[str, Any]
+
+
+class Samples:
+    """A block of lines for each sample, within the width that there is.
+
+    Args:
+        title: Stands above them.
+        samples: What to show.
+    """
+
+    def __init__(self, title: str, samples: Sequence[Sample]) -> None:
+        self.title, self.samples = title, samples
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        yield Text(self.title, "bold")
+        for sample in self.samples:
+            yield Text(_head(sample), "cyan")
+            texts = {"prompt": sample.prompt, "completion": sample.completion}
+            texts |= {name: _line(value) for name, value in sample.reference.items()}
+            label = min(max(len(name) for name in texts), options.max_width // 3)
+            width = max(options.max_width - label - 4, LEAST_WIDTH)
+            for name, text in texts.items():
+                lines = ends(console, text, width, *LINES.get(name, LINES["reference"]))
+                for number, line in enumerate(lines):
+                    margin = visible(name)[:label] if number == 0 else ""
+                    yield Text(no_wrap=True, overflow="crop").append(f"  {margin:{label}}  ", "dim").append_text(line)
+
+
+def ends(console: Console, text: str, width: int, most: int, head: int) -> list[Text]:
+    """Fold a text; where it has more than ``most`` lines, keep ``head`` of them, and the last.
+
+    Args:
+        console: What it is for.
+        text: Control characters in it are made visible, empty lines left out.
+        width: The most columns of a line.
+        most: The most lines.
+        head: How many of them are from the beginning; a line behind them says how much is left out.
+    """
+    reach = 2 * width * most  # so much of a text is enough for all lines from either side
+    if len(text) > 2 * reach:
+        first, last = _fold(console, text[:reach], width), _fold(console, text[-reach:], width)
+    else:
+        first = last = _fold(console, text, width)
+        if len(first) <= most:
+            return first
+    kept = [*first[:head], *last[len(last) - (most - head - 1) :]]
+    left_out = len(text) - sum(len(line) for line in kept)
+    return [*kept[:head], Text(f"... {left_out} characters ..."[:width], "dim"), *kept[head:]]
+
+
+def _fold(console: Console, text: str, width: int) -> list[Text]:
+    lines = [Text(line) for line in visible(text.expandtabs(4)).split("\n") if line.strip()]
+    folded = [part for line in lines for part in line.wrap(console, width, overflow="fold")]
+    for part in folded:
+        part.rstrip()
+    return folded or [Text("(empty)", "dim")]
+
+
+def _head(sample: Sample) -> str:
+    advantage = "" if math.isnan(sample.advantage) else f"  advantage {sample.advantage:.3g}"
+    each = "".join(f"  {visible(name)} {_number(value)}" for name, value in sample.rewards.items())
+    each = each if len(sample.rewards) > 1 else ""
+    return f"reward {sample.reward:.3g}{each}{advantage}  {sample.tokens} tokens  {sample.finish}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _line(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)

@@ -1,0 +1,78 @@
+"""Lines that fit the screen, and what they count."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from lit_grpo.display.cards import folded
+from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
+from lit_grpo.display.progress import RolloutCount, UpdateCount, run_fields, update_fields
+
+METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB": 0.5123, "mine": 3.0}
+
+
+def at_work(done: int) -> RolloutCount:
+    flight: Any = SimpleNamespace(num_active=64, num_waiting=100, num_slots=64)
+    rollout = RolloutCount(flight, math.nan)
+    rollout.tokens = 10_000
+    for _ in range(done):
+        rollout.end_one(50)
+    return rollout
+
+
+@pytest.mark.parametrize("width", range(1, 130))
+def test_no_line_is_longer_than_the_screen(width: int) -> None:
+    updates = UpdateCount(12, 60)
+    updates.move(20)
+    for fields in (run_fields("updates", updates, METRICS), at_work(92).fields("rollout", "0.51 GiB")):
+        assert cell_len(as_text(fields, width).plain) <= width
+
+
+def test_fields_are_shed_in_their_order() -> None:
+    updates = UpdateCount(12, 60)
+    updates.move(20)
+    order = ["mine", "━", "pass@1", "reward", "left"]
+    shed = []
+    for width in range(129, 1, -1):
+        line = as_text(run_fields("updates", updates, METRICS), width).plain
+        shed += [name for name in order if name not in line and name not in shed]
+    assert shed == order
+    fields = at_work(92).fields("rollout", "0.51 GiB")
+    assert [field.text.split()[-1] for field in fitting(fields, 72)] == ["completions", "slots", "tokens/s", "go"]
+
+
+def test_the_bar_fills_what_is_left_over() -> None:
+    line = as_text([Field("a"), Field("", share=0.5), Field("b")], 20).plain
+    assert line == "a  " + "━" * 7 + "─" * 7 + "  b"
+    assert as_text([Field("a"), Field("", share=0.5)], 13, ascii_only=True).plain == "a  #####-----"
+
+
+def test_a_plain_line_has_all_fields_and_no_bar() -> None:
+    updates = UpdateCount(0, 60)
+    updates.move(60)
+    line = as_plain(update_fields(updates, METRICS))
+    assert line == "update 60/60  reward 0.812  pass@1 94.1%  2.31k tokens/s  0.512 GiB  mine 3"
+
+
+def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:
+    assert math.isnan(at_work(0).seconds_left)  # nothing is known of lengths
+    rollout = at_work(92)
+    assert (rollout.done, rollout.total, rollout.mean_tokens) == (92, 256, 50)
+    seconds = 10_000 / rollout.tokens_per_s
+    assert rollout.seconds_left == pytest.approx(seconds * (256 * 50 - 10_000) / 10_000, rel=0.5)
+    assert rollout.fields("rollout")[0].text == "rollout 92/256 completions"
+
+
+def test_numbers_are_short() -> None:
+    assert [duration(seconds) for seconds in (0.2, 59, 61, 3600, 7805)] == [
+        *("0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 10 min")
+    ]
+    assert [count(number) for number in (7, 812, 2312, 691_000, 1.7e9)] == ["7", "812", "2.31k", "691k", "1.7G"]
+
+
+def test_a_command_is_folded_so_that_a_shell_takes_it() -> None:
+    lines = folded(["python -m lit_grpo predict", "--model.policy runs/a/policy", "--data.predict P.jsonl"], 60)
+    assert lines == ["  python -m lit_grpo predict --model.policy runs/a/policy \\", "    --data.predict P.jsonl"]
