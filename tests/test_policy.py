@@ -108,13 +108,13 @@ def test_damaged_weights_are_called_so(tmp_path: Path) -> None:
             load_policy(folder)
 
 
-def test_the_embedded_policy_is_made_again_where_its_cache_is_damaged(
+def test_the_embedded_policy_comes_again_with_the_package_where_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = edited(tmp_path)
+    edited(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr("lit_grpo.policy.tiny.tiny_policy", lambda: tmp_path)
-    with pytest.raises(ValueError, match=rf"'tiny' are damaged .*; delete the folder '{folder}', and it is made again"):
+    monkeypatch.setattr("lit_grpo.policy.loading.SHIPPED", tmp_path)
+    with pytest.raises(ValueError, match=r"'tiny' are damaged .*; install lit_grpo again"):
         load_policy("tiny")
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 TINY = "tiny"
+SHIPPED = Path(__file__).parent / "tiny"
+"""The folder of the embedded policy, which ``python -m benchmarks.make_tiny`` has made."""
 Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 """A loaded model with its tokenizer; without one it is looked for where the model was loaded from."""
 
@@ -37,12 +39,8 @@ def as_given(policy: Any) -> str | Given:
 
 
 def resolve_policy(policy: str) -> str:
-    """Return a Hugging Face id or folder; ``tiny`` is made on the spot and cached the first time."""
-    if policy == TINY:
-        from lit_grpo.policy.tiny import tiny_policy
-
-        return str(tiny_policy())
-    return policy
+    """Return a Hugging Face id or folder; that of ``tiny`` comes with the package."""
+    return str(SHIPPED) if policy == TINY else policy
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
@@ -143,7 +141,7 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
 def _anew(policy: str, name: str) -> str:
     """What mends a policy whose files are damaged."""
     if policy == TINY:
-        return f"delete the folder {name!r}, and it is made again"
+        return "install lit_grpo again"
     if Path(name).is_dir():
         return "save it there again"
     return f"download it again: hf download {name} --force-download"
