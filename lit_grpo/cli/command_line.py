@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
+from lit_grpo.cli.names import DEFAULTS
 from lit_grpo.cli.settings import check_settings, check_values
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
@@ -86,6 +87,7 @@ class GRPOCLI(LightningCLI):
         for name, kind in CALLBACKS.items():
             parser.add_lightning_class_args(kind, name)
         parser.add_class_arguments(RunCheckpoint, "checkpoint")
+        parser.set_defaults(DEFAULTS)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)

@@ -17,24 +17,13 @@ from jsonargparse import ArgumentError
 from jsonargparse._typehints import ActionTypeHint
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_grpo.cli.fields import Field
 from lit_grpo.terminal import visible
 
 _CONFIG = ("--config", "-c")
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
 _KEY = re.compile(r'Parser key "([\w.]+)"')
-
-
-class _WholeLists(ActionTypeHint):
-    """Checks a value without the list that it replaces.
-
-    jsonargparse merges lists of equal length item by item: another reward function would get the arguments of the one
-    that had its place. ``--model.rewards+`` still appends.
-    """
-
-    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
-        return super()._check_type(value, append=append, cfg=None if is_list and not append else cfg, **options)
 
 
 class InputParser(LightningArgumentParser):
@@ -51,10 +40,10 @@ class InputParser(LightningArgumentParser):
         return super().parse_args([*_with_paths(given)], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument; where it is a list, what is given later replaces it whole."""
+        """Add an argument, whose classes have short names; a list that is given later replaces it whole."""
         action = super().add_argument(*args, **kwargs)
         if type(action) is ActionTypeHint:
-            action.__class__ = _WholeLists
+            action.__class__ = Field
         return action
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
