@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -111,14 +112,14 @@ def make(folder: Path, recipe: TinyRecipe | None = None, seed: int = 0) -> None:
 @torch.no_grad()
 def exact_match(folder: Path, num_rows: int = 256) -> float:
     """Share of held-out exercises that the policy in ``folder`` answers rightly, decoded greedily as in the demo."""
-    model = Qwen3ForCausalLM.from_pretrained(folder)
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     rows = list(ArithmeticRows(num_rows, "validation").rows())
     prompts_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])  # all of one length
     ids_BT = model.generate(prompts_BT, max_new_tokens=128, do_sample=False)[:, prompts_BT.shape[1] :]
     score = ExactMatch(pattern=ANSWER_PATTERN)
     texts = tokenizer.batch_decode(ids_BT, skip_special_tokens=True)
-    return sum(score(text, answer=row["answer"]) for text, row in zip(texts, rows, strict=True)) / num_rows
+    return sum(score(text, answer=row["answer"]) or 0.0 for text, row in zip(texts, rows, strict=True)) / num_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

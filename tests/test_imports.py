@@ -17,6 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "terminal": set(),
     "ranks": set(),
     "optim": set(),
+    "migration": set(),
     "policy": UTILITIES,
     "scheduling": {"types"},
     "scheduling.plans": {"types", "scheduling"},

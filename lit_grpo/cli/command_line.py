@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
+from lit_grpo.cli.help import add_short_help
 from lit_grpo.cli.names import DEFAULTS
 from lit_grpo.cli.settings import check_settings, check_values
 from lit_grpo.data.module import PromptDataModule
@@ -33,7 +34,8 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 EPILOG = (
     "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), python -m "
     "lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in pictures, "
-    "without a model), python -m lit_grpo serve --help (a vLLM server for a policy), and --version"
+    "without a model), python -m lit_grpo serve --help (a vLLM server for a policy), python -m lit_grpo from-trl "
+    "CONFIG (a config of TRL's as one of ours), and --version"
 )
 
 GROUPS: dict[str, type] = {
@@ -88,6 +90,7 @@ class GRPOCLI(LightningCLI):
             parser.add_lightning_class_args(kind, name)
         parser.add_class_arguments(RunCheckpoint, "checkpoint")
         parser.set_defaults(DEFAULTS)
+        add_short_help(parser)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)

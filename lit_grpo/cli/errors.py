@@ -18,6 +18,8 @@ from jsonargparse._typehints import ActionTypeHint
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_grpo.cli.fields import Field
+from lit_grpo.cli.help import SHORT, short_help
+from lit_grpo.migration import TRL
 from lit_grpo.terminal import visible
 
 _CONFIG = ("--config", "-c")
@@ -49,6 +51,10 @@ class InputParser(LightningArgumentParser):
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         """Add a class's arguments, none of which is read from a file."""
         return super().add_class_arguments(*args, **(kwargs | {"sub_configs": False}))
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Describe our own fields; with ``--help-all`` the Trainer's too."""
+        return short_help(self) if SHORT in self.__dict__ else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the mistake, with the nearest option where one is unknown, and exit with code 2.
@@ -155,7 +161,10 @@ def _nearest(argument: str, parser: Any) -> str:
 
 
 def _near(option: str, options: list[str]) -> list[str]:
-    """The options that are spelled alike; else those whose last part is, wherever they are."""
+    """What another trainer's field is called here; else options spelled alike, or whose last part is, wherever."""
+    last = option.removeprefix("--").rsplit(".", 1)[-1]
+    if last in TRL and not any(name.endswith(f".{last}") for name in options):
+        return [f"--{name}" if option.startswith("--") else name for name in TRL[last].fields]
     near = difflib.get_close_matches(option, options, n=3, cutoff=0.85)
     if not near:
         last = {name: name.rsplit(".", 1)[-1] for name in options}

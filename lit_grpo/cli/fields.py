@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from jsonargparse import Namespace
 from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
@@ -46,7 +46,7 @@ class Field(ActionTypeHint):
         names = FIELDS[self.dest]
         if name in names or "." in name:
             return names.get(name, name)
-        imported = {path.rsplit(".", 1)[-1]: path for path in get_all_subclass_paths(self._typehint)}
+        imported = {path.rsplit(".", 1)[-1]: path for path in get_all_subclass_paths(cast(Any, self._typehint))}
         if name not in imported:
             raise TypeError(f"{self.dest} is {name!r}; take {', '.join(names)}, or the path of a class.")
         return imported[name]

@@ -16,9 +16,9 @@ OPTIMIZERS = {
     "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
     "GaLoreAdamW": "lit_grpo.optim.GaLoreAdamW",
 }
-SCHEDULERS = {
+SCHEDULERS = {"WarmupDecayLR": "lit_grpo.optim.WarmupDecayLR"} | {
     name: f"torch.optim.lr_scheduler.{name}"
-    for name in ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "LinearLR", "OneCycleLR", "SequentialLR", "StepLR")
+    for name in ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "LinearLR", "OneCycleLR", "StepLR")
 }
 FIELDS: dict[str, Mapping[str, str]] = {
     "model.generator": GENERATORS,

@@ -355,6 +355,20 @@ def test_help_documents_every_field(folder: Path) -> None:
     assert not [name for name in undocumented if not name.endswith(".help")]
 
 
+def test_help_shows_our_own_fields_first_and_the_trainers_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit, match="0"):
+            run(["fit", option])
+        shown[option] = capsys.readouterr().out
+    ours = shown["--help"].splitlines()
+    fields = [line.split()[0] for line in ours if line.startswith("  --")]
+    assert fields[0] == "--run.name" and not [name for name in fields if name.startswith("--trainer")]
+    assert {"--model.num_generations", "--data.train", "--rollout_scheduler.plan", "--checkpoint.folder"} <= set(fields)
+    assert "--help-all" in ours[-1] and "names: slots," in " ".join(shown["--help"].split())
+    assert "--trainer.max_steps" in shown["--help-all"] and "--model.num_generations" in shown["--help-all"]
+
+
 def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> None:
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--trainer.max_steps", "2"]
     done = subprocess.run(
@@ -372,6 +386,7 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
 
 BAD_INPUT = {
     "unknown field": (["--model.num_geneations", "1"], "did you mean --model.num_generations"),
+    "field of another trainer": (["--model.learning_rate", "1e-6"], "did you mean --model.optimizer.lr?"),
     "field elsewhere": (["--model.betta", "1"], "did you mean --model.objective.kl.beta?"),
     "field that begins another": (["--model.sampling.max_token", "5"], "did you mean --model.sampling.max_tokens?"),
     "field of a class": (
