@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint
+from lit_grpo.callbacks import GRPOProgressBar
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
-from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
+from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank, make_loggers
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def train(
     seed: int = 0,
     data: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
-    callbacks: Mapping[str, Mapping[str, Any]] | None = None,
+    callbacks: Mapping[str, Mapping[str, Any] | None] | None = None,
     **settings: Any,
 ) -> Run:
     """Train a policy as ``python -m lit_grpo fit`` does.
@@ -78,7 +78,7 @@ def train(
     module = GRPOModule(**given)
     given = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
     datamodule = PromptDataModule(**{**given, **(data or {})})
-    made = _callbacks(callbacks or {})
+    made = default_callbacks(callbacks)
     with RunFolder() as run_folder:
         run = RunConfig(name, dir)
         if is_first_rank():  # the others learn of its folder once they have met it
@@ -102,16 +102,3 @@ def _trainer(run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping
     if "logger" not in options:
         options["logger"] = make_loggers(run)
     return pl.Trainer(callbacks=[*first, *others], **options)
-
-
-def _callbacks(settings: Mapping[str, Mapping[str, Any]]) -> list[pl.Callback]:
-    """Make the callbacks of every run, in their order.
-
-    Raises:
-        ValueError: There is none of a name.
-    """
-    kinds = {"checkpoint": RunCheckpoint, **CALLBACKS}
-    for name in settings:
-        if name not in kinds:
-            raise ValueError(f"callbacks has no {name!r}; it has {', '.join(kinds)}.")
-    return [kind(**settings.get(name, {})) for name, kind in kinds.items()]
