@@ -47,6 +47,7 @@ class SampleLogger(pl.Callback):
         rows = _same_columns([_row(step, rollout) for rollout in self._pick(batch)])
         self._print(trainer, step, rows)
         folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # of a Trainer of one's own it may not be there
         with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         for logger in trainer.loggers:

@@ -1,5 +1,7 @@
 """A Trainer and callbacks of one's own around lit_grpo's module and data. ``python examples/own_trainer.py``."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 
@@ -13,7 +15,7 @@ from lit_grpo.types import SamplingParams
 class PrintReward(pl.Callback):
     """A callback of one's own: after each training iteration everything that was logged is there."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Print the mean reward of the batch."""
         print(f"update {trainer.global_step}: reward {float(trainer.callback_metrics['reward']):.2f}")
 
