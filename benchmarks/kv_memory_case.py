@@ -37,7 +37,7 @@ class Case:
 
 def main() -> None:
     """Run the case that is given as JSON."""
-    from lit_grpo.policy.tiny import make_tokenizer
+    from benchmarks.make_tiny import make_tokenizer
 
     case = Case(**read_case())
     torch.set_num_threads(1)

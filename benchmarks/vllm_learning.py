@@ -6,14 +6,10 @@ exercises after the same number of updates.
 
 from __future__ import annotations
 
-import csv
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
-from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.demo import curve, learnt
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 
 CONFIGS = {
     "arithmetic": ("arithmetic",),
@@ -59,24 +55,15 @@ def _claims(rows: list[Row]) -> list[Claim]:
 
 def _run(name: str, arguments: list[str]) -> Row:
     """Train in an empty folder; return the curve by update."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lit_grpo", "fit"]
-        command += [word for config in CONFIGS[name] for word in ("--config", str(ROOT / "configs" / f"{config}.yaml"))]
-        command += ["--trainer.enable_progress_bar", "false", *arguments]
-        start = time.perf_counter()
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - start
-        (metrics,) = Path(folder).glob("runs/*/metrics.csv")
-        with metrics.open() as file:
-            logged = list(csv.DictReader(file))
-    curve = {f"at {int(float(row['step']))}": float(row["val/pass@1"]) for row in logged if row.get("val/pass@1")}
+    seconds, logged = learnt(CONFIGS[name], arguments)
+    exact = curve(logged)
     gaps = [float(row["sync/logprob_gap"]) for row in logged if row.get("sync/logprob_gap")]
     return {
         "config": name,
         "minutes": round(seconds / 60, 2),
         "gap": max(gaps, default=0.0),
-        **curve,
-        "final": list(curve.values())[-1],
+        **exact,
+        "final": list(exact.values())[-1],
     }
 
 

@@ -79,6 +79,7 @@ class SampleLogger(pl.Callback):
 
     def _keep(self, trainer: pl.Trainer, step: int, rows: list[dict[str, Any]]) -> None:
         folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # of a Trainer of one's own it may not be there
         with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         for logger in trainer.loggers:

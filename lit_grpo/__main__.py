@@ -56,6 +56,11 @@ def start() -> None:
 
         export(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["from-trl"]:
+        from lit_grpo.cli.from_trl import main as from_trl
+
+        from_trl(sys.argv[2:])
+        return
     if sys.argv[1:2] == ["doctor"]:
         from lit_grpo.cli.doctor import main as examine
 

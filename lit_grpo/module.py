@@ -69,7 +69,7 @@ class GRPOModule(EvaluationModule):
     optimizer steps on them.
 
     Args:
-        policy: ``tiny`` (the embedded one, made on the spot), a folder made by ``save_pretrained``, or a
+        policy: ``tiny`` (the demo's, which comes with the package), a folder made by ``save_pretrained``, or a
             Hugging Face id of a causal language model with safetensors. From Python also a loaded model, or a pair
             of it and its tokenizer.
         generator: What decodes completions.

@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "display": {"terminal", "scheduling"},
     "ranks": set(),
     "optim": set(),
+    "migration": set(),
     "policy": UTILITIES,
     "scheduling": {"types"},
     "scheduling.plans": {"types", "scheduling"},

@@ -1,4 +1,7 @@
 import json
+import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,13 +111,13 @@ def test_damaged_weights_are_called_so(tmp_path: Path) -> None:
             load_policy(folder)
 
 
-def test_the_embedded_policy_is_made_again_where_its_cache_is_damaged(
+def test_the_embedded_policy_comes_again_with_the_package_where_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = edited(tmp_path)
+    edited(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr("lit_grpo.policy.tiny.tiny_policy", lambda: tmp_path)
-    with pytest.raises(ValueError, match=rf"'tiny' are damaged .*; delete the folder '{folder}', and it is made again"):
+    monkeypatch.setattr("lit_grpo.policy.loading.SHIPPED", tmp_path)
+    with pytest.raises(ValueError, match=r"'tiny' are damaged .*; install lit_grpo again"):
         load_policy("tiny")
 
 
@@ -157,3 +160,32 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="holds no usable model"):
         load_policy(str(tmp_path))
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A hub at a port that nobody listens at, with a cache of its own."""
+    from huggingface_hub import constants
+
+    with socket.socket() as held:  # bound, and not listening
+        held.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{held.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield tmp_path / "cache"
+
+
+@pytest.mark.parametrize("load", [load_policy, load_tokenizer])
+def test_a_hub_that_does_not_answer_is_asked_once_and_named(unreachable_hub: Path, load: Any) -> None:
+    with pytest.raises(ValueError, match=r"'some/model' is no folder and not in the cache, and the hub http://127\.0"):
+        load("some/model")
+
+
+def test_without_the_hub_a_policy_comes_from_the_cache(unreachable_hub: Path, policy_folder: Path) -> None:
+    snapshot = unreachable_hub / "models--some--model" / "snapshots" / "abc"
+    shutil.copytree(policy_folder, snapshot)
+    refs = unreachable_hub / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    assert len(load_tokenizer("some/model")) == len(load_tokenizer(str(policy_folder)))
+    assert load_policy("some/model").config.vocab_size == load_policy(str(policy_folder)).config.vocab_size

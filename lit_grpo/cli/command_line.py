@@ -17,6 +17,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
+from lit_grpo.cli.help import add_short_help
+from lit_grpo.cli.names import DEFAULTS
 from lit_grpo.cli.settings import check_settings, check_values, find_last
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.faults import lost_rank
@@ -33,10 +35,10 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
 
 EPILOG = (
-    "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), python -m "
-    "lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in pictures, "
-    "without a model), python -m lit_grpo report RUN (a run as one HTML file), python -m lit_grpo serve "
-    "--help (a vLLM server for a policy), and --version"
+    "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), and, each with "
+    "--help: export (a checkpoint's policy), report (a run as one HTML file), dashboard (a view in W&B), simulate (plans "
+    "in pictures, without a model), serve (a vLLM server for a policy), from-trl (a config of TRL's as one of ours); "
+    "--version"
 )
 
 GROUPS: dict[str, type] = {
@@ -93,6 +95,8 @@ class GRPOCLI(LightningCLI):
         for name, kind in CALLBACKS.items():
             parser.add_lightning_class_args(kind, name)
         parser.add_class_arguments(RunCheckpoint, "checkpoint")
+        parser.set_defaults(DEFAULTS)
+        add_short_help(parser)
         parser.link_arguments("model.policy", "data.policy")
         parser.link_arguments("seed_everything", "model.sampling_seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)

@@ -17,24 +17,15 @@ from jsonargparse import ArgumentError
 from jsonargparse._typehints import ActionTypeHint
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lit_grpo.cli.fields import Field
+from lit_grpo.cli.help import SHORT, short_help
+from lit_grpo.migration import TRL
 from lit_grpo.terminal import visible
 
 _CONFIG = ("--config", "-c")
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
 _KEY = re.compile(r'Parser key "([\w.]+)"')
-
-
-class _WholeLists(ActionTypeHint):
-    """Checks a value without the list that it replaces.
-
-    jsonargparse merges lists of equal length item by item: another reward function would get the arguments of the one
-    that had its place. ``--model.rewards+`` still appends.
-    """
-
-    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
-        return super()._check_type(value, append=append, cfg=None if is_list and not append else cfg, **options)
 
 
 class InputParser(LightningArgumentParser):
@@ -51,15 +42,19 @@ class InputParser(LightningArgumentParser):
         return super().parse_args([*_with_paths(given)], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument; where it is a list, what is given later replaces it whole."""
+        """Add an argument, whose classes have short names; a list that is given later replaces it whole."""
         action = super().add_argument(*args, **kwargs)
         if type(action) is ActionTypeHint:
-            action.__class__ = _WholeLists
+            action.__class__ = Field
         return action
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         """Add a class's arguments, none of which is read from a file."""
         return super().add_class_arguments(*args, **(kwargs | {"sub_configs": False}))
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Describe our own fields; with ``--help-all`` the Trainer's too."""
+        return short_help(self) if SHORT in self.__dict__ else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the mistake, with the nearest option where one is unknown, and exit with code 2.
@@ -166,7 +161,10 @@ def _nearest(argument: str, parser: Any) -> str:
 
 
 def _near(option: str, options: list[str]) -> list[str]:
-    """The options that are spelled alike; else those whose last part is, wherever they are."""
+    """What another trainer's field is called here; else options spelled alike, or whose last part is, wherever."""
+    last = option.removeprefix("--").rsplit(".", 1)[-1]
+    if last in TRL and not any(name.endswith(f".{last}") for name in options):
+        return [f"--{name}" if option.startswith("--") else name for name in TRL[last].fields]
     near = difflib.get_close_matches(option, options, n=3, cutoff=0.85)
     if not near:
         last = {name: name.rsplit(".", 1)[-1] for name in options}

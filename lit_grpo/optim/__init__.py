@@ -1,5 +1,6 @@
-"""Optimizers that torch does not have."""
+"""Optimizers and schedules that torch does not have."""
 
 from lit_grpo.optim.galore import GaLoreAdamW
+from lit_grpo.optim.schedule import WarmupDecayLR
 
-__all__ = ["GaLoreAdamW"]
+__all__ = ["GaLoreAdamW", "WarmupDecayLR"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 
 TINY = "tiny"
+SHIPPED = Path(__file__).parent / "tiny"
+"""The folder of the embedded policy, which ``python -m benchmarks.make_tiny`` has made."""
 Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 """A loaded model with its tokenizer; without one it is looked for where the model was loaded from."""
 
@@ -37,12 +40,8 @@ def as_given(policy: Any) -> str | Given:
 
 
 def resolve_policy(policy: str) -> str:
-    """Return a Hugging Face id or folder; ``tiny`` is made on the spot and cached the first time."""
-    if policy == TINY:
-        from lit_grpo.policy.tiny import tiny_policy
-
-        return str(tiny_policy())
-    return policy
+    """Return a Hugging Face id or folder; that of ``tiny`` comes with the package."""
+    return str(SHIPPED) if policy == TINY else policy
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
@@ -61,10 +60,11 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
             raise ValueError(f"policy is a {type(model).__name__} that was made, not loaded; give its tokenizer too.")
         policy = model.name_or_path
     name = resolve_policy(policy)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(_load_failure(name, "tokenizer", error)) from error
+    with hub_or_cache(name):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(_load_failure(name, "tokenizer", error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
         raise ValueError(
             _load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there."))
@@ -103,19 +103,22 @@ def load_policy(policy: str | Given, dtype: str = "float32", nf4: bool = False) 
     disable_progress_bar()  # one progress bar: the trainer's
     quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            use_safetensors=True,
-            quantization_config=quantization,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except SafetensorError as error:
-        raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_anew(policy, name)}.") from error
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of another shape than the config's
-        raise ValueError(_load_failure(name, "model", error)) from error
+    with hub_or_cache(name):
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                use_safetensors=True,
+                quantization_config=quantization,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights of policy {policy!r} are damaged ({error}); {_anew(policy, name)}."
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of another shape than the config's
+            raise ValueError(_load_failure(name, "model", error)) from error
     model, report = loaded
     _check_weights(policy, name, model, report)
     context_length(model)
@@ -143,7 +146,7 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
 def _anew(policy: str, name: str) -> str:
     """What mends a policy whose files are damaged."""
     if policy == TINY:
-        return f"delete the folder {name!r}, and it is made again"
+        return "install lit_grpo again"
     if Path(name).is_dir():
         return "save it there again"
     return f"download it again: hf download {name} --force-download"

@@ -23,7 +23,7 @@ from lit_grpo.rewards.inputs import (
     group_inputs,
     rollout_inputs,
 )
-from lit_grpo.rewards.loading import first_line, load_object, near_names, split_path
+from lit_grpo.rewards.loading import REWARDS, first_line, load_object, near_names, split_path
 from lit_grpo.rewards.processes import ProcessCall
 from lit_grpo.types import RolloutGroup
 
@@ -33,8 +33,9 @@ class RewardSpec:
     """A reward function by name.
 
     Args:
-        function: Import path (``lit_grpo.rewards.exact_match``, ``my_package.my_module:score``) or file and
-            name (``my_rewards.py:score``, relative to the working directory) of a function or a class.
+        function: Import path (``my_package.my_module:score``) or file and name (``my_rewards.py:score``, relative to
+            the working directory) of a function or a class, or one of ours: ``exact_match``, ``math_equivalence``,
+            ``format_match``, ``soft_overlong_penalty``, ``http_judge``.
         weight: Multiplies the function's value in the sum of the rewards; 0 only logs it.
         name: Under which the values are logged; by default the function's own name.
         args: Arguments of the class's ``__init__``, or keyword arguments bound to the function.
@@ -152,7 +153,8 @@ class RewardFunction:
                 f"reward function {spec.function!r} is a {type(loaded).__name__}, which cannot be called; "
                 "name a function or a class."
             )
-        name = spec.name or split_path(spec.function)[1].split(".")[-1]
+        short = spec.function if spec.function in REWARDS else split_path(spec.function)[1].split(".")[-1]
+        name = spec.name or short
         call, args = (_build(loaded, spec), {}) if inspect.isclass(loaded) else (loaded, spec.args)
         function = cls.of(call, name, spec.weight, spec.function, args)
         if spec.process:

@@ -11,6 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+REWARDS = {
+    "exact_match": "lit_grpo.rewards.ExactMatch",
+    "math_equivalence": "lit_grpo.rewards.MathEquivalence",
+    "format_match": "lit_grpo.rewards.FormatMatch",
+    "soft_overlong_penalty": "lit_grpo.rewards.SoftOverlongPenalty",
+    "http_judge": "lit_grpo.rewards.HTTPJudge",
+}
+"""Short names of the reward functions that come with the project."""
+
 
 def first_line(error: BaseException) -> str:
     """The error's type and the first line of what it says."""
@@ -25,15 +34,19 @@ def near_names(name: str, known: list[str]) -> str:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Split ``module:name``, ``module.name`` or ``file.py:name`` into where and what.
+    """Split ``module:name``, ``module.name``, ``file.py:name`` or a short name into where and what.
 
     Raises:
         ValueError: If one of the two is missing.
     """
+    path = REWARDS.get(path, path)
     separator = ":" if ":" in path else "."
     source, _, name = path.rpartition(separator)
     if not source or not name or path.endswith(".py"):
-        raise ValueError(f"reward function {path!r} names no function; write module:name, module.name or file.py:name.")
+        raise ValueError(
+            f"reward function {path!r} names no function; write module:name, module.name or file.py:name, or one of "
+            f"{', '.join(REWARDS)}."
+        )
     return source, name
 
 

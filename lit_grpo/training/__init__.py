@@ -1,5 +1,6 @@
 """A whole run: its folder, its callbacks in their order, and :func:`train` for Python."""
 
+from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.run import Run, train
 
-__all__ = ["Run", "train"]
+__all__ = ["TRAINER_DEFAULTS", "Run", "default_callbacks", "train"]

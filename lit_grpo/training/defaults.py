@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lit_grpo.callbacks import (
     PolicyExporter,
     RolloutScheduler,
     RolloutTimeline,
+    RunCheckpoint,
     SampleLogger,
     ThroughputMonitor,
     WeightSync,
@@ -43,3 +45,28 @@ CALLBACKS: dict[str, type[pl.Callback]] = {
 
 RunCheckpoint, whose settings are ``checkpoint``, stands before them all.
 """
+
+
+def default_callbacks(
+    settings: Mapping[str, Mapping[str, Any] | None] | None = None, own: Sequence[pl.Callback] = ()
+) -> list[pl.Callback]:
+    """Make the callbacks of every run in their order, for a Trainer of one's own.
+
+    Rollouts and weight syncs are callbacks, so a Trainer without them trains nothing; give it ``TRAINER_DEFAULTS`` too.
+
+    Args:
+        settings: Of each by the name that the command line knows it by, such as ``{"rollout_scheduler": {"plan":
+            "lpt"}}``; None leaves a callback out.
+        own: Further callbacks. They come behind the first, the checkpoint, and before those that make rollouts.
+
+    Raises:
+        ValueError: There is none of a name.
+    """
+    kinds = {"checkpoint": RunCheckpoint, **CALLBACKS}
+    given = settings or {}
+    for name in given:
+        if name not in kinds:
+            raise ValueError(f"callbacks has no {name!r}; it has {', '.join(kinds)}.")
+    made = {name: kind(**(given.get(name) or {})) for name, kind in kinds.items() if given.get(name, {}) is not None}
+    first = [made.pop("checkpoint")] if "checkpoint" in made else []
+    return [*first, *own, *made.values()]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
+from lit_grpo.callbacks import GRPOProgressBar, RunSummary
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.settings import as_plain
-from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
+from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 
@@ -46,7 +46,7 @@ def train(
     seed: int = 0,
     data: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
-    callbacks: Mapping[str, Mapping[str, Any]] | None = None,
+    callbacks: Mapping[str, Mapping[str, Any] | None] | None = None,
     **settings: Any,
 ) -> Run:
     """Train a policy as ``python -m lit_grpo fit`` does, and show the same: in a notebook, plain lines.
@@ -81,10 +81,10 @@ def train(
     for_data: Any = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
     for_data |= data or {}
     datamodule = PromptDataModule(**for_data)
-    made = _callbacks(callbacks or {})
+    options: dict[str, Any] = {"max_steps": max_steps, **(trainer or {})}
+    made = default_callbacks(callbacks, [*options.pop("callbacks", ()), *_displays(options)])
     with RunFolder() as run_folder:
         run = _opened(run_folder, RunConfig(name, dir))
-        options = {"max_steps": max_steps, **(trainer or {})}
         told = {"model": for_model, "data": for_data, "trainer": options, **(callbacks or {})}
         fitted = _trainer(run, made, options, as_plain(told))
         if validation is not None:
@@ -102,28 +102,16 @@ def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
     return RunConfig(run_folder.path.name, run.dir)
 
 
+def _displays(options: Mapping[str, Any]) -> list[pl.Callback]:
+    """What shows a run, unless it is told not to."""
+    return [RunSummary(), *([] if options.get("enable_progress_bar") is False else [GRPOProgressBar()])]
+
+
 def _trainer(
-    run: RunConfig, callbacks: Sequence[pl.Callback], settings: Mapping[str, Any], told: Mapping[str, Any]
+    run: RunConfig, callbacks: list[pl.Callback], settings: Mapping[str, Any], told: Mapping[str, Any]
 ) -> pl.Trainer:
-    """Make the trainer; the callbacks in its settings come behind the first of ``callbacks``, boards show ``told``."""
+    """Make the trainer, whose boards show what it was ``told``."""
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
-    checkpoint, *others = callbacks
-    first = [checkpoint, *options.pop("callbacks", ()), RunSummary()]
-    if options.get("enable_progress_bar") is not False:
-        first.append(GRPOProgressBar())
     if "logger" not in options:
         options["logger"] = make_loggers(run, told)
-    return pl.Trainer(callbacks=[*first, *others], **options)
-
-
-def _callbacks(settings: Mapping[str, Mapping[str, Any]]) -> list[pl.Callback]:
-    """Make the callbacks of every run, in their order.
-
-    Raises:
-        ValueError: There is none of a name.
-    """
-    kinds = {"checkpoint": RunCheckpoint, **CALLBACKS}
-    for name in settings:
-        if name not in kinds:
-            raise ValueError(f"callbacks has no {name!r}; it has {', '.join(kinds)}.")
-    return [kind(**settings.get(name, {})) for name, kind in kinds.items()]
+    return pl.Trainer(callbacks=callbacks, **options)

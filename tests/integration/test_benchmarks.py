@@ -47,6 +47,15 @@ def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder
     assert all(row["tokens_per_s"] > 0 and row["slots_over_it"] > 0 for row in result["rows"])
 
 
+def test_the_demo_is_measured_by_update_and_run_again(tmp_path: Path) -> None:
+    result, _ = run_quick("demo", tmp_path / "result.json")
+    check_result(result, "demo")
+    (row,) = result["rows"]
+    assert row["seed"] == 0 and {"at 0", "at 2", "mean_length"} <= row.keys()
+    differences = result["claims"][-1]
+    assert differences["value"] == 0 and "differ when it is run again" in differences["text"]
+
+
 @pytest.mark.parametrize(
     ("value", "relation", "limit", "holds"),
     [(1.0, "<=", 1.05, True), (1.06, "<=", 1.05, False), (2.0, ">=", 2.0, True), (1.9, ">=", 2.0, False),

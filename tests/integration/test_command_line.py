@@ -17,6 +17,7 @@ from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
 from lit_grpo.cli.command_line import run
 from lit_grpo.cli.export import main as export
+from lit_grpo.cli.names import GENERATORS
 from lit_grpo.cli.simulate import main as simulate
 from lit_grpo.training.run_folder import RunFolder
 
@@ -273,7 +274,7 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
 
 
 def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
-    slots = ("--model.generator=lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots=5")
+    slots = ("--model.generator=slots", "--model.generator.num_slots=5")
     fit("--run.name=lpt", "--rollout_scheduler.plan=lpt", *slots)
     fit("--run.name=rounds", "--rollout_scheduler.plan=micro_rounds", "--rollout_scheduler.predict_lengths=false")
     one, other = weights("lpt"), weights("rounds")
@@ -326,12 +327,13 @@ def test_every_config_parses_with_a_generator_behind_it(
     with pytest.raises(SystemExit) as exit_:
         run(["fit", "--config", str(CONFIGS / f"{config}.yaml"), *behind, "--print_config"])
     said = capsys.readouterr()
-    assert exit_.value.code == 0 and not said.err
+    assert exit_.value.code == 0
+    assert all(line.startswith("Left out, for ") for line in said.err.splitlines())
     printed = yaml.safe_load(said.out)
     assert printed["model"]["num_generations"] >= 2
     if generator:
         named, expected = printed["model"]["generator"], yaml.safe_load(Path(behind[1]).read_text())
-        assert named["class_path"] == expected["model"]["generator"]["class_path"]
+        assert named["class_path"] == GENERATORS[expected["model"]["generator"]["class_path"]]
         assert named["init_args"].items() >= expected["model"]["generator"]["init_args"].items()
 
 
@@ -362,6 +364,20 @@ def test_help_documents_every_field(folder: Path) -> None:
     assert not [name for name in undocumented if not name.endswith(".help")]
 
 
+def test_help_shows_our_own_fields_first_and_the_trainers_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit, match="0"):
+            run(["fit", option])
+        shown[option] = capsys.readouterr().out
+    ours = shown["--help"].splitlines()
+    fields = [line.split()[0] for line in ours if line.startswith("  --")]
+    assert fields[0] == "--run.name" and not [name for name in fields if name.startswith("--trainer")]
+    assert {"--model.num_generations", "--data.train", "--rollout_scheduler.plan", "--checkpoint.folder"} <= set(fields)
+    assert "--help-all" in ours[-1] and "names: slots," in " ".join(shown["--help"].split())
+    assert "--trainer.max_steps" in shown["--help-all"] and "--model.num_generations" in shown["--help-all"]
+
+
 def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> None:
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--trainer.max_steps", "2"]
     done = subprocess.run(
@@ -377,6 +393,7 @@ def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> N
 
 BAD_INPUT = {
     "unknown field": (["--model.num_geneations", "1"], "did you mean --model.num_generations"),
+    "field of another trainer": (["--model.learning_rate", "1e-6"], "did you mean --model.optimizer.lr?"),
     "field elsewhere": (["--model.betta", "1"], "did you mean --model.objective.kl.beta?"),
     "field that begins another": (["--model.sampling.max_token", "5"], "did you mean --model.sampling.max_tokens?"),
     "field of a class": (
@@ -474,9 +491,9 @@ def test_bad_input_gets_one_sentence(
 
 @pytest.mark.parametrize(
     ("optimizer", "option"),
-    [("lit_grpo.optim.GaLoreAdamW", "rank"), ("bitsandbytes.optim.AdamW8bit", "min_8bit_size")],
+    [("GaLoreAdamW", "rank"), ("AdamW8bit", "min_8bit_size")],
 )
-def test_optimizers_that_need_less_memory_are_named_by_class_path(folder: Path, optimizer: str, option: str) -> None:
+def test_optimizers_that_need_less_memory_have_short_names(folder: Path, optimizer: str, option: str) -> None:
     options = ["--model.optimizer", optimizer, "--model.optimizer.lr", "1e-3", f"--model.optimizer.{option}", "16"]
     fit(*options)
     fit(*options, "--trainer.max_steps", "2", "--run.name", "part")

@@ -18,11 +18,11 @@ from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, full_logprobs, make_module, make_trainer, save_policy_for_vllm, sgd
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from benchmarks.make_tiny import make_tokenizer
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.tiny import make_tokenizer
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import GenerationError

@@ -1,42 +1,39 @@
-"""The embedded default policy: a tiny Qwen3 and its tokenizer, warm-started on the spot and cached.
+"""Makes ``tiny``, the embedded policy that comes with the package: ``python -m benchmarks.make_tiny [FOLDER]``.
 
-The warm start is supervised, on :func:`lit_grpo.policy.exercises.demonstration`: first on whole workings, then on
+A tiny Qwen3 is warm-started on :func:`lit_grpo.policy.exercises.demonstration`: first on whole workings, then on
 a crowd most of whom answer hastily. What comes out can do the working, and mostly does not: GRPO is to find
-that the working pays. Nothing is downloaded, and torch and transformers are imported only when it is made.
+that the working pays. The same seed gives the same weights, bit for bit, on one kind of CPU; on another they
+round otherwise, and differ: hence it is shipped, and not made where it is used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import argparse
 import math
-import os
 import random
-import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lit_grpo.policy.exercises import ALPHABET, CONTINUE, demonstration, draw_exercise
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from lit_grpo.data import ArithmeticRows
+from lit_grpo.policy.exercises import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_exercise
+from lit_grpo.policy.loading import SHIPPED
+from lit_grpo.rewards import ExactMatch
 
-
-VERSION = 2  # of everything that is not in the recipe; raise it when the same recipe gives another policy
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
-CACHE_VARIABLE = "LIT_GRPO_CACHE"
 Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class TinyRecipe:
-    """Everything but the seed that determines the embedded policy.
+    """Everything but the seed that determines the policy.
 
     Args:
         hidden_size: Width.
@@ -80,53 +77,8 @@ class TinyRecipe:
     sharpness: float = 1.5
 
 
-def tiny_policy(seed: int = 0, cache_dir: str | Path | None = None, recipe: TinyRecipe | None = None) -> Path:
-    """Return the folder of the embedded policy, made the first time and cached from then on.
-
-    The folder holds a Qwen3 model and its tokenizer as ``save_pretrained`` writes them. The same seed and
-    recipe give the same weights, bit for bit on one machine. Processes that ask at once make it once.
-
-    Args:
-        seed: Of the weights and of the demonstrations.
-        cache_dir: Where it is kept; by default ``$LIT_GRPO_CACHE``, ``$XDG_CACHE_HOME/lit_grpo`` or
-            ``~/.cache/lit_grpo``, the first that is set.
-        recipe: Sizes and steps.
-
-    Raises:
-        ValueError: The cache folder cannot be written.
-    """
-    from filelock import FileLock
-
-    recipe = recipe or TinyRecipe()
-    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-    folder = cache / f"tiny-{_fingerprint(recipe, seed)}"
-    if folder.is_dir():
-        return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.is_dir():
-                _make(recipe, seed, folder)
-    except OSError as error:
-        raise ValueError(
-            f"The embedded policy cannot be written to the cache folder {str(cache)!r} ({error}); "
-            f"name a writable folder in the environment variable {CACHE_VARIABLE}."
-        ) from error
-    return folder
-
-
-def default_cache_dir() -> Path:
-    """The cache folder that the environment names."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_grpo"
-
-
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token a character; it adds no token of its own."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -141,30 +93,47 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _fingerprint(recipe: TinyRecipe, seed: int) -> str:
-    text = json.dumps({"version": VERSION, "seed": seed, **asdict(recipe)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def make(folder: Path, recipe: TinyRecipe | None = None, seed: int = 0) -> None:
+    """Make a policy and its tokenizer, and write them as ``save_pretrained`` does.
+
+    Args:
+        folder: Where they go.
+        recipe: Sizes and steps.
+        seed: Of the weights and of the demonstrations.
+    """
+    recipe = recipe or TinyRecipe()
+    tokenizer = make_tokenizer()
+    model = new_model(recipe, seed, tokenizer)
+    warm_start(model, tokenizer, recipe, seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def _make(recipe: TinyRecipe, seed: int, folder: Path) -> None:
-    import torch
+@torch.no_grad()
+def exact_match(folder: Path, num_rows: int = 256) -> float:
+    """Share of held-out exercises that the policy in ``folder`` answers rightly, decoded greedily as in the demo."""
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    rows = list(ArithmeticRows(num_rows, "validation").rows())
+    prompts_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])  # all of one length
+    ids_BT = model.generate(prompts_BT, max_new_tokens=128, do_sample=False)[:, prompts_BT.shape[1] :]
+    score = ExactMatch(pattern=ANSWER_PATTERN)
+    texts = tokenizer.batch_decode(ids_BT, skip_special_tokens=True)
+    return sum(score(text, answer=row["answer"]) or 0.0 for text, row in zip(texts, rows, strict=True)) / num_rows
 
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        made = Path(scratch) / "policy"
-        tokenizer = make_tokenizer()
-        with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
-            model = new_model(recipe, seed, tokenizer)
-            warm_start(model, tokenizer, recipe, seed)
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        os.replace(made, folder)
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make it on one thread, and say how good it is."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.make_tiny", description="Make the embedded policy.")
+    parser.add_argument("folder", type=Path, nargs="?", default=SHIPPED, help="by default that of the package")
+    folder = parser.parse_args(arguments).folder
+    torch.set_num_threads(1)  # sums of several threads round otherwise
+    make(folder)
+    print(f"{folder}: {exact_match(folder):.1%} of the held-out exercises are right, decoded greedily.")
 
 
 def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Make the model of ``recipe`` with random weights, the global random state left as it was."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -187,13 +156,6 @@ def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast)
 
 def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, seed: int) -> None:
     """Train ``model`` in place on demonstrations, the loss on their completions only."""
-    import torch
-    from tqdm import tqdm
-
-    print(
-        "lit_grpo: warm-starting the embedded policy (once, about a minute; then it is cached) ...",
-        file=sys.stderr,
-    )
     matrices = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
     others = [weight for name, weight in model.named_parameters() if not name.endswith("_proj.weight")]
     # Muon (K. Jordan et al., 2024) learns this in far fewer steps than AdamW alone.
@@ -201,8 +163,7 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
         torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): recipe.matrix_learning_rate,
         torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0): recipe.learning_rate,
     }
-    lessons = tqdm(_lessons(recipe, random.Random(seed)), "warm start", recipe.num_steps, leave=False, unit="step")
-    for step, rows in enumerate(lessons):
+    for step, rows in enumerate(_lessons(recipe, random.Random(seed))):
         input_ids_BT, target_ids_BT = _collate(rows, tokenizer)
         logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), target_ids_BT.flatten())
@@ -254,8 +215,6 @@ def _num_tokens(row: tuple[str, str]) -> int:
 
 
 def _collate(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
     num_columns = max(map(_num_tokens, rows))
     input_ids_BT = torch.full((len(rows), num_columns), PAD_ID)
     target_ids_BT = torch.full_like(input_ids_BT, -100)
@@ -264,3 +223,7 @@ def _collate(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tens
         input_ids_BT[row, : len(ids_T)] = ids_T
         target_ids_BT[row, len(prompt) - 1 : len(ids_T) - 1] = ids_T[len(prompt) :]
     return input_ids_BT, target_ids_BT
+
+
+if __name__ == "__main__":
+    main()

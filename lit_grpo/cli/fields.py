@@ -1,0 +1,72 @@
+"""A field of the command line: classes by short names, and lists that are whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+from jsonargparse import Namespace
+from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
+
+from lit_grpo.cli.names import FIELDS
+
+
+class Field(ActionTypeHint):
+    """A field whose classes may be named shortly, and whose lists replace those before them whole.
+
+    jsonargparse merges lists of equal length item by item: another reward function would get the arguments of the one
+    that had its place. ``--model.rewards+`` still appends. Where a field's class changes, jsonargparse keeps what the
+    new one takes too, and leaves the rest out without a word; here it is told.
+    """
+
+    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
+        before = _spec(cfg.get(self.dest)) if self.dest in FIELDS and cfg else {}
+        value = self._with_path(value) if self.dest in FIELDS else value
+        checked = super()._check_type(value, append=append, cfg=None if is_list and not append else cfg, **options)
+        if before.get("init_args") and before["class_path"] != _spec(checked).get("class_path", before["class_path"]):
+            self._tell_left_out(before, _spec(checked))
+        return checked
+
+    def _with_path(self, value: Any) -> Any:
+        """Put the path of a class in the place of its short name.
+
+        Raises:
+            ValueError: There is no such name.
+        """
+        if isinstance(value, str) and value.isidentifier() and value != "null":
+            return self._path(value)
+        if isinstance(value, Mapping | Namespace) and isinstance(name := value.get("class_path"), str):
+            value = value.clone() if isinstance(value, Namespace) else dict(value)
+            value["class_path"] = self._path(name)
+        return value
+
+    def _path(self, name: str) -> str:
+        names = FIELDS[self.dest]
+        if name in names or "." in name:
+            return names.get(name, name)
+        imported = {path.rsplit(".", 1)[-1]: path for path in get_all_subclass_paths(cast(Any, self._typehint))}
+        if name not in imported:
+            raise TypeError(f"{self.dest} is {name!r}; take {', '.join(names)}, or the path of a class.")
+        return imported[name]
+
+    def _tell_left_out(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Name what has been set of the earlier class and the new one does not take."""
+        defaults, taken = (
+            self.get_class_parser(spec["class_path"], self.sub_add_kwargs).get_defaults() for spec in (before, now)
+        )
+        given = [name for name, value in before["init_args"].items() if value != defaults.get(name)]
+        if left_out := [f"{self.dest}.{name}" for name in given if name not in taken]:
+            name = now["class_path"].rsplit(".", 1)[-1]
+            print(f"Left out, for {name} has no such field: {', '.join(left_out)}.", file=sys.stderr)
+
+    def extra_help(self) -> str:
+        """The short names, in place of all the classes that happen to have been imported."""
+        return f", names: {', '.join(FIELDS[self.dest])}" if self.dest in FIELDS else super().extra_help()
+
+
+def _spec(value: Any) -> Mapping[str, Any]:
+    """A class with its arguments as a mapping; an empty one where it is none."""
+    value = value.as_dict() if isinstance(value, Namespace) else value
+    return value if isinstance(value, Mapping) and "class_path" in value else {}

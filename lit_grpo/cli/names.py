@@ -1,0 +1,33 @@
+"""Short names of the classes that configs name most: a table for each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GENERATORS = {
+    "slots": "lit_grpo.rollout.slots.SlotGenerator",
+    "vllm": "lit_grpo.rollout.vllm.VLLMGenerator",
+    "vllm_server": "lit_grpo.rollout.vllm.VLLMServerGenerator",
+}
+OPTIMIZERS = {
+    "AdamW": "torch.optim.AdamW",
+    "SGD": "torch.optim.SGD",
+    "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
+    "GaLoreAdamW": "lit_grpo.optim.GaLoreAdamW",
+}
+SCHEDULERS = {"WarmupDecayLR": "lit_grpo.optim.WarmupDecayLR"} | {
+    name: f"torch.optim.lr_scheduler.{name}"
+    for name in ("ConstantLR", "CosineAnnealingLR", "ExponentialLR", "LinearLR", "OneCycleLR", "StepLR")
+}
+FIELDS: dict[str, Mapping[str, str]] = {
+    "model.generator": GENERATORS,
+    "model.optimizer": OPTIMIZERS,
+    "model.lr_scheduler": SCHEDULERS,
+}
+"""The names that a field of classes knows. Those of reward functions are in :mod:`lit_grpo.rewards.loading`."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "model.generator": {"class_path": GENERATORS["slots"]},
+    "model.optimizer": {"class_path": OPTIMIZERS["AdamW"], "init_args": {"lr": 1e-6}},
+}
+"""What these fields are where a config says nothing, so that ``--model.generator.num_slots 8`` needs no class."""

@@ -1,0 +1,49 @@
+"""The Hugging Face hub, which may not answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PATIENCE_S = 5.0
+
+
+@functools.cache
+def answers(endpoint: str) -> bool:
+    """Whether a hub can be reached at all; any answer will do. It is asked once a process."""
+    import httpx
+
+    try:
+        httpx.head(endpoint, timeout=PATIENCE_S)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+@contextmanager
+def hub_or_cache(name: str) -> Iterator[None]:
+    """Load a policy within: where the hub does not answer, from the cache, without asking for each of its files.
+
+    huggingface_hub would ask six times for every file, and wait in between.
+
+    Raises:
+        ValueError: The hub does not answer, and the cache lacks the policy.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+    if is_path or constants.HF_HUB_OFFLINE or answers(constants.ENDPOINT):
+        yield
+        return
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise ValueError(
+            f"Policy {name!r} is no folder and not in the cache, and the hub {constants.ENDPOINT} cannot be reached; "
+            "give a policy's folder, mend the network, or bring another machine's cache and set HF_HUB_OFFLINE=1."
+        )
+    constants.HF_HUB_OFFLINE = True  # what the variable of this name sets
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False

@@ -1,0 +1,95 @@
+"""Configs of TRL's, converted, run a few steps with another policy and other data."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_grpo.cli.command_line import run
+from lit_grpo.cli.from_trl import main as from_trl
+
+pytestmark = pytest.mark.integration
+
+PLAIN: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2-0.5B-Instruct",
+    "dataset_name": "prompts.jsonl",
+    "reward_funcs": ["rewards.score"],
+    "output_dir": "runs/trl",
+    "learning_rate": 1e-5,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 2,
+    "max_completion_length": 12,
+    "bf16": False,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"beta": 0.04, "loss_type": "grpo", "warmup_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "dapo": {
+        "loss_type": "dapo",
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
+        "steps_per_generation": 4,
+        "lr_scheduler_type": "constant",
+        "reward_funcs": ["rewards.score", "get_soft_overlong_punishment"],
+        "reward_weights": [1.0, 0.5],
+    },
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+        "num_iterations": 2,
+        "scale_rewards": "batch",
+        "lr_scheduler_type": "cosine",
+    },
+    "lora": {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "optim": "adamw_torch", "seed": 3},
+    "vllm colocate": {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "top_entropy_quantile": 0.5,
+    },
+}
+REWARD = "def score(completions, answer, **kwargs):\n    return [float(len(text) % 3) for text in completions]\n"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_of_trl_is_converted_and_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(6)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("rewards.py").write_text(REWARD)
+    Path("trl.yaml").write_text(yaml.safe_dump(PLAIN | CONFIGS[name]))
+    from_trl(["trl.yaml", "--rows", "6", "--output", "ours.yaml"])
+    assert Path("ours.yaml").read_text().startswith("# From trl.yaml of TRL 1.16.")
+    others = ["--model.policy", str(policy_folder), "--trainer.enable_progress_bar", "false"]
+    if name.startswith("vllm"):  # its own tests start it
+        others += ["--model.generator", "slots"]
+    run(["fit", "--config", "ours.yaml", *others])
+    with Path("runs/trl/metrics.csv").open(newline="") as file:
+        steps = [row for row in csv.DictReader(file) if row["loss"]]
+    asked = yaml.safe_load(Path("ours.yaml").read_text())
+    assert int(steps[-1]["step"]) == asked["trainer"]["max_steps"] >= 2
+    assert any(float(row["grad_norm"]) > 0 for row in steps)
+
+
+def test_a_config_that_cannot_be_had_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "trl.yaml"
+    config.write_text(yaml.safe_dump(PLAIN | {"top_k": 50}))
+    with pytest.raises(SystemExit, match="2"):
+        from_trl([str(config)])
+    said = capsys.readouterr().err
+    assert said.startswith("error: top_k is 50, which cannot be had:") and said.count("\n") == 1

@@ -1,0 +1,140 @@
+"""Fields of other trainers: the table is whole, what is made of a config is right, and the page tells the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.cli.errors import InputParser
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.migration import TRL, VERL, convert_trl
+from lit_grpo.migration.page import migration_page
+from lit_grpo.module import GRPOModule
+from lit_grpo.optim import WarmupDecayLR
+
+PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
+LEAST = {
+    "model_name_or_path": "tiny",
+    "dataset_name": "some/data",
+    "reward_funcs": ["accuracy_reward"],
+    "max_steps": 10,
+}
+
+
+def convert(**fields: Any) -> dict[str, Any]:
+    return convert_trl(LEAST | fields).config
+
+
+def test_every_field_of_trl_is_in_the_table_with_its_default() -> None:
+    trl = pytest.importorskip("trl")
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    kinds = (trl.GRPOConfig, trl.ModelConfig, GRPOScriptArguments, trl.DatasetMixtureConfig)
+    fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+    assert set(fields) == set(TRL)
+    for name, field in fields.items():
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory() or None
+        assert TRL[name].default in (default, [], None) if default in (None, []) else TRL[name].default == default, name
+
+
+def test_every_counterpart_is_a_field_of_ours() -> None:
+    parser = InputParser()
+    parser.add_class_arguments(GRPOModule, "model")
+    parser.add_class_arguments(PromptDataModule, "data")
+    ours = {action.dest for action in parser._actions}
+    for name, row in (TRL | VERL).items():
+        assert bool(row.fields) == (row.kind in ("same", "changed")), name
+        assert row.note or row.kind == "same", name
+        for field in row.fields:
+            if field.startswith(("model.", "data.")):
+                groups = (".optimizer.", ".generator.", ".lr_scheduler.", ".lora.", ".eval_sampling.")
+                assert field in ours or any(group in field for group in groups), (name, field)
+
+
+def test_the_page_is_made_of_the_table() -> None:
+    assert PAGE.read_text() == migration_page()
+
+
+def test_batches_keep_their_completions_and_steps() -> None:
+    config = convert(
+        per_device_train_batch_size=4, gradient_accumulation_steps=8, num_generations=8, steps_per_generation=16
+    )
+    assert config["data"]["batch_size"] * config["model"]["num_generations"] == 4 * 16
+    assert config["model"]["num_minibatches"] == 2
+    half = convert_trl(LEAST | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}, devices=2).config
+    assert half["data"]["batch_size"] == 4 and half["trainer"]["devices"] == 2
+    epochs = {"max_steps": -1, "num_train_epochs": 2.0, "gradient_accumulation_steps": 2, "num_iterations": 3}
+    assert convert_trl(LEAST | epochs, rows=21).config["trainer"]["max_steps"] == 2 * 10 * 3
+
+
+def test_losses_keep_their_bounds() -> None:
+    objective = convert(loss_type="grpo", epsilon_high=0.28, beta=0.04)["model"]["objective"]
+    assert (objective["loss"], objective["epsilon"], objective["epsilon_high"]) == ("grpo", 0.2, 0.28)
+    assert objective["kl"] == {"beta": 0.04, "importance_weighted": True}
+    assert convert(importance_sampling_level="sequence")["model"]["objective"]["loss"] == "gspo"
+    vllm = convert(use_vllm=True, vllm_importance_sampling_mode="token_truncate")["model"]
+    assert vllm["objective"]["correction"] == {"mode": "token_truncate", "high": 3.0}
+    assert vllm["generator"]["class_path"] == "vllm"
+    assert "correction" not in convert()["model"]["objective"]
+    assert convert(multi_objective_aggregation="normalize_then_sum")["model"]["advantages"] == {"estimator": "gdpo"}
+
+
+REFUSED = {
+    "unknown": ({"num_generation": 4}, "TRL 1.16 has no field 'num_generation'"),
+    "truncation": ({"top_p": 0.9}, "top_p is 0.9, which cannot be had: log-probs of truncated sampling"),
+    "epochs": (
+        {"max_steps": -1},
+        "num_train_epochs is 3.0, but a run ends after a number of optimizer steps",
+    ),
+    "divisibility": ({"num_generations": 3}, "8 completions, which make no whole number of prompts"),
+    "half a prompt": ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, "a step is made of whole prompts"),
+    "a weight below one": ({"loss_type": "cispo"}, "largest weight is epsilon_high; give it"),
+    "a model of rewards": ({"reward_model_name_or_path": "a/b"}, "write a reward function"),
+    "a reward by no name": ({"reward_funcs": ["mine"]}, "reward_funcs has 'mine'"),
+    "an optimizer": ({"optim": "lomo"}, "optim is 'lomo'"),
+    "variables": ({"env": {"A": "1"}}, "set them in the shell"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_is_refused_in_one_sentence(case: str) -> None:
+    fields, sentence = REFUSED[case]
+    with pytest.raises(ValueError) as caught:
+        convert(**fields)
+    assert sentence in str(caught.value)
+
+
+def test_what_has_no_counterpart_is_named_with_the_reason() -> None:
+    converted = convert_trl(LEAST | {"lora_dropout": 0.1, "save_total_limit": 2, "vllm_gpu_memory_utilization": 0.5})
+    said = "\n".join(converted.notes)
+    assert "lora_dropout: adapters have no dropout" in said
+    assert "save_total_limit: checkpoint.every_n_updates" in said
+    assert "vllm_gpu_memory_utilization: model.generator.kv_memory auto" in said
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "constant_with_warmup"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_schedules_are_those_of_transformers(shape: str, warmup: int) -> None:
+    from transformers import get_scheduler
+
+    rates = []
+    for ours in (False, True):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+        if ours:
+            settings = convert(lr_scheduler_type=shape, warmup_steps=warmup)["model"]["lr_scheduler"]["init_args"]
+            schedule: Any = WarmupDecayLR(optimizer, **settings)
+        else:
+            schedule = get_scheduler(shape, optimizer, num_warmup_steps=warmup, num_training_steps=10)
+        rates.append([])
+        for _ in range(10):
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+    assert all(math.isclose(one, other, abs_tol=1e-12) for one, other in zip(*rates, strict=True))

@@ -1,0 +1,119 @@
+"""Short names on the command line, in configs and in Python."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse._actions import ActionConfigFile
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+
+from lit_grpo.cli.errors import InputParser
+from lit_grpo.cli.names import DEFAULTS, FIELDS, GENERATORS, OPTIMIZERS
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import ExactMatch, RewardSpec, load_rewards
+from lit_grpo.rewards.loading import REWARDS
+from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.slots import SlotGenerator
+
+
+class Model:
+    """Has the fields that know short names."""
+
+    def __init__(
+        self,
+        generator: Generator | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None: ...
+
+
+def parse(folder: Path, *arguments: str, config: Any = None) -> Any:
+    parser = InputParser()
+    parser.add_argument("--config", action=ActionConfigFile)
+    parser.add_class_arguments(Model, "model")
+    parser.set_defaults(DEFAULTS)
+    (folder / "config.yaml").write_text(json.dumps({"model": config or {}}))
+    return parser.parse_args(["--config", str(folder / "config.yaml"), *arguments]).model
+
+
+@pytest.mark.parametrize("path", [path for names in (*FIELDS.values(), REWARDS) for path in names.values()])
+def test_every_name_stands_for_something(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    if module.startswith("bitsandbytes"):
+        pytest.importorskip("bitsandbytes")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+SLOTS = {"class_path": GENERATORS["slots"], "init_args": {"num_slots": 5}}
+GIVEN = {
+    "a field without a class": (["--model.generator.num_slots", "8"], None, "slots", 8),
+    "a name and a field": (["--model.generator", "vllm", "--model.generator.num_slots", "8"], None, "vllm", 8),
+    "a name in a config": ([], {"class_path": "vllm", "init_args": {"num_slots": 8}}, "vllm", 8),
+    "a name over a path": (["--model.generator", "vllm_server"], SLOTS, "vllm_server", 5),
+    "a field over a path": (["--model.generator.num_slots", "8"], SLOTS, "slots", 8),
+    "a path": (["--model.generator", GENERATORS["vllm"]], None, "vllm", 64),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_a_generator_is_named_shortly_or_not_at_all(tmp_path: Path, case: str) -> None:
+    arguments, generator, name, num_slots = GIVEN[case]
+    parsed = parse(tmp_path, *arguments, config={"generator": generator} if generator else None).generator
+    assert parsed.class_path == GENERATORS[name]
+    assert parsed.init_args.num_slots == num_slots
+
+
+def test_what_another_class_does_not_take_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"generator": {"class_path": "vllm", "init_args": {"num_slots": 8, "engine_args": {"dtype": "float16"}}}}
+    parsed = parse(tmp_path, "--model.generator", "slots", config=config).generator
+    assert set(parsed.init_args.as_dict()) == {"num_slots", "prefill_tokens", "kv_memory"}
+    assert capsys.readouterr().err == "Left out, for SlotGenerator has no such field: model.generator.engine_args.\n"
+    parse(tmp_path, "--model.optimizer", "GaLoreAdamW")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("field", ["generator", "optimizer", "lr_scheduler"])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_name_that_nothing_has_is_told_with_those_there_are(
+    tmp_path: Path, field: str, by_file: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [] if by_file else [f"--model.{field}", "slotz"]
+    with pytest.raises(SystemExit):
+        parse(tmp_path, *arguments, config={field: {"class_path": "slotz"}} if by_file else None)
+    names = ", ".join(FIELDS[f"model.{field}"])
+    said = capsys.readouterr().err
+    assert f"model.{field} is 'slotz'; take {names}, or the path of a class." in said
+    assert said.count("\n") == 1
+
+
+def test_optimizers_and_schedules_have_names_and_keep_what_both_take(tmp_path: Path) -> None:
+    parsed = parse(
+        tmp_path, "--model.optimizer", "GaLoreAdamW", "--model.optimizer.rank", "8", "--model.optimizer.lr=2e-3"
+    )
+    assert parsed.optimizer.class_path == OPTIMIZERS["GaLoreAdamW"]
+    assert (parsed.optimizer.init_args.rank, parsed.optimizer.init_args.lr) == (8, 2e-3)
+    assert parse(tmp_path, "--model.optimizer", "SGD").optimizer.init_args.lr == 1e-6
+    schedule = parse(tmp_path, "--model.lr_scheduler", "LinearLR", "--model.lr_scheduler.total_iters", "4").lr_scheduler
+    assert schedule.class_path == "torch.optim.lr_scheduler.LinearLR" and schedule.init_args.total_iters == 4
+
+
+def test_the_defaults_of_the_command_line_are_those_of_python() -> None:
+    module = GRPOModule(rewards=[RewardSpec("exact_match")])
+    assert type(module.generator) is SlotGenerator
+    optimizer = module.make_optimizer(iter([torch.zeros(2, requires_grad=True)]))
+    assert f"torch.optim.{type(optimizer).__name__}" == DEFAULTS["model.optimizer"]["class_path"]
+    assert optimizer.defaults["lr"] == DEFAULTS["model.optimizer"]["init_args"]["lr"]
+
+
+def test_a_reward_has_a_short_name_under_which_it_is_logged() -> None:
+    (reward,) = load_rewards(["exact_match"], 1.0)
+    assert reward.name == "exact_match" and isinstance(reward.call, ExactMatch)
+    with pytest.raises(ValueError, match=r"'exct' names no function; .* or one of exact_match, math_equivalence,"):
+        load_rewards(["exct"], 1.0)
