@@ -36,9 +36,9 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 
 EPILOG = (
     "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), and, each with "
-    "--help: export (a checkpoint's policy), report (a run as one HTML file), dashboard (a view in W&B), simulate (plans "
-    "in pictures, without a model), serve (a vLLM server for a policy), from-trl (a config of TRL's as one of ours); "
-    "--version"
+    "--help: export (a checkpoint's policy), report (a run as one HTML file), dashboard (a view in W&B), simulate "
+    "(plans in pictures, without a model), serve (a vLLM server for a policy), from-trl (a config of TRL's as one of "
+    "ours); --version"
 )
 
 GROUPS: dict[str, type] = {
