@@ -33,6 +33,7 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 
 EPILOG = (
     "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), python -m "
+    "lit_grpo fit-check, with the same (what a run will take of memory, without its weights), python -m "
     "lit_grpo export CKPT FOLDER (a checkpoint's policy), python -m lit_grpo simulate --help (plans in pictures, "
     "without a model), python -m lit_grpo serve --help (a vLLM server for a policy), python -m lit_grpo from-trl "
     "CONFIG (a config of TRL's as one of ours), and --version"
