@@ -65,6 +65,11 @@ def start() -> None:
         from lit_grpo.cli.doctor import main as examine
 
         examine(sys.argv[2:])
+    if sys.argv[1:2] == ["fit-check"]:
+        from lit_grpo.cli.fit_check import main as fit_check
+
+        fit_check(sys.argv[2:])
+        return
     gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes a third of the time
     from lit_grpo.cli.command_line import run
 

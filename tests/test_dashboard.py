@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lit_grpo.cli import dashboard
-from lit_grpo.cli.settings import check_settings
+from lit_grpo.cli.parsing.settings import check_settings
 from lit_grpo.dashboard import Panel, explain, sections
 from lit_grpo.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import WandB

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentError
 from jsonargparse._actions import ActionConfigFile
 from lightning.pytorch import Callback
 
-from lit_grpo.cli.errors import InputParser, one_sentence, shipped_config
+from lit_grpo.cli.parsing.errors import InputParser, one_sentence, shipped_config
 from lit_grpo.data.sources import FileRows, RowSource
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.cli.errors import InputParser
+from lit_grpo.cli.parsing.errors import InputParser
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.migration import TRL, VERL, convert_trl
 from lit_grpo.migration.page import migration_page

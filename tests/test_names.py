@@ -12,8 +12,8 @@ import torch
 from jsonargparse._actions import ActionConfigFile
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from lit_grpo.cli.errors import InputParser
-from lit_grpo.cli.names import DEFAULTS, FIELDS, GENERATORS, OPTIMIZERS
+from lit_grpo.cli.parsing.errors import InputParser
+from lit_grpo.cli.parsing.names import DEFAULTS, FIELDS, GENERATORS, OPTIMIZERS
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import ExactMatch, RewardSpec, load_rewards
 from lit_grpo.rewards.loading import REWARDS

@@ -108,7 +108,12 @@ def module() -> GRPOModule:
 
 def a_trainer(version: int, folder: Path, loggers: list[Any]) -> Any:
     return SimpleNamespace(
-        global_step=version, is_global_zero=True, default_root_dir=str(folder), loggers=loggers, datamodule=None
+        global_step=version,
+        is_global_zero=True,
+        default_root_dir=str(folder),
+        loggers=loggers,
+        datamodule=None,
+        callback_metrics={},
     )
 
 
@@ -187,7 +192,11 @@ def test_tables_and_pictures_reach_wandb_with_the_update_that_they_belong_to(tmp
     log(SampleLogger(num_samples=2), prompt, 7, tmp_path, [logger])
     batch, timeline = a_batch(prompt), RolloutTimeline(every_n_updates=1)
     batch.metrics = {"rollout/steps": 2.0, "rollout/steps_over_bound": 1.0}
+    batch.metrics |= {"time/rollout_s": 1.0, "time/reward_wait_s": 0.0}
     batch.spans = [(("train/0", 0, (0,)), Span(0, 0, 2, 0))]
+    batch.predicted = {("train/0", 0, (0,)): 2.0}
+    batch.clock.slots = 1
+    batch.clock.add(steps=2, began=0.0, ended=1.0, kv_tokens=3, prefilled=1)
     timeline.on_train_batch_end(a_trainer(7, tmp_path, [logger]), module(), None, batch, 0)
     assert [(set(said) - {"trainer/global_step"}, said["trainer/global_step"]) for said in logger.said] == [
         *(({"samples"}, 7), ({"timeline"}, 7))

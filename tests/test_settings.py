@@ -12,7 +12,7 @@ from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
 
 from lit_grpo.checks import FORMAT
-from lit_grpo.cli.settings import check_settings, check_values
+from lit_grpo.cli.parsing.settings import check_settings, check_values
 
 TRAINER = {
     "strategy": "auto",
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_not_there_is_missed_by_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_logger_that_is_not_installed_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.cli.settings.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_grpo.cli.parsing.settings.util.find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"run\.wandb is offline, but wandb is not installed; install lit_grpo\[wandb\]"
     ):

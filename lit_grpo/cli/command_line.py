@@ -16,10 +16,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
 from lit_grpo.checks import check_trainer
-from lit_grpo.cli.errors import InputParser, exit_with, one_sentence, own_frames
-from lit_grpo.cli.help import add_short_help
-from lit_grpo.cli.names import DEFAULTS
-from lit_grpo.cli.settings import check_settings, check_values, find_last
+from lit_grpo.cli.parsing.errors import InputParser, exit_with, one_sentence, own_frames
+from lit_grpo.cli.parsing.help import add_short_help
+from lit_grpo.cli.parsing.names import DEFAULTS
+from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
@@ -35,10 +35,10 @@ RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
 
 EPILOG = (
-    "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), and, each with "
-    "--help: export (a checkpoint's policy), report (a run as one HTML file), dashboard (a view in W&B), simulate "
-    "(plans in pictures, without a model), serve (a vLLM server for a policy), from-trl (a config of TRL's as one of "
-    "ours); --version"
+    "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), fit-check, "
+    "with the same (what it will take of memory), and, each with --help: export (a checkpoint's policy), report (a run "
+    "as one HTML file), dashboard (a view in W&B), simulate (plans in pictures, without a model), serve (a vLLM server "
+    "for a policy), from-trl (a config of TRL's as one of ours); --version"
 )
 
 GROUPS: dict[str, type] = {

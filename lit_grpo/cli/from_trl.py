@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import yaml
 
-from lit_grpo.cli.errors import exit_with
+from lit_grpo.cli.parsing.errors import exit_with
 from lit_grpo.migration import Converted, convert_trl
 
 

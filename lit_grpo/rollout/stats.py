@@ -40,7 +40,6 @@ class RolloutStats:
     active_slot_s: float = 0.0
     slot_s: float = 0.0
     kv_tokens_peak: int = 0
-    kv_tokens_budget: int | None = None
     step_bound: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
     spans: Sequence[tuple[Key, Span]] = field(default_factory=list)
@@ -68,7 +67,6 @@ class RolloutStats:
         self.active_slot_s += events.num_active * elapsed_s
         self.slot_s += capacity.slots * elapsed_s
         self.kv_tokens_peak = max(self.kv_tokens_peak, capacity.kv_tokens_in_use)
-        self.kv_tokens_budget = capacity.kv_tokens
         self.clock.slots, self.clock.kv_limit = capacity.slots, capacity.kv_tokens
         self.clock.add(events.num_steps, began_s, ended_s, capacity.kv_tokens_in_use, events.prefilled_tokens)
         if events.message:
@@ -81,7 +79,8 @@ class RolloutStats:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures by the names they are logged under."""
-        budget = {} if self.kv_tokens_budget is None else {"rollout/kv_tokens_budget": float(self.kv_tokens_budget)}
+        limit = self.clock.kv_limit
+        budget = {} if limit is None else {"rollout/kv_tokens_budget": float(limit)}
         return budget | {
             "rollout/steps": float(self.num_steps),
             "rollout/tokens": float(self.num_tokens),

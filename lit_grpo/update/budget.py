@@ -67,18 +67,18 @@ def pending_bytes(model: PreTrainedModel) -> int:
 
 def bytes_per_token(model: PreTrainedModel, shares_prefix: bool, selective: bool = False) -> float:
     """What a token of a micro-batch takes until its backward pass."""
-    per_token = _kept_bytes(model, shares_prefix) / _PROBE
+    per_token = kept_bytes(model, shares_prefix)
     if model.is_gradient_checkpointing and model.training:
         selected = KeptBytes()
         with selected if selective else nullcontext():
-            all_layers = _kept_bytes(model.eval(), shares_prefix)
-        per_token += (all_layers / model.config.get_text_config().num_hidden_layers + selected.num_bytes) / _PROBE
+            all_layers = kept_bytes(model.eval(), shares_prefix)
+        per_token += all_layers / model.config.get_text_config().num_hidden_layers + selected.num_bytes / _PROBE
         model.train()
     return per_token
 
 
-def _kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> int:
-    """Bytes that autograd keeps of a forward pass over a few tokens, parameters left out."""
+def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> float:
+    """Bytes that autograd keeps of each token of a forward pass over a few, parameters left out."""
     input_ids_BT = torch.zeros((1, _PROBE), dtype=torch.int64, device=model.device)
     positions_BT = torch.arange(_PROBE, device=model.device)[None]
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -95,4 +95,4 @@ def _kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> int:
         layout = {"shared_prefix": SharedPrefix([PackedGroup(0, _PROBE, ())])} if shares_prefix else {}
         output = model.get_decoder()(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)
     del output
-    return sum(kept.values())
+    return sum(kept.values()) / _PROBE

@@ -17,7 +17,7 @@ from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
 from lit_grpo.cli.command_line import run
 from lit_grpo.cli.export import main as export
-from lit_grpo.cli.names import GENERATORS
+from lit_grpo.cli.parsing.names import GENERATORS
 from lit_grpo.cli.simulate import main as simulate
 from lit_grpo.training.run_folder import RunFolder
 

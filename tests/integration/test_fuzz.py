@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lit_grpo.cli import command_line
 from lit_grpo.cli.command_line import GRPOCLI, run
-from lit_grpo.cli.errors import one_sentence
+from lit_grpo.cli.parsing.errors import one_sentence
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 

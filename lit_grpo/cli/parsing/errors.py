@@ -17,8 +17,8 @@ from jsonargparse import ArgumentError
 from jsonargparse._typehints import ActionTypeHint
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lit_grpo.cli.fields import Field
-from lit_grpo.cli.help import SHORT, short_help
+from lit_grpo.cli.parsing.fields import Field
+from lit_grpo.cli.parsing.help import SHORT, short_help
 from lit_grpo.migration import TRL
 from lit_grpo.terminal import visible
 
@@ -71,7 +71,7 @@ class InputParser(LightningArgumentParser):
 
 def shipped_config(name: str) -> str:
     """Return the path of a configuration that comes with the package; a file, or an unknown name, as it is."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
     path = folder / f"{name.removesuffix('.yaml')}.yaml"
     return str(path) if not Path(name).is_file() and path.is_file() else name
@@ -95,7 +95,7 @@ def exit_with(sentence: str) -> NoReturn:
 
 def own_frames(error: BaseException) -> str:
     """Where in the user's own files an error came about: a line a frame, of it and of its causes."""
-    ours = [Path(__file__).parents[1], Path(__file__).parents[2] / "callbacks"]
+    ours = [Path(__file__).parents[2], Path(__file__).parents[3] / "callbacks"]
     others = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     said: list[str] = []
     cause: BaseException | None = error

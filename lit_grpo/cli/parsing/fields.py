@@ -9,7 +9,7 @@ from typing import Any, cast
 from jsonargparse import Namespace
 from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
 
-from lit_grpo.cli.names import FIELDS
+from lit_grpo.cli.parsing.names import FIELDS
 
 
 class Field(ActionTypeHint):

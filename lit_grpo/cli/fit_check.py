@@ -1,0 +1,146 @@
+"""``python -m lit_grpo fit-check``: what a run will take of a device's memory, computed without its weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lit_grpo.cli.command_line import GROUPS, GRPOCLI, MISTAKES, cli_arguments, quieten
+from lit_grpo.cli.parsing.errors import exit_with, one_sentence
+from lit_grpo.cli.parsing.settings import check_values
+from lit_grpo.memory import free_bytes
+from lit_grpo.policy.hub import hub_or_cache
+from lit_grpo.policy.loading import resolve_policy
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.training.forecast import MOMENTS, Demand, Forecast, Sizes, forecast, largest
+
+GIB = 2**30
+FOUND = ("num_slots", "micro_batch_tokens")
+FIELD_NAMES = {"num_slots": "model.generator.num_slots", "micro_batch_tokens": "model.max_tokens_per_micro_batch"}
+
+
+class FitCheckCLI(GRPOCLI):
+    """Parses the settings of a run as ``fit`` does, and makes nothing of them.
+
+    Args:
+        limit: Bytes that the device has; None asks it.
+        kwargs: As LightningCLI takes them.
+    """
+
+    def __init__(self, limit: int | None, **kwargs: Any) -> None:
+        self._limit = limit
+        super().__init__(run_folder=None, **kwargs)  # pyright: ignore[reportArgumentType]  # nothing is written
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The settings are those of ``fit``."""
+        return {"fit": GRPOCLI.subcommands()["fit"]}
+
+    def before_instantiate_classes(self) -> None:
+        """Compute, show and end: exit code 0 where it fits, else 1."""
+        settings = self._settings
+        check_values(settings, GROUPS)
+        device = "cuda" if torch.cuda.is_available() and settings["trainer"]["accelerator"] != "cpu" else "cpu"
+        limit = self._limit or free_bytes(torch.device(device))
+        sizes = Sizes.of(_config(settings["model"]["policy"]))
+        demand = demand_of(settings, device)
+        taken = forecast(sizes, demand)
+        _show(sizes, demand, taken, limit)
+        sys.exit(int(taken.peak > limit))
+
+
+def _config(policy: str) -> Any:
+    from transformers import AutoConfig
+
+    name = resolve_policy(policy)
+    try:
+        with hub_or_cache(name):
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except OSError as error:
+        raise ValueError(f"Policy {policy!r} has no config that could be read: {str(error).splitlines()[0]}") from error
+
+
+def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
+    """Read what decides memory from the settings of ``fit``.
+
+    Raises:
+        ValueError: The optimizer's state is not known.
+    """
+    model, data = settings["model"], settings["data"]
+    generator, optimizer = model["generator"], model["optimizer"]
+    name = optimizer["class_path"].rsplit(".", 1)[-1]
+    if name not in MOMENTS:
+        raise ValueError(f"model.optimizer is {name}, whose state is not known here; known are {', '.join(MOMENTS)}.")
+    if not generator["class_path"].endswith(f".{SlotGenerator.__name__}"):
+        raise ValueError(
+            "model.generator is vLLM, which reserves its memory by itself; add --model.generator slots to see what the "
+            "update takes, and give vLLM what is left."
+        )
+    lora, tokens = model["lora"], model["max_tokens_per_micro_batch"]
+    return Demand(
+        num_slots=generator["init_args"]["num_slots"],
+        group_size=model["num_generations"],
+        prompt_tokens=data["max_prompt_tokens"],
+        max_tokens=model["sampling"]["max_tokens"],
+        micro_batch_tokens=8192 if tokens == "auto" else tokens,
+        device=device,
+        mixed=settings["trainer"]["precision"] == "bf16-mixed",
+        weight_bytes=2 if model["dtype"] == "bfloat16" else 4,
+        optimizer=name,
+        lora_rank=0 if lora is None else lora["r"],
+        nf4=lora is not None and lora["base"] == "nf4",
+        checkpointing=bool(model["gradient_checkpointing"]),
+        reference=model["objective"]["kl"]["beta"] > 0 and not model["reference"]["offload"],
+    )
+
+
+def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else 120)
+    table = Table("part", "when")
+    table.add_column("GiB", justify="right")
+    for when, parts in (("always", taken.resident), ("rollout", taken.rollout), ("update", taken.update)):
+        for part, num_bytes in parts.items():
+            table.add_row(part, when, f"{num_bytes / GIB:.3g}")
+    table.add_section()
+    table.add_row("all", "peak", f"{taken.peak / GIB:.3g}")
+    console.print(table, highlight=False)
+    verdict = "fits into" if taken.peak <= limit else "does not fit into"
+    console.print(f"{sizes.parameters:,} parameters; it {verdict} {limit / GIB:.3g} GiB.", highlight=False)
+    for field in FOUND:
+        most = largest(sizes, demand, field, limit)
+        at_most = f"at most {most:,}" if most < 2**20 else "over a million"
+        console.print(f"With the rest as it is, {FIELD_NAMES[field]} can be {at_most}.", highlight=False)
+    for change, text in (
+        ({"checkpointing": True}, "gradient_checkpointing"),
+        ({"optimizer": "AdamW8bit"}, "AdamW8bit"),
+    ):
+        other = forecast(sizes, replace(demand, **change)).peak
+        if other < 0.98 * taken.peak:
+            console.print(f"With {text} the peak is {other / GIB:.3g} GiB.", highlight=False)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Show what ``fit`` with the same arguments would take; ``--memory 80GiB`` tells what the device has."""
+    quieten()
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended.*")
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--memory")
+    options, others = own.parse_known_args(arguments)
+    try:
+        limit = None if options.memory is None else MemoryBudget(options.memory).bytes(0, 0)
+        FitCheckCLI(limit, **cli_arguments(["fit", *others]))
+    except MISTAKES as error:
+        if os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        exit_with(one_sentence(str(error)))

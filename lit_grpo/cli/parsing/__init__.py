@@ -1,0 +1,1 @@
+"""What the command line was given: names and fields resolved, checked, and refused in a sentence."""
