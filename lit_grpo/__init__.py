@@ -1,4 +1,4 @@
-"""GRPO on PyTorch Lightning, with groups limited by time and never by memory.
+"""GRPO on PyTorch Lightning: a larger group takes longer, not more memory.
 
 The pieces: :class:`lit_grpo.module.GRPOModule` holds the policy and its objective,
 :class:`lit_grpo.data.PromptDataModule` produces prompts, and ``lit_grpo.callbacks`` do rollouts, weight sync and
