@@ -155,7 +155,8 @@ def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
         commands.append(
             [f"{LIT_GRPO} predict", *settings, f"--model.policy {near(policy)}", "--data.predict PROMPTS.jsonl"]
         )
-    commands += [[board] for board in _boards(trainer) if board.startswith("tensorboard")]
+    if (folder / "metrics.csv").is_file():
+        commands.append([f"{LIT_GRPO} report", near(folder)])
     if done and settings and last.is_file() and trainer.max_steps > 0:
         more = f"--trainer.max_steps {2 * trainer.max_steps}"
         commands.append([f"{LIT_GRPO} fit", *settings, f"--ckpt_path {near(last)}", more])

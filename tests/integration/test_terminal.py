@@ -118,7 +118,7 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
     assert re.search(r"^reward +-?\d.* at update 1, -?\d.* at update 3$", text, re.M)
     assert re.search(r"^updates +3 in \d+ s, peak memory \d", text, re.M)
     assert re.search(r"^folder +runs/task$", text, re.M)
-    for command in ("lit_grpo predict", "--model.policy runs/task/policy", "tensorboard --logdir runs", "lit_grpo fit"):
+    for command in ("lit_grpo predict", "--model.policy runs/task/policy", "lit_grpo report runs/task", "lit_grpo fit"):
         assert command in text[text.index("next") :]
 
 
@@ -172,7 +172,7 @@ def test_what_others_print_comes_out_whole_and_a_stopped_run_has_its_card(tmp_pa
     assert re.search(r"^updates +[23] in \d+ s", text[card:], re.M)
     said = "goes on"
     assert text.count(said) == 1 and text.index(said) < card
-    assert "lit_grpo fit" not in text[card:] and "tensorboard --logdir runs" in text[card:]
+    assert "lit_grpo fit" not in text[card:] and "lit_grpo report runs/" in text[card:]
 
 
 def test_without_a_progress_bar_banner_samples_and_card_stay(tmp_path: Path, policy_folder: Path) -> None:
