@@ -56,6 +56,14 @@ def test_the_demo_is_measured_by_update_and_run_again(tmp_path: Path) -> None:
     assert differences["value"] == 0 and "differ when it is run again" in differences["text"]
 
 
+def test_what_a_display_costs_is_measured_beside_a_run_without_one(tmp_path: Path) -> None:
+    result, _ = run_quick("display_cost", tmp_path / "result.json")
+    check_result(result, "display_cost")
+    (row,) = result["rows"]
+    assert 0 < row["shown_s"] < row["seconds"] and row["at_the_start_s"] > 0
+    assert result["settings"]["steps"] == 2
+
+
 @pytest.mark.parametrize(
     ("value", "relation", "limit", "holds"),
     [(1.0, "<=", 1.05, True), (1.06, "<=", 1.05, False), (2.0, ">=", 2.0, True), (1.9, ">=", 2.0, False),

@@ -133,6 +133,17 @@ def test_wandb_holds_all_of_the_table_at_its_own_update(runs: list[WandbRun], ta
         assert ours == pytest.approx(expected, nan_ok=True)
 
 
+def test_tables_and_pictures_are_of_the_update_that_they_stand_at(runs: list[WandbRun], folder: Path) -> None:
+    logged = {
+        key: [row[STEP] for run in runs for row in run.rows if f"{key}._type" in row] for key in ("samples", "timeline")
+    }
+    kept = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    pictures = sorted(int(path.stem.removeprefix("update-")) for path in (folder / "timelines").iterdir())
+    assert (
+        logged == {"samples": sorted(set(kept)), "timeline": pictures} == {"samples": [2, 4, 6], "timeline": [2, 4, 6]}
+    )
+
+
 def test_wandb_holds_config_tags_rules_and_resumes(runs: list[WandbRun], policy_folder: Path) -> None:
     first, second = runs
     assert first.id == second.id
