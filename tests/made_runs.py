@@ -42,7 +42,7 @@ def make_run(folder: Path, updates: int = 40, names: list[str] | None = None) ->
     share = np.arange(updates + 1) / updates
     table: dict[str, Any] = {name: 0.2 + 0.6 * share + 0.1 * random.standard_normal(updates + 1) for name in names}
     totals = {"num_tokens": 4000.0, "num_completions": 128.0, "time/total_s": 21.0}
-    constants = {"memory/capacity_gib": 80.0, "rollout/kv_tokens_budget": 1.5}
+    constants = {"memory/capacity_gib": 80.0, "memory/kv_tokens_budget": 1.5}
     for name in table:
         if name in totals:
             table[name] = totals[name] * np.arange(updates + 1)

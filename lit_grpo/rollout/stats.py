@@ -80,7 +80,7 @@ class RolloutStats:
     def metrics(self) -> dict[str, float]:
         """Return the figures by the names they are logged under."""
         limit = self.clock.kv_limit
-        budget = {} if limit is None else {"rollout/kv_tokens_budget": float(limit)}
+        budget = {} if limit is None else {"memory/kv_tokens_budget": float(limit)}
         return budget | {
             "rollout/steps": float(self.num_steps),
             "rollout/tokens": float(self.num_tokens),

@@ -14,7 +14,7 @@ from lit_grpo.dashboard.report.folder import RunRecords
 from lit_grpo.dashboard.specification import Panel, Section, explain, sections
 from lit_grpo.terminal import visible
 
-LIMITS = frozenset({"memory/capacity_gib", "rollout/kv_tokens_budget"})
+LIMITS = frozenset({"memory/capacity_gib", "memory/kv_tokens_budget"})
 """Metrics that others must stay below; lines of their own kind."""
 MAX_OWN = 40
 MAX_SAMPLES = 400

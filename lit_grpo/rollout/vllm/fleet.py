@@ -86,8 +86,8 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Where to read of a server of ours that has ended."""
-        return "" if self.process is None or self.process.runs else f" What it said is in {self.process.log}."
+        """Where to read of a server of ours; one that has just broken off may not have ended yet."""
+        return "" if self.process is None else f" What it said is in {self.process.log}."
 
     def _reported_version(self) -> str:
         try:
