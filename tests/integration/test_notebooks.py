@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.integration
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-def pictures(notebook: nbformat.NotebookNode) -> list[str]:
+def pictures(notebook: Any) -> list[str]:
     """The pictures that cells have made, in base64."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
