@@ -124,7 +124,7 @@ def test_a_chart_explains_its_metrics_and_escape_closes_that(visit: Visit) -> No
     page, chart = visit.page, visit.page.locator("#memory-0")
     chart.get_by_role("button", name="About Peak by phase against capacity").click()
     about = chart.locator(".about")
-    assert "lower num_slots or the generator's kv_tokens" in about.text_content()
+    assert "lower num_slots or the generator's kv_memory" in about.text_content()
     page.keyboard.press("Escape")
     assert not about.is_visible()
 

@@ -1,0 +1,165 @@
+"""What the pages say can be followed: links, pictures, commands, settings and metrics are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+
+from lit_grpo.cli import simulate
+from lit_grpo.cli.command_line import GRPOCLI, cli_arguments
+from lit_grpo.cli.parsing.errors import shipped_config
+from lit_grpo.dashboard import explain, sections
+from lit_grpo.training.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"\bpython -m (lit_grpo|benchmarks\.\w+)(?: (.*))?", re.DOTALL)
+OWN = {"doctor", "export", "report", "dashboard", "simulate", "serve", "from-trl"}  # subcommands that Lightning has not
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def text_of(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can name in a page, as GitHub and mkdocs make it of headings."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_every_link_and_picture_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_the_site_has_every_page_and_no_other() -> None:
+    def files(entries: Any) -> Iterator[str]:
+        for entry in entries:
+            for value in entry.values():
+                yield from [value] if isinstance(value, str) else files(value)
+
+    named = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(named) == sorted([page.name for page in PAGES[1:]] + ["reference.md"])  # the README
+
+
+def test_pictures_are_small() -> None:
+    for picture in (ROOT / "docs" / "pictures").glob("*.png"):
+        assert picture.stat().st_size < 80 * 1024, picture.name
+
+
+# ---- commands -----------------------------------------------------------------------------------------
+
+
+class Built(Exception):
+    """All parsers are there."""
+
+
+class Parsers(GRPOCLI):
+    """The command line up to where it would parse."""
+
+    def parse_arguments(self, parser: Any, args: Any) -> NoReturn:
+        raise Built(self._subcommand_parsers)
+
+
+@cache
+def parsers() -> dict[str, Any]:
+    """Those of fit, validate, test and predict."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Built) as built:
+        patch.setattr(sys, "argv", ["lit_grpo"])
+        Parsers(RunFolder(), **cli_arguments([]))
+    return built.value.args[0]
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The module of each command of a page, and what it is told."""
+    blocks = [code for language, code in FENCE.findall(page.read_text(encoding="utf-8")) if language == "bash"]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]*)`", text_of(page))]
+    for line in lines:
+        if match := COMMAND.search(line):
+            yield match[1], shlex.split(match[2] or "", comments=True)
+
+
+def test_commands_are_found() -> None:
+    found = [(module, *arguments[:1]) for page in PAGES for module, arguments in commands(page)]
+    assert len(found) > 40
+    assert OWN - {"dashboard"} <= {each[1] for each in found if len(each) > 1}
+
+
+@pytest.mark.integration
+@every_page
+def test_every_command_is_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for module, arguments in commands(page):
+        if module != "lit_grpo":
+            assert module == "benchmarks.NAME" or find_spec(module), module
+        elif arguments and not arguments[0].startswith("--"):
+            check(*arguments, capsys=capsys)
+
+
+def check(name: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parse a command's arguments, or at least look up its options, without doing anything."""
+    told = [each for each in arguments if each not in ("--help", "--help-all")]
+    try:
+        if name == "simulate":
+            simulate._make_parser().parse_args(told)
+        elif name in OWN - {"doctor"}:
+            with pytest.raises(SystemExit, match="0"):
+                import_module(f"lit_grpo.cli.{name.replace('-', '_')}").main(["--help"])
+            said = capsys.readouterr().out
+            assert all(re.search(rf"{each}\b", said) for each in told if each.startswith("--")), (name, told)
+        else:
+            parsers()["fit" if name == "doctor" else name].parse_args(list(with_configs_that_exist(told)))
+    except SystemExit as error:
+        pytest.fail(f"{name} {' '.join(arguments)}: {capsys.readouterr().err or error}")
+
+
+def with_configs_that_exist(told: list[str]) -> Iterator[str]:
+    """Leave out what stands for a config: ``...``, or one of a run's."""
+    configs = {number + 1 for number, each in enumerate(told) if each == "--config"}
+    missing = {number for number in configs if not Path(shipped_config(told[number])).is_file()}
+    for number, each in enumerate(told):
+        if number not in missing and number + 1 not in missing:
+            yield each
+
+
+# ---- names --------------------------------------------------------------------------------------------
+
+
+@every_page
+def test_every_setting_that_a_page_names_exists(page: Path) -> None:
+    if page.stem == "migration":
+        pytest.skip("is made of a table, which has tests of its own")
+    options = {option for action in parsers()["fit"]._actions for option in action.option_strings}
+    groups = {option.split(".")[0][2:] for option in options if "." in option}
+    for group, name in re.findall(r"`(?:--)?(\w+)\.(\w+)(?:[. :][^`]*)?`", text_of(page)):
+        if group in groups and name not in ("csv", "yaml"):
+            assert f"--{group}.{name}" in options, f"{group}.{name}"
+
+
+@every_page
+def test_every_metric_that_a_page_names_is_explained(page: Path) -> None:
+    known = [metric.name for section in sections() for metric in section.metrics]
+    families = {name.split("/")[0] for name in known if "/" in name}
+    for name in re.findall(r"`(\w+/[\w@*/]+)`", text_of(page)):
+        if name.split("/")[0] in families and name.split("/")[-1] != "*":
+            assert explain(name) or any(fnmatchcase(one, name) for one in known), name
