@@ -75,10 +75,24 @@ class ThroughputMonitor(pl.Callback):
         pl_module.phases.take()
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Begin the update phase."""
+        """Begin the update phase, with what the rollout has brought on all ranks."""
+        assert isinstance(pl_module, GRPOModule)
         self._update_start = time.perf_counter()
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
+        local = torch.tensor([batch.metrics["rollout/tokens"], len(batch.rollouts), prompt_tokens])
+        tokens, completions, self._prompt_tokens = pl_module.ranks.sum(local).tolist()
+        self._sampled = {"num_tokens": tokens, "num_completions": completions}
+        pl_module.log_dict({name: self._totals[name] + value for name, value in self._sampled.items()})
+        self._is_counted = False
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """Count the batch: one that is broken off before its first step is sampled again."""
+        if not self._is_counted:
+            self._is_counted = True
+            for name, value in self._sampled.items():
+                self._totals[name] += value
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -88,18 +102,14 @@ class ThroughputMonitor(pl.Callback):
         update_s, rollout_s = time.perf_counter() - self._update_start, batch.metrics["time/rollout_s"]
         seconds = pl_module.phases.take()
         step_s, aside_s = sum(seconds.values()), {name: seconds.get(name, 0.0) for name in ("validation", "checkpoint")}
-        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
-        local = [batch.metrics["rollout/tokens"], len(batch.rollouts), prompt_tokens]
-        tokens, completions, prompt_tokens = pl_module.ranks.sum(torch.tensor(local)).tolist()
-        self._totals["num_tokens"] += tokens
-        self._totals["num_completions"] += completions
         self._totals["time/total_s"] += step_s
+        tokens = self._sampled["num_tokens"]
         learnt = float(trainer.callback_metrics["update/tokens"])
         both_s = rollout_s + update_s
-        flops = self._flops_per_token * (prompt_tokens + tokens + 3 * learnt)
+        flops = self._flops_per_token * (self._prompt_tokens + tokens + 3 * learnt)
         pl_module.log_dict(
             {
-                **self._totals,
+                "time/total_s": self._totals["time/total_s"],
                 "perf/rollout_tokens_per_s": tokens / rollout_s,
                 "perf/update_tokens_per_s": tokens / update_s,
                 "perf/tokens_per_s": tokens / both_s,

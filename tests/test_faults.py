@@ -112,14 +112,15 @@ def test_a_run_is_watched_from_its_set_up_to_its_end_or_its_failure(policy_folde
 
     seen: list[int] = []
     groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
-    batch_ends = {"on_train_batch_end": lambda *_, **__: None}  # it would look for the times of a rollout
+    hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
+    unheard = dict.fromkeys(hooks, lambda *_, **__: None)  # they would look for the figures of a rollout
     for failing in (False, True):
-        monitor = type("Monitor", (ThroughputMonitor,), batch_ends)()
+        monitor = type("Monitor", (ThroughputMonitor,), unheard)()
         with pytest.raises(KeyError) if failing else nullcontext():
             fit(make_module(policy_folder), groups, callbacks=[monitor, Looks()])
         assert watches() == 0
     assert seen == [1, 1]
-    never = type("Monitor", (ThroughputMonitor,), batch_ends)(stall_minutes=0)
+    never = type("Monitor", (ThroughputMonitor,), unheard)(stall_minutes=0)
     fit(make_module(policy_folder), groups, callbacks=[never, Looks()])
     assert seen == [1, 1, 0]
     with pytest.raises(ValueError, match=r"stall_minutes must be at least 0, not -1"):
