@@ -113,7 +113,9 @@ def test_a_run_is_watched_from_its_set_up_to_its_end_or_its_failure(policy_folde
     seen: list[int] = []
     groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
     hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
-    unheard = dict.fromkeys(hooks, lambda *_, **__: None)  # they would look for the figures of a rollout
+    unheard: dict[str, Any] = dict.fromkeys(
+        hooks, lambda *_, **__: None
+    )  # they would look for the figures of a rollout
     for failing in (False, True):
         monitor = type("Monitor", (ThroughputMonitor,), unheard)()
         with pytest.raises(KeyError) if failing else nullcontext():
