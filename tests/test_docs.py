@@ -26,7 +26,16 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bpython -m (lit_grpo|benchmarks\.\w+)(?: (.*))?", re.DOTALL)
-OWN = {"doctor", "export", "report", "dashboard", "simulate", "serve", "from-trl"}  # subcommands that Lightning has not
+OWN = {
+    "doctor",
+    "export",
+    "report",
+    "dashboard",
+    "simulate",
+    "serve",
+    "fit-check",
+    "from-trl",
+}  # subcommands that Lightning has not
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 

@@ -184,7 +184,7 @@ def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
         {
             name: value
             for name, value in logs.items()
-            if not name.startswith(("time/", "perf/", "rollout/", "lengths/", "num_reward_errors"))
+            if not name.startswith(("time/", "perf/", "memory/", "rollout/", "lengths/", "num_reward_errors"))
         }
         for logs in recorder.logs
     ]
