@@ -41,7 +41,7 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
                 resumes,
                 name=config.name,
                 project=config.wandb_project,
-                save_dir=str(config.folder),
+                save_dir=str(config.folder.absolute()),  # W&B's own process may have begun in another folder
                 offline=config.wandb == "offline",
                 config=shown,
                 tags=_tags(settings),
@@ -72,6 +72,8 @@ class WandB(WandbLogger):
         if resumes and id_file.is_file():
             kwargs |= {"id": id_file.read_text().strip(), "resume": "allow"}
         super().__init__(**kwargs)
+        if self._offline:  # Lightning's says it in an environment variable, which W&B reads once in a process
+            self._wandb_init["mode"] = "offline"
         self._wandb_init.pop("anonymous")  # W&B warns of it, whatever it is
         self._id_file = id_file
 

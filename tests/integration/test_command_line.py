@@ -1,5 +1,6 @@
 """The command line as a user meets it: a run, its folder, and what it says of mistakes."""
 
+import contextlib
 import csv
 import json
 import re
@@ -233,9 +234,11 @@ def _evaluation(subcommand: str, arguments: list[str]) -> list[str]:
     return [subcommand, "--config", "evaluation.yaml", *arguments]
 
 
-def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path) -> None:
+def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     import wandb
 
+    with contextlib.chdir(tmp_path_factory.mktemp("elsewhere")):  # W&B's own process stays where it was started
+        wandb.init(mode="offline").finish()
     for steps in ("1", "2"):
         resume = ["--ckpt_path", "runs/task/checkpoints/last.ckpt"] if steps == "2" else []
         fit("--trainer.max_steps", steps, "--run.wandb", "offline", *resume)
