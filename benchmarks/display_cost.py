@@ -2,9 +2,9 @@
 
 Runs of the demo with all of them and with none go alternately, in processes of their own, on the same numbers: each
 step does the same work in all of them. Left out are the first two steps, in which libraries that draw are imported
-(``at_the_start_s``). Two figures: the seconds in the functions that show and log, as a share of the
-run with them; and each step's seconds with over without, as the median over all steps. The first is exact but for what
-threads of their own do; the second holds all, and the machine's noise.
+(``at_the_start_s``). Two figures: the seconds in the functions that show and log, as a share of the run with them
+(``NAME_ms`` are the milliseconds of each in a step); and each step's seconds with over without, as the median over all
+steps. The first is exact but for what threads of their own do; the second holds all, and the machine's noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
 NUM_PAIRS, NUM_UPDATES = 3, 60
-Steps = list[tuple[float, float]]
+Steps = list[tuple[float, dict[str, float]]]
+"""Of each step, its seconds, and those in each of what shows and logs since the beginning of the run."""
 
 
 def main(options: Options) -> int:
@@ -33,9 +34,11 @@ def main(options: Options) -> int:
         pairs = zip(with_all[2:], with_none[2:], strict=True)  # before, there are the first picture and table
         ratios += [one / other for (one, _), (other, _) in pairs]
         seconds = sum(step for step, _ in with_all[2:])
-        first_s, shown_s = with_all[1][1], with_all[-1][1] - with_all[1][1]
-        row = {"seconds": seconds, "shown_s": shown_s, "share": shown_s / seconds, "at_the_start_s": first_s}
-        rows.append({"pair": pair, **row})
+        first, last = with_all[1][1], with_all[-1][1]
+        each_ms = {name: 1000 * (last[name] - first.get(name, 0.0)) / len(with_all[2:]) for name in last}
+        row: Row = {"pair": pair, "seconds": seconds, "at_the_start_s": sum(first.values())}
+        row["share"] = (sum(last.values()) - sum(first.values())) / seconds
+        rows.append(row | {f"{name}_ms": value for name, value in each_ms.items()})
         note(str(rows[-1]))
     share = statistics.median(float(row["share"]) for row in rows)
     claims = [Claim("share of a step in what shows and logs it, median over runs", share, "<=", 0.01)]
@@ -46,7 +49,7 @@ def main(options: Options) -> int:
 
 
 def measure(kind: str, updates: int) -> Steps:
-    """Run the demo; return the seconds of each step, and those of what was shown until its end."""
+    """Run the demo."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "steps.json"
         arguments = ["--trainer.max_steps", str(updates), "--trainer.val_check_interval", str(updates + 1)]

@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,34 @@ NOTHING = [
 
 
 class Stopwatch:
-    """Adds up the seconds in some functions, each second once where one calls another."""
+    """Adds up the seconds in some functions by whose they are; of the inner where one calls another."""
 
     def __init__(self) -> None:
-        self.seconds, self._depth = 0.0, 0
+        self.seconds: Counter[str] = Counter()
+        self._callers: list[str] = []
+        self._since = 0.0
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, whose: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, timed."""
 
         @functools.wraps(function)
         def inner(*args: Any, **kwargs: Any) -> Any:
-            start, self._depth = time.perf_counter(), self._depth + 1
+            self._note()
+            self._callers.append(whose)
             try:
                 return function(*args, **kwargs)
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.seconds += time.perf_counter() - start
+                self._note()
+                self._callers.pop()
 
         return inner
+
+    def _note(self) -> None:
+        """Count the time since the last note for whoever is at work."""
+        now = time.perf_counter()
+        if self._callers:
+            self.seconds[self._callers[-1]] += now - self._since
+        self._since = now
 
 
 def main(shown: bool, output: Path, arguments: list[str]) -> None:
@@ -54,15 +64,15 @@ def main(shown: bool, output: Path, arguments: list[str]) -> None:
         for name in dir(kind):
             function, ours = getattr(kind, name), name in LOGS or name in vars(kind)
             if ours and (name.startswith("on_") or name in (*LOGS, *HEARD)) and callable(function):
-                setattr(kind, name, watch.timed(function))
+                setattr(kind, name, watch.timed(kind.__name__, function))
 
     log_step = ThroughputMonitor.on_train_batch_end
 
     def noted(self: ThroughputMonitor, trainer: pl.Trainer, *rest: Any) -> None:
         log_step(self, trainer, *rest)
-        steps.append((float(trainer.callback_metrics["time/step_s"]), watch.seconds))
+        steps.append((float(trainer.callback_metrics["time/step_s"]), dict(watch.seconds)))
 
-    ThroughputMonitor.on_train_batch_end = noted  # type: ignore[method-assign]
+    setattr(ThroughputMonitor, log_step.__name__, noted)
     sys.argv = ["lit_grpo", "fit", "--config", "arithmetic", *arguments, *([] if shown else NOTHING)]
     run()
     output.write_text(json.dumps(steps))

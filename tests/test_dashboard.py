@@ -35,6 +35,7 @@ def test_a_panel_shows_families_by_name() -> None:
     panel = Panel("", ("reward", "rewards/*/mean"))
     logged = ["rewards/b/mean", "rewards/a/std", "reward", "rewards/a/mean", "other"]
     assert panel.of(logged) == ["reward", "rewards/a/mean", "rewards/b/mean"]
+    assert Panel("", ("at_*",)).of(["at_64", "at_8", "at_0"]) == ["at_0", "at_8", "at_64"]
 
 
 def test_a_users_own_metric_comes_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -54,7 +55,7 @@ class Panel:
     def of(self, logged: Iterable[str]) -> list[str]:
         """Return those names that the panel shows, in its order."""
         names = list(logged)
-        return [name for pattern in self.metrics for name in sorted(filter_names(names, pattern))]
+        return [name for pattern in self.metrics for name in sorted(filter_names(names, pattern), key=_by_number)]
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ def explain(name: str) -> tuple[Section, Metric] | None:
             if metric.covers(name):
                 return section, metric
     return None
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sort what differs in a number by it: 8 before 64."""
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _section(row: Mapping[str, object]) -> Section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from lit_grpo.dashboard.specification import explain, sections
 OWN = "Own"
 
 
+@functools.cache
 def tag(name: str) -> str:
     """Return the tag of a metric: its section, numbered in its order, then its name.
 
@@ -24,6 +26,13 @@ def tag(name: str) -> str:
 def _group(title: str) -> str:
     titles = [*(section.title for section in sections()), OWN]
     return f"{titles.index(title) + 1} {title}"
+
+
+def scalars(values: Mapping[str, float]) -> Any:
+    """Make one summary of many values, by tag."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def layout() -> dict[str, dict[str, list[Any]]]:
