@@ -194,6 +194,15 @@ class GRPOCLI(LightningCLI):
         module.configure_optimizers()
 
 
+class LikeFitCLI(GRPOCLI):
+    """Takes the settings of ``fit``, for another command."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return that of ``fit`` alone."""
+        return {"fit": LightningCLI.subcommands()["fit"]}
+
+
 def cli_arguments(args: list[str] | None) -> dict[str, Any]:
     """What LightningCLI is told of the project, and the arguments to parse: those of the process by default."""
     return {

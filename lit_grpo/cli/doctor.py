@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from lit_grpo.cli.command_line import GROUPS, GRPOCLI, MISTAKES, cli_arguments, quieten
+from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import exit_with, one_sentence, own_frames
 from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
 from lit_grpo.doctor import CheckUp, Examined, Finding, Report
@@ -29,7 +29,7 @@ ONE_UPDATE = {
 }
 
 
-class DoctorCLI(GRPOCLI):
+class DoctorCLI(LikeFitCLI):
     """Sets a run up as ``fit`` does, on one device and in a folder that does not last, and examines it.
 
     Args:
@@ -43,11 +43,6 @@ class DoctorCLI(GRPOCLI):
         self._disk: Path | None = None
         self._disk_error = ""
         super().__init__(RunFolder(), **kwargs)
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """The settings are those of ``fit``."""
-        return {"fit": GRPOCLI.subcommands()["fit"]}
 
     def before_instantiate_classes(self) -> None:
         """Check the settings, and have everything written beside where the run would."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lit_grpo.cli.command_line import GROUPS, GRPOCLI, MISTAKES, cli_arguments, quieten
+from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import exit_with, one_sentence
 from lit_grpo.cli.parsing.settings import check_values
 from lit_grpo.memory import free_bytes
@@ -27,7 +27,7 @@ FOUND = ("num_slots", "micro_batch_tokens")
 FIELD_NAMES = {"num_slots": "model.generator.num_slots", "micro_batch_tokens": "model.max_tokens_per_micro_batch"}
 
 
-class FitCheckCLI(GRPOCLI):
+class FitCheckCLI(LikeFitCLI):
     """Parses the settings of a run as ``fit`` does, and makes nothing of them.
 
     Args:
@@ -38,11 +38,6 @@ class FitCheckCLI(GRPOCLI):
     def __init__(self, limit: int | None, **kwargs: Any) -> None:
         self._limit = limit
         super().__init__(run_folder=None, **kwargs)  # pyright: ignore[reportArgumentType]  # nothing is written
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """The settings are those of ``fit``."""
-        return {"fit": GRPOCLI.subcommands()["fit"]}
 
     def before_instantiate_classes(self) -> None:
         """Compute, show and end: exit code 0 where it fits, else 1."""
