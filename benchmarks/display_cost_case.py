@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Stopwatch:
     """Adds up the seconds in some functions by whose they are; of the inner where one calls another."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._callers: list[str] = []
         self._since = 0.0
 

@@ -30,9 +30,10 @@ def _group(title: str) -> str:
 
 def scalars(values: Mapping[str, float]) -> Any:
     """Make one summary of many values, by tag."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto import summary_pb2
 
-    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+    summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it at import
+    return summary(value=[summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def layout() -> dict[str, dict[str, list[Any]]]:
