@@ -7,6 +7,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.data import PromptDataModule
+from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.faults import Phases
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
@@ -15,10 +17,11 @@ from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
+from lit_grpo.rollout.rules import make_mode
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
 from lit_grpo.scheduling.plans.plan import BLIND, make_plan
-from lit_grpo.types import Prompt, PromptBatch, SamplingParams
+from lit_grpo.types import Key, Prompt, PromptBatch, SamplingParams
 
 PREDICTION_POINTS = (0, 8, 32, 64)
 
@@ -48,6 +51,10 @@ class RolloutScheduler(pl.Callback):
             one prompt apart (Infinite Sampling, arXiv 2506.22950); with a list, to each of its numbers of tokens in
             turn, so that all completions share the slots evenly. ``auto`` takes what would have saved most steps in the
             rollouts so far: one of ``prediction_points``, time slices, or 0, which is no probe.
+        mode: How rollouts and updates take turns (:data:`lit_grpo.rollout.rules.MODES`). ``synchronous`` is on-policy,
+            and waits for the longest completion of a batch; ``april``, ``sortedrl``, ``sortedrl_partial`` and
+            ``chunked`` do not. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
+            (``april:batches_in_work=3,max_staleness=4``), and a mode of your own is its class path.
     """
 
     def __init__(
@@ -57,7 +64,9 @@ class RolloutScheduler(pl.Callback):
         prediction_points: list[int] | None = None,
         min_correlation: float = 0.2,
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
+        mode: str = "synchronous",
     ) -> None:
+        self.mode, self._turns = mode, make_mode(mode)
         make_plan(plan, LengthPredictor(), num_slots=1)
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
         self.probe_tokens = probe_tokens
@@ -72,6 +81,7 @@ class RolloutScheduler(pl.Callback):
         self.min_correlation = min_correlation
         self._lengths: LengthPredictor | None = None
         self._buffer = RolloutBuffer()
+        self._predicted: dict[Key, float] = {}  # of the groups that are open between two batches
         self._rewards: RewardRunner | None = None
         self._started = False
 
@@ -86,23 +96,42 @@ class RolloutScheduler(pl.Callback):
                 function.check_columns(rows[0].columns)
         if self.predict_lengths and self._lengths is None:
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
+        if stage == "fit" and self._turns.carries:
+            learning = pl_module.settings
+            self._turns.check(learning.num_iterations * learning.num_minibatches, pl_module.sampling.max_tokens)
+            loader = _loader(trainer)
+            loader.on_demand = True
+            self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations)
 
     def state_dict(self) -> dict[str, Any]:
         """What each rank has learnt of lengths, and has sampled and not yet learnt from; all ranks ask together."""
         own = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
-        return {"ranks": Ranks().gather(own | {"buffer": self._buffer.state_dict()})}
+        own |= {"buffer": self._buffer.state_dict(), "predicted": list(self._predicted.items())}
+        return {"mode": self.mode, "ranks": Ranks().gather(own)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left."""
-        states = state_dict["ranks"]
-        own = states[Ranks().own % len(states)]
+        """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left.
+
+        Raises:
+            ValueError: Prompts are open that another mode has begun with, or as many ranks as are not there.
+        """
+        states, ranks = state_dict["ranks"], Ranks()
+        num_open = sum(len(state["buffer"]["groups"]) for state in states)
+        if num_open and (state_dict["mode"] != self.mode or len(states) != ranks.size):
+            raise ValueError(
+                f"The checkpoint has {num_open} prompts in work, begun on {len(states)} ranks in the "
+                f"rollout_scheduler.mode {state_dict['mode']}, and this run has {ranks.size} and {self.mode}: go on as "
+                "it was."
+            )
+        own = states[ranks.own % len(states)]
         if self._lengths is not None and "lengths" in own:
             self._lengths.load_state_dict(own["lengths"])
         if self._choice is not None and "probe" in own:
             self._choice.load_state_dict(own["probe"])
         self._buffer.load_state_dict(own["buffer"])
+        self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
@@ -124,7 +153,11 @@ class RolloutScheduler(pl.Callback):
         listeners = self._listeners(trainer, pl_module.phases)
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         progress = batch_idx / trainer.num_training_batches
+        if self._turns.carries:
+            batch.prompts = self._open(trainer, pl_module)
         self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
+        if self._turns.carries:
+            self._carry(batch)
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -134,8 +167,9 @@ class RolloutScheduler(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Learn from the lengths, now that the update has been made."""
+        """Learn from the lengths, and forget the batch, now that the update has been made."""
         assert isinstance(pl_module, GRPOModule)
+        self._buffer.learnt()
         if self._lengths is not None:
             if self._choice is not None:
                 outcome, limit = self._lengths.outcome(), pl_module.sampling.max_tokens
@@ -171,6 +205,19 @@ class RolloutScheduler(pl.Callback):
             if self._rewards is not None:
                 self._rewards.close()
             self._rewards, self._started = None, False
+
+    def _open(self, trainer: pl.Trainer, module: GRPOModule) -> list[Prompt]:
+        """Take the prompts that the mode wants beside those that are open; on all ranks equally many."""
+        loader = _loader(trainer)
+        wanted = self._turns.num_wanted(len(self._buffer), loader.batch_size)
+        return loader.draw(int(module.ranks.max(wanted)))
+
+    def _carry(self, batch: PromptBatch) -> None:
+        """Let the batch be of the groups that have come out, and keep what is known of the others."""
+        batch.prompts = [group.prompt for group in batch.groups]
+        batch.predicted = self._predicted | dict(batch.predicted)
+        self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self._buffer}
+        batch.metrics["rollout/open_prompts"] = float(len(self._buffer) - len(batch.groups))
 
     def _listeners(self, trainer: pl.Trainer, phases: Phases) -> list[Listener]:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -264,6 +311,22 @@ def _can_score(module: GRPOModule, prompts: list[Prompt]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _loader(trainer: pl.Trainer) -> PromptLoader:
+    """The loader of training prompts.
+
+    Raises:
+        ValueError: It is not ours.
+    """
+    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    loader = data.train_dataloader() if isinstance(data, PromptDataModule) else None
+    if not isinstance(loader, PromptLoader):
+        raise ValueError(
+            "rollout_scheduler.mode takes prompts as it needs them, from lit_grpo.data.PromptDataModule; with a "
+            "dataloader of your own take synchronous."
+        )
+    return loader
 
 
 def _prompts(trainer: pl.Trainer) -> dict[str, list[Prompt]]:

@@ -73,7 +73,7 @@ class SampleLogger(pl.Callback):
         picked = []
         for number in range(self.num_samples):
             group = batch.groups[number % len(batch.groups)]
-            ranked = sorted(group.rollouts, key=lambda rollout: rollout.reward)
+            ranked = sorted(group.fresh, key=lambda rollout: rollout.reward)
             picked.append(ranked[-1 if number % 2 == 0 else 0])
         return picked
 

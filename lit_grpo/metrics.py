@@ -42,7 +42,7 @@ class Means:
 def rollout_metrics(
     groups: Sequence[RolloutGroup], rewards: GroupRewards, version: int, ranks: Ranks
 ) -> dict[str, float]:
-    """Return what is logged of a batch's rollouts on all ranks, kept or not, by name; NaN for what is of nothing.
+    """Return what is logged of a batch's fresh rollouts on all ranks, kept or not, by name; NaN for what is of nothing.
 
     What the names mean stands in ``lit_grpo/dashboard/metrics.yaml``; where TRL has them, they mean the same.
 
@@ -52,10 +52,11 @@ def rollout_metrics(
         version: The policy's, to tell how stale the tokens are that a policy has sampled.
         ranks: Of the run; all of them call this.
     """
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    completions = [rollout.completion for group in groups for rollout in group.fresh]
+    fresh_R = torch.tensor([not rollout.learnt for group in groups for rollout in group.rollouts], dtype=torch.bool)
     own = {
-        "rewards": rewards.rewards_R.double(),
-        "by_function": rewards.by_function_RK.double(),
+        "rewards": rewards.rewards_R[fresh_R].double(),
+        "by_function": rewards.by_function_RK[fresh_R].double(),
         "within_group": less_group_mean(rewards.rewards_R.double(), rewards.groups_R),
         "uniform": uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).double(),
         "empty": torch.tensor([not group.rollouts for group in groups]).double(),

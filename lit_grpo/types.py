@@ -243,8 +243,9 @@ class Rollout:
 
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
-    counts in the statistics of its group, and is not learnt from. ``extra`` is what reward functions logged of it, and
-    ``advantage`` what it was learnt from with, NaN before that.
+    counts in the statistics of its group, and is not learnt from; ``learnt`` it has been in an earlier batch, with
+    another part of its group. ``extra`` is what reward functions logged of it, and ``advantage`` what it was learnt
+    from with, NaN before that.
     """
 
     prompt: Prompt
@@ -252,6 +253,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float = math.nan
     kept: bool = True
+    learnt: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
 
@@ -270,6 +272,11 @@ class RolloutGroup:
     def key(self) -> GroupKey:
         """``(prompt_id, visit)``."""
         return (self.prompt.prompt_id, self.prompt.visit)
+
+    @property
+    def fresh(self) -> list[Rollout]:
+        """Its rollouts that no batch has had before."""
+        return [rollout for rollout in self.rollouts if not rollout.learnt]
 
 
 class PromptBatch:
@@ -299,5 +306,5 @@ class PromptBatch:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rollouts, group by group."""
-        return [rollout for group in self.groups for rollout in group.rollouts]
+        """All rollouts that no batch has had before, group by group."""
+        return [rollout for group in self.groups for rollout in group.fresh]

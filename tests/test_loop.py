@@ -323,7 +323,7 @@ def test_a_listener_may_ask_for_more_of_a_group() -> None:
 def test_a_release_that_can_never_be_met_is_refused_before_anything_is_decoded() -> None:
     generator = FakeGenerator(2, LENGTHS)
     rollouts = controller(generator, buffer=RolloutBuffer(ReleaseRule(num_groups=3, leftovers="discard")))
-    with pytest.raises(ValueError, match="A release of 3 groups wants 3 in work, and 2 are open"):
+    with pytest.raises(ValueError, match="A release waits for 3 groups, and 2 are open"):
         rollouts.collect(prompts("a", "b"), 3, SAMPLING, seed=0)
     assert generator.log == []
 
@@ -331,11 +331,12 @@ def test_a_release_that_can_never_be_met_is_refused_before_anything_is_decoded()
 @pytest.mark.parametrize("leftovers", ["keep", "discard"])
 def test_what_is_unfinished_at_a_release_goes_on_from_its_prefix_or_begins_anew(leftovers: Leftovers) -> None:
     generator = FakeGenerator(6, {"a": [2, 3], "b": [9, 9], "c": [1, 1]})
-    rule = ReleaseRule(num_groups=1, leftovers=leftovers, max_age=1 if leftovers == "keep" else 0)
+    rule = ReleaseRule(num_groups=1, leftovers=leftovers, max_staleness=1 if leftovers == "keep" else 0)
     rollouts = controller(generator, buffer=RolloutBuffer(rule))
     first, stats = rollouts.collect(prompts("a", "b"), 2, SAMPLING, seed=0)
     assert [group.prompt.prompt_id for group in first] == ["a"] and stats.num_steps == 3
     assert [request.prefix.num_tokens for request in rollouts.buffer.unfinished] == [3, 3]
+    rollouts.buffer.learnt()
     stats = rollouts.run(rollouts.buffer.ready)
     assert stats.num_steps == (6 if leftovers == "keep" else 9)
     assert [r.completion.num_tokens for r in rollouts.buffer.take()[0].rollouts] == [9, 9]

@@ -23,6 +23,9 @@ class PromptLoader:
     read ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
     that a step which was cut off is done again after resuming.
 
+    With ``on_demand`` its batches are empty, and whoever fills them takes prompts by :meth:`draw`, which count as
+    consumed at once: a checkpoint has to keep them.
+
     Args:
         prompts: The N prompts, at least one.
         batch_size: P, the prompts of one batch on one rank.
@@ -47,6 +50,7 @@ class PromptLoader:
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
+        self.on_demand = False
         self._start = 0
         self._batch: PromptBatch | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -63,11 +67,19 @@ class PromptLoader:
     def __iter__(self) -> Iterator[PromptBatch]:
         """Yield the next ``len(self)`` batches."""
         for _ in range(len(self)):
+            if self.on_demand:
+                yield PromptBatch([])
+                continue
             if self._batch is not None:
                 self._start += self.prompts_per_step
-            first = self._start + self.rank * self.batch_size
-            self._batch = PromptBatch([self._draw(first + place) for place in range(self.batch_size)])
+            self._batch = PromptBatch(self._next(self.batch_size))
             yield self._batch
+
+    def draw(self, num_prompts: int) -> list[Prompt]:
+        """Take the next prompts; all ranks take equally many at the same time."""
+        prompts = self._next(num_prompts)
+        self._start += num_prompts * self.world_size
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what its order depends on."""
@@ -107,6 +119,11 @@ class PromptLoader:
             columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
             digest.update(f"{prompt.prompt_id}{prompt.token_ids}{columns}\n".encode())
         return digest.hexdigest()[:12]
+
+    def _next(self, num_prompts: int) -> list[Prompt]:
+        """This rank's share of what stands next in the stream."""
+        first = self._start + self.rank * num_prompts
+        return [self._draw(first + place) for place in range(num_prompts)]
 
     def _draw(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self.prompts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
@@ -29,15 +29,32 @@ class _Open:
     prompt: Prompt
     unfinished: dict[SamplePath, Request] = field(default_factory=dict)
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
-    released: RolloutGroup | None = None  # whole, and waiting for its release
+    due: RolloutGroup | None = None  # whole, or the part of it that has ended, and waiting for its release
+    is_out: bool = False  # what was due has been given out, and not been learnt from yet
+    learnt: list[Rollout] = field(default_factory=list)  # in parts that have left before
+    num_restarts: int = 0
+
+    @property
+    def num_ended(self) -> int:
+        """Completions that have ended and are not out."""
+        return len(self.completions) + (len(self.due.rollouts) if self.due is not None and not self.is_out else 0)
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """What a buffer made of its open groups for another policy: tokens that were lost, and tokens that stay."""
+
+    num_discarded: int = 0
+    num_continued: int = 0
 
 
 class RolloutBuffer:
     """Groups of a run, from their opening to their release.
 
     It lives as long as the run and goes into its checkpoints: completions that have ended, and the prefixes of those
-    that have not. A group is whole when nothing is asked for any more; whole groups leave in the order of arrival, as
-    the rule says.
+    that have not. A group is whole when nothing is asked for any more; whole groups, or the parts of groups that have
+    ended, leave in the order of arrival, as the rule says. Where groups stay open between releases, what is given out
+    stays in the buffer until it has been :meth:`learnt` from.
 
     Args:
         rule: When groups are released.
@@ -46,11 +63,13 @@ class RolloutBuffer:
     def __init__(self, rule: ReleaseRule = SYNCHRONOUS) -> None:
         self.rule = rule
         self._groups: dict[GroupKey, _Open] = {}  # in the order of arrival
-        self._num_whole = 0
 
     def __len__(self) -> int:
         """Return the number of groups that are open."""
         return len(self._groups)
+
+    def __contains__(self, key: GroupKey) -> bool:
+        return key in self._groups
 
     # ---- in -----------------------------------------------------------------------------------------
 
@@ -99,93 +118,127 @@ class RolloutBuffer:
         return self._whole(group)
 
     def _whole(self, group: _Open) -> RolloutGroup | None:
-        if group.unfinished:
-            return None
-        rollouts = [Rollout(group.prompt, group.completions[path]) for path in sorted(group.completions)]
-        group.released = RolloutGroup(group.prompt, rollouts)
-        group.completions = {}
-        self._num_whole += 1
-        return group.released
+        return None if group.unfinished or self.rule.releases_parts else _close(group)
 
-    def renew(self, version: int) -> int:
-        """Let unfinished requests go on as the rule says, before the policy of ``version`` samples; count the renewed.
+    def renew(self, version: int) -> Renewal:
+        """Let open groups go on as the rule says, before the policy of ``version`` samples.
 
-        Those with tokens that would be too old begin anew.
+        What would be too old begins anew, completions that have ended and wait among it.
 
         Raises:
             ValueError: A prefix was sampled by a version that is yet to come.
         """
-        num_renewed = 0
-        for request in self.unfinished:
-            oldest, newest = request.prefix.oldest_version, request.prefix.newest_version
-            if newest is not None and newest > version:
-                raise ValueError(
-                    f"The prefix of sample {request.path} of prompt {request.prompt.prompt_id!r} is of policy version "
-                    f"{newest}, which this run, at version {version}, does not know; begin with an empty buffer."
-                )
-            if oldest is not None and (self.rule.leftovers != "keep" or version - oldest > self.rule.max_age):
-                self.ask(request.after(EMPTY))
-                num_renewed += 1
-        return num_renewed
+        num_discarded = num_continued = 0
+        for group in self._groups.values():
+            lost = [request for request in group.unfinished.values() if self._is_lost(request.prefix, version)]
+            stale = [each for each in group.completions.values() if self._is_stale(each, version)]
+            if group.due is not None:
+                ended = [rollout.completion for rollout in group.due.rollouts]
+                if any(self._is_stale(each, version) for each in ended):
+                    group.due, group.completions = None, {each.request.path: each for each in ended}
+                    stale = [each for each in ended if self._is_stale(each, version)]
+            for each in stale:
+                del group.completions[each.request.path]
+            for request in (*lost, *(each.request for each in stale)):
+                group.unfinished[request.path] = request.after(EMPTY)
+            num_lost = sum(each.num_tokens for each in (*(request.prefix for request in lost), *stale))
+            group.num_restarts += num_lost > 0
+            num_discarded += num_lost
+            for path, request in group.unfinished.items():
+                num_continued += request.prefix.num_tokens
+                if self.rule.leftovers == "mask" and request.prefix.num_tokens:
+                    group.unfinished[path] = request.after(request.prefix.masked())
+        return Renewal(num_discarded, num_continued)
+
+    def _is_lost(self, prefix: Trajectory, version: int) -> bool:
+        oldest, newest = prefix.oldest_version, prefix.newest_version
+        if newest is not None and newest > version:
+            raise ValueError(
+                f"A kept completion has tokens of policy version {newest}, which this run, at version {version}, does "
+                "not know; begin with an empty buffer."
+            )
+        goes_on = self.rule.leftovers in ("keep", "mask") and not self._is_stale(prefix, version)
+        return oldest is not None and not goes_on
+
+    def _is_stale(self, trajectory: Trajectory, version: int) -> bool:
+        oldest = trajectory.oldest_version
+        return oldest is not None and version - oldest > self.rule.max_staleness
 
     # ---- out ----------------------------------------------------------------------------------------
 
-    def ready(self) -> bool:
-        """Whether there is enough for a release."""
-        return self._num_whole >= (len(self._groups) if self.rule.num_groups is None else self.rule.num_groups)
+    def ready(self, num_steps: int = 0) -> bool:
+        """Whether there is enough for a release, after so many decode steps of a rollout."""
+        rule, groups = self.rule, self._groups.values()
+        if not any(group.unfinished for group in groups):
+            return True
+        if rule.num_steps is not None:
+            return num_steps >= rule.num_steps and any(group.num_ended for group in groups)
+        if rule.num_completions is not None:
+            enough = sum(group.num_ended for group in groups) >= rule.num_completions
+        elif rule.num_groups is not None:
+            enough = sum(group.due is not None for group in groups) >= rule.num_groups
+        else:
+            return False  # it waits for all
+        most = rule.max_restarts
+        return enough and not (
+            most is not None and any(group.unfinished and group.num_restarts > most for group in groups)
+        )
+
+    def close(self) -> list[RolloutGroup]:
+        """Make groups of what has ended, where groups leave in parts; return them, to be scored."""
+        if not self.rule.releases_parts:
+            return []
+        return [_close(group) for group in self._groups.values() if group.completions]
 
     def take(self) -> list[RolloutGroup]:
-        """Release whole groups, in the order of arrival."""
-        whole = [(key, group.released) for key, group in self._groups.items() if group.released is not None]
-        for key, _ in whole[: self.rule.num_groups]:
-            del self._groups[key]
-            self._num_whole -= 1
-        return [group for _, group in whole[: self.rule.num_groups]]
+        """Release what is due, in the order of arrival: where the rule says so many groups, no more of them.
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._groups.clear()
-        self._num_whole = 0
+        What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
+        """
+        due = [(key, group) for key, group in self._groups.items() if group.due is not None]
+        waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be learnt from later
+        chosen = due[: self.rule.num_groups] if waits else due
+        released = []
+        for key, group in chosen:
+            assert group.due is not None
+            group.is_out = True
+            released.append(RolloutGroup(group.prompt, [*group.learnt, *group.due.rollouts]))
+            if self.rule.leftovers == "finish":
+                del self._groups[key]
+        return released
+
+    def learnt(self) -> None:
+        """All that was given out has been learnt from."""
+        for key, group in list(self._groups.items()):
+            if group.is_out and group.due is not None:
+                group.learnt += [replace(rollout, kept=False, learnt=True) for rollout in group.due.rollouts]
+                group.due, group.is_out = None, False
+                if not group.unfinished and not group.completions:
+                    del self._groups[key]
+
+    def snapshot(self) -> dict[GroupKey, Any]:
+        """Return what :meth:`restore` takes."""
+        return {
+            key: replace(group, unfinished=dict(group.unfinished), completions=dict(group.completions))
+            for key, group in self._groups.items()
+        }
+
+    def restore(self, snapshot: dict[GroupKey, Any]) -> None:
+        """Be as at an earlier moment."""
+        self._groups = snapshot
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All open groups, as plain values and tensors."""
-        return {
-            "groups": [
-                {
-                    "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids)},
-                    "unfinished": [_request_state(request) for request in group.unfinished.values()],
-                    "completions": [
-                        _completion_state(completion)
-                        for completion in (
-                            group.completions.values()
-                            if group.released is None
-                            else (rollout.completion for rollout in group.released.rollouts)
-                        )
-                    ],
-                    "rewards": None
-                    if group.released is None
-                    else [(rollout.rewards, rollout.reward, rollout.kept) for rollout in group.released.rollouts],
-                }
-                for group in self._groups.values()
-            ]
-        }
+        return {"groups": [_group_state(group) for group in self._groups.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what had been kept."""
-        self.clear()
+        self._groups = {}
         for saved in state["groups"]:
-            prompt = Prompt(**(saved["prompt"] | {"token_ids": tuple(saved["prompt"]["token_ids"])}))
-            group = self._groups[prompt.prompt_id, prompt.visit] = _Open(prompt)
-            for request in (_request(prompt, each) for each in saved["unfinished"]):
-                group.unfinished[request.path] = request
-            for completion in (_completion(prompt, each) for each in saved["completions"]):
-                group.completions[completion.request.path] = completion
-            released = None if saved["rewards"] is None else self._whole(group)
-            if released is not None:
-                for rollout, earned in zip(released.rollouts, saved["rewards"], strict=True):
-                    rollout.rewards, rollout.reward, rollout.kept = earned
+            group = _group(saved)
+            self._groups[group.prompt.prompt_id, group.prompt.visit] = group
 
 
 def group_requests(prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, seed: int) -> list[Request]:
@@ -197,6 +250,49 @@ def group_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampli
     if num_samples < 1:
         raise ValueError(f"A group of {num_samples} samples has no member; give num_generations of 1 or more.")
     return [Request(prompt, (sample,), sampling, seed) for prompt in prompts for sample in range(num_samples)]
+
+
+def _close(group: _Open) -> RolloutGroup:
+    """Make a group of what has ended."""
+    rollouts = [Rollout(group.prompt, group.completions[path]) for path in sorted(group.completions)]
+    group.due, group.completions = RolloutGroup(group.prompt, rollouts), {}
+    return group.due
+
+
+def _group_state(group: _Open) -> dict[str, Any]:
+    return {
+        "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids)},
+        "unfinished": [_request_state(request) for request in group.unfinished.values()],
+        "completions": [_completion_state(completion) for completion in group.completions.values()],
+        "due": None if group.due is None else [_rollout_state(rollout) for rollout in group.due.rollouts],
+        "learnt": [_rollout_state(rollout) for rollout in group.learnt],
+        "num_restarts": group.num_restarts,
+    }
+
+
+def _group(state: dict[str, Any]) -> _Open:
+    prompt = Prompt(**(state["prompt"] | {"token_ids": tuple(state["prompt"]["token_ids"])}))
+    requests = [_request(prompt, each) for each in state["unfinished"]]
+    completions = [_completion(prompt, each) for each in state["completions"]]
+    due = None if state["due"] is None else RolloutGroup(prompt, [_rollout(prompt, each) for each in state["due"]])
+    return _Open(
+        prompt,
+        {request.path: request for request in requests},
+        {completion.request.path: completion for completion in completions},
+        due,
+        learnt=[_rollout(prompt, each) for each in state["learnt"]],
+        num_restarts=state["num_restarts"],
+    )
+
+
+def _rollout_state(rollout: Rollout) -> dict[str, Any]:
+    own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
+    return {"completion": _completion_state(rollout.completion), **own}
+
+
+def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
+    own = {name: value for name, value in state.items() if name != "completion"}
+    return Rollout(prompt, _completion(prompt, state["completion"]), **own)
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:

@@ -120,23 +120,26 @@ class RolloutLoop:
         stats = self.run(self.buffer.ready)
         return self.buffer.take(), stats
 
-    def run(self, until: Callable[[], bool]) -> RolloutStats:
-        """Decode until ``until`` says so.
+    def run(self, until: Callable[[int], bool]) -> RolloutStats:
+        """Decode until ``until`` says so, which is told how many steps have been taken.
 
         What is unfinished then is taken out of the generator, and its requests stay in the buffer with their prefixes.
-        On an exception (an interrupt among them) it is taken out too, and the buffer forgets it unless its rule keeps
-        what is left over.
+        On an exception (an interrupt among them) it is taken out too, and the buffer is as it was before; where it
+        waits for all groups, it forgets them.
 
         Raises:
             ValueError: Nothing is left to decode before ``until`` is met.
         """
         self.buffer.rule.check_open(len(self.buffer))
-        self.buffer.renew(self.generator.version)
+        before = {} if self.buffer.rule.leftovers == "finish" else self.buffer.snapshot()
+        renewal = self.buffer.renew(self.generator.version)
         rollout = _Rollout(self, self.buffer.unfinished)
+        rollout.stats.num_discarded, rollout.stats.num_continued = renewal.num_discarded, renewal.num_continued
         try:
             rollout.run(until)
         except BaseException:
             rollout.abandon()
+            self.buffer.restore(before)
             raise
         return rollout.stats
 
@@ -156,17 +159,18 @@ class _Rollout:
         if loop.points and len(requests) > capacity.slots:
             self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.points)
         self._requests = requests
+        self._begun_with = {each.key: each.prefix.num_tokens for each in requests if each.prefix.num_tokens}
         self._reports = LengthReports(self._lengths)
         self.stats = RolloutStats(spans=self._flight.spans)
 
-    def run(self, until: Callable[[], bool]) -> None:
+    def run(self, until: Callable[[int], bool]) -> None:
         """Decode until that is so."""
         for listener in self._listeners:
             listener.begin(self._flight)
         self._submit(self._requests)
         self._generator.expect({request.group: request.prompt for request in self._requests}.values())
         self.stats.scheduling_s = time.perf_counter() - self._start
-        while not until():
+        while not until(self.stats.num_steps):
             began = time.perf_counter()
             self._admit()
             if not self._flight.num_active:
@@ -185,14 +189,15 @@ class _Rollout:
             self.stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
         self._put_back()
+        for group in self._buffer.close():
+            for listener in self._listeners:
+                listener.whole(group)
         self._end()
 
     def abandon(self) -> None:
         """Leave the generator as if nothing had been asked of it."""
         self._lengths.end(commit=False)
         self._put_back()
-        if self._buffer.rule.leftovers != "keep":
-            self._buffer.clear()
         for listener in self._listeners:
             listener.end(failed=True)
 
@@ -289,9 +294,14 @@ class _Rollout:
         self._plan.finish(job, completion.num_tokens)
         if self._probe is not None:
             self._release([completion.request])
-        self.stats.lengths.append(completion.num_tokens)
+        self._count(completion.request.key, completion.num_tokens)
         answers = [listener.finish(completion) for listener in self._listeners]
         return answers + self._whole(self._buffer.finish(completion))
+
+    def _count(self, key: Key, num_tokens: int) -> None:
+        """Note how many tokens of a completion this rollout has brought."""
+        if new := num_tokens - self._begun_with.get(key, 0):
+            self.stats.lengths.append(new)
 
     def _whole(self, group: RolloutGroup | None) -> list[Answer | None]:
         return [] if group is None else [listener.whole(group) for listener in self._listeners]
@@ -330,6 +340,8 @@ class _Rollout:
         for request in self._generator.abort(self._flight.active):
             self._flight.wait(request)
             self._buffer.ask(request)
+        for request in self._flight.requests:
+            self._count(request.key, request.prefix.num_tokens)
         if prompts:
             self._generator.release(prompts.values())
 

@@ -1,55 +1,46 @@
-"""When groups leave the buffer: release rules, as data."""
+"""When groups leave the buffer and what becomes of the others, as data."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import Any, Literal, get_args
 
-Leftovers = Literal["finish", "keep", "discard"]
+import yaml
+
+Refill = Literal["always", "when_empty"]
+Unit = Literal["group", "completion"]
+Leftovers = Literal["finish", "keep", "mask", "discard"]
 
 
 @dataclass(frozen=True)
 class ReleaseRule:
-    """How many groups are released at a time, and what becomes of what is unfinished then.
+    """What a buffer waits for, and what becomes of what is unfinished then.
 
     Args:
-        num_groups: Whole groups that a release waits for and gives out; None for all that are open.
-        oversubscription: Groups in work for each one that a release waits for, 1 or more.
+        num_groups: Whole groups that a release waits for; None for all that are open.
+        num_completions: Completions that a release waits for instead, of whatever groups: a group then leaves in parts.
+        num_steps: Decode steps that a rollout takes instead, whatever has ended then (at least one completion).
         leftovers: What is done with requests that are unfinished at a release: there are none, because it waits for all
-            (``finish``); they go on from their prefixes next time (``keep``), or from their beginnings (``discard``).
-        max_age: Policy updates that may lie between the version that sampled the oldest token of a group and the one
-            that learns from it.
-
-    Raises:
-        ValueError: The rule contradicts itself.
+            (``finish``); they go on from their prefixes next time (``keep``), which are not learnt from (``mask``), or
+            from their beginnings (``discard``).
+        max_staleness: Policy updates that may lie between the version that sampled the oldest token of a completion and
+            the one that learns from it, the time that it waits for its release included. What is older is sampled anew.
+        max_restarts: How often a group may lose tokens; from then on a release waits for it.
     """
 
     num_groups: int | None = None
-    oversubscription: float = 1.0
+    num_completions: int | None = None
+    num_steps: int | None = None
     leftovers: Leftovers = "finish"
-    max_age: int = 0
+    max_staleness: int = 0
+    max_restarts: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.num_groups is not None and self.num_groups < 1:
-            raise ValueError(f"A release of {self.num_groups} groups can never be met; give num_groups of 1 or more.")
-        if not self.oversubscription >= 1:
-            raise ValueError(
-                f"An oversubscription of {self.oversubscription} puts fewer groups in work than a release waits for, "
-                "so it can never be met; give 1 or more."
-            )
-        if self.oversubscription > 1 and self.leftovers == "finish":
-            raise ValueError(
-                f"An oversubscription of {self.oversubscription} leaves requests unfinished; leftovers 'finish' allows "
-                "none: take keep or discard."
-            )
-        if self.max_age < 0:
-            raise ValueError(f"max_age must be at least 0, not {self.max_age}.")
-        if self.leftovers == "keep" and not self.max_age:
-            raise ValueError(
-                "leftovers 'keep' goes on from tokens of an older policy, which max_age 0 never lets out; give a "
-                "max_age of 1 or more, or discard them."
-            )
+    @property
+    def releases_parts(self) -> bool:
+        """Whether a group may leave in parts."""
+        return self.num_completions is not None
 
     def check_open(self, num_open: int) -> None:
         """Check that a release can come about with the groups that are open.
@@ -57,13 +48,175 @@ class ReleaseRule:
         Raises:
             ValueError: It waits for more of them.
         """
-        wanted = math.ceil((self.num_groups or 0) * self.oversubscription)
-        if num_open < wanted:
+        if num_open < (self.num_groups or 0):
             raise ValueError(
-                f"A release of {self.num_groups} groups wants {wanted} in work, and {num_open} are open: open as many, "
-                "or lower num_groups."
+                f"A release waits for {self.num_groups} groups, and {num_open} are open: open as many, or lower "
+                "num_groups."
             )
 
 
 SYNCHRONOUS = ReleaseRule()
 """All groups of a batch, whole, sampled by the policy that learns from them."""
+
+
+@dataclass(frozen=True)
+class RolloutMode:
+    """How rollouts and updates take turns.
+
+    A *batch* is ``data.batch_size`` prompts with ``model.num_generations`` completions each.
+
+    Args:
+        batches_in_work: Batches of prompts that are open at a time, 1 or more: those above 1 keep slots busy while the
+            longest completions of a batch are still being decoded.
+        refill: Whether new prompts join at every update (``always``), or only once every open one has been learnt from
+            (``when_empty``; SortedRL's grouped loading).
+        unit: What an update waits for: a batch of whole groups (``group``), or as many completions of any groups
+            (``completion``), the first that end. A group then leaves in parts, each part's advantages being over all
+            members that have ended so far: the first parts are of short completions alone.
+        leftovers: What becomes of completions that are unfinished when a batch is ready: there are none, because it
+            waits for all (``finish``); they go on next time with the tokens and log-probs that they have (``keep``), of
+            which only those that are still to come are learnt from (``mask``); or they begin anew (``discard``).
+        max_staleness: Policy updates that may lie between the oldest token of a completion and the update that learns
+            from it, waiting included; what would be older is sampled anew. 0 is on-policy.
+        max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions.
+        tokens_per_update: A rollout ends after so many decode steps, whatever has ended then.
+
+    Raises:
+        ValueError: The fields contradict each other.
+    """
+
+    batches_in_work: float = 1.0
+    refill: Refill = "always"
+    unit: Unit = "group"
+    leftovers: Leftovers = "finish"
+    max_staleness: int = 0
+    max_restarts: int = 2
+    tokens_per_update: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("refill", Refill), ("unit", Unit), ("leftovers", Leftovers)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
+        _check_number("batches_in_work", self.batches_in_work, 1, int | float)
+        for name, least in (("max_staleness", 0), ("max_restarts", 0), ("tokens_per_update", 1)):
+            if not (name == "tokens_per_update" and self.tokens_per_update is None):
+                _check_number(name, getattr(self, name), least, int)
+        goes_on, steps = self.leftovers in ("keep", "mask"), self.tokens_per_update
+        if self.leftovers == "finish" and (self.batches_in_work > 1 or steps is not None or self.unit == "completion"):
+            raise ValueError(
+                f"batches_in_work {self.batches_in_work:g}, unit {self.unit!r} and tokens_per_update {steps} leave "
+                "completions unfinished, and leftovers 'finish' allows none: take keep, mask or discard."
+            )
+        if goes_on and not self.max_staleness:
+            raise ValueError(
+                f"leftovers {self.leftovers!r} goes on from tokens of an older policy, which max_staleness 0 never "
+                "lets out; give a max_staleness of 1 or more, or discard them."
+            )
+        if steps is not None and not goes_on:
+            raise ValueError(
+                f"tokens_per_update {steps} with leftovers 'discard' would never end a completion that is longer: take "
+                "keep or mask."
+            )
+
+    @property
+    def carries(self) -> bool:
+        """Whether prompts stay open from one update to the next."""
+        return self.leftovers != "finish"
+
+    def rule(self, num_prompts: int, num_generations: int) -> ReleaseRule:
+        """Return what the buffer waits for, where a batch is of so many prompts and completions each."""
+        if not self.carries:
+            return SYNCHRONOUS
+        steps, by_completion = self.tokens_per_update, self.unit == "completion"
+        return ReleaseRule(
+            num_groups=None if by_completion else num_prompts,
+            num_completions=num_prompts * num_generations if by_completion else None,
+            num_steps=steps,
+            leftovers=self.leftovers,
+            max_staleness=self.max_staleness,
+            max_restarts=self.max_restarts,
+        )
+
+    def num_wanted(self, num_open: int, num_prompts: int) -> int:
+        """Return how many prompts are to be opened, where so many are open and a batch is of ``num_prompts``."""
+        if self.refill == "when_empty" and num_open:
+            return 0
+        return max(math.ceil(self.batches_in_work * num_prompts) - num_open, 0)
+
+    def check(self, steps_per_batch: int, max_tokens: int) -> None:
+        """Check that it goes with a run's updates.
+
+        Args:
+            steps_per_batch: Optimizer steps on one batch.
+            max_tokens: Of a completion.
+
+        Raises:
+            ValueError: It does not.
+        """
+        if self.leftovers in ("keep", "mask") and self.max_staleness < steps_per_batch:
+            raise ValueError(
+                f"The mode's max_staleness is {self.max_staleness}, and every batch takes {steps_per_batch} optimizer "
+                f"steps, so nothing could ever go on; give {steps_per_batch} or more."
+            )
+        if self.tokens_per_update is not None and self.tokens_per_update >= max_tokens:
+            raise ValueError(
+                f"The mode's tokens_per_update is {self.tokens_per_update}, and sampling.max_tokens is {max_tokens}, "
+                "so every completion would end in one rollout; give less, or take the mode synchronous."
+            )
+
+
+def _check_number(name: str, value: Any, least: int, kind: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        raise ValueError(f"{name} must be a {'whole ' * (kind is int)}number of at least {least}, not {value!r}.")
+
+
+MODES: dict[str, RolloutMode] = {
+    "synchronous": RolloutMode(),
+    "april": RolloutMode(batches_in_work=2, leftovers="keep", max_staleness=8),
+    "sortedrl": RolloutMode(batches_in_work=4, refill="when_empty", unit="completion", leftovers="discard"),
+    "sortedrl_partial": RolloutMode(
+        batches_in_work=4, refill="when_empty", unit="completion", leftovers="keep", max_staleness=16
+    ),
+    "chunked": RolloutMode(
+        batches_in_work=2, unit="completion", leftovers="keep", max_staleness=16, tokens_per_update=1024
+    ),
+}
+"""Modes by name: docs/modes.md says where each comes from."""
+
+
+def make_mode(spec: str) -> RolloutMode:
+    """Return a mode.
+
+    Args:
+        spec: A name of ``MODES``, or the class path of a :class:`RolloutMode`; behind a colon fields and their values,
+            as in ``april:batches_in_work=3,max_staleness=4``.
+
+    Raises:
+        ValueError: There is no such mode or field, or a value does not fit.
+    """
+    name, _, settings = spec.partition(":")
+    known = [field.name for field in fields(RolloutMode)]
+    values: dict[str, Any] = {}
+    for part in filter(None, settings.split(",")):
+        field, _, value = part.partition("=")
+        if field not in known and "." not in name:
+            raise ValueError(f"rollout_scheduler.mode {name} has no field {field!r}; it has {', '.join(known)}.")
+        values[field] = yaml.safe_load(value)
+    try:
+        if name in MODES:
+            return replace(MODES[name], **values)
+        return _own(name)(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rollout_scheduler.mode {spec}: {error}") from None
+
+
+def _own(path: str) -> type[RolloutMode]:
+    """A user's mode, by its class path."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name) if module else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"it cannot be loaded ({error}); give one of {', '.join(MODES)}, or a class path.") from None
+    if not (isinstance(found, type) and issubclass(found, RolloutMode)):
+        raise ValueError(f"there is none; give one of {', '.join(MODES)}, or the class path of a RolloutMode.")
+    return found

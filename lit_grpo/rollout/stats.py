@@ -21,7 +21,8 @@ class RolloutStats:
     """What one rollout cost.
 
     ``num_set_aside`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
-    it did to wait for others at a probe or the end of a time slice. ``bubble_ratio`` is one minus the share of slot
+    it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts began
+    anew in it, and ``num_continued`` went on. ``bubble_ratio`` is one minus the share of slot
     steps in which a slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for
     rewards. ``spans`` says which slot decoded which completion when, by the steps of ``clock``, ``predicted`` how many
     tokens were expected of each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths
@@ -32,6 +33,8 @@ class RolloutStats:
     num_tokens: int = 0
     num_set_aside: int = 0
     num_parked: int = 0
+    num_discarded: int = 0
+    num_continued: int = 0
     rollout_s: float = 0.0
     reward_wait_s: float = 0.0
     scheduling_s: float = 0.0
