@@ -30,8 +30,9 @@ class WeightSync(pl.Callback):
             sampler in bfloat16 beside a policy in float32 stays below a tenth of this.
         max_relative_gap: How far the log-probs of the given tokens may be from the policy's on average, relative to
             their spread. In bfloat16 it is about 0.01, in float32 1e-6.
-        max_gap_growth: How many times as large as at all syncs before that may be. Weights that lack one small update
-            show here. Where it is larger, all weights are sent once more, and then it may be twice this.
+        max_gap_growth: How many times as large as at all syncs before the rounding error may be that would explain it.
+            Weights that lack one small update show here. Where it is larger, all weights are sent once more, and then
+            it may be twice this.
     """
 
     def __init__(
@@ -114,4 +115,4 @@ class WeightSync(pl.Callback):
             with trainer.precision_plugin.forward_context():
                 gap = proof.measure(scorer, module.policy)
             proof.check(gap, module.policy_version)
-        return {"sync/logprob_gap": gap.nats, "sync/relative_gap": gap.relative}
+        return {"sync/logprob_gap": gap.nats, "sync/relative_gap": gap.relative, "sync/rounding": gap.rounding}

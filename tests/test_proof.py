@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,17 @@ class Scorer:
         return {"engine": given_logprobs(self.policy, sequences) + self.error}
 
 
+class Rounding(Scorer):
+    """Scores as a policy does whose embeddings have a relative error."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        other = copy.deepcopy(self.policy)
+        with torch.no_grad():
+            table = other.get_input_embeddings().weight
+            table *= 1 + self.error * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
+        return {"engine": given_logprobs(other, sequences)}
+
+
 def test_a_policy_that_finds_all_tokens_equally_likely_is_proved_too(policy_folder: Path) -> None:
     policy = random_policy()
     assert isinstance(policy, PreTrainedModel)
@@ -32,3 +44,19 @@ def test_a_policy_that_finds_all_tokens_equally_likely_is_proved_too(policy_fold
     proof = SyncProof(load_tokenizer(str(policy_folder)), max_gap=0.1, max_growth=1.3)
     assert proof.accepts(proof.measure(Scorer(policy, 1e-4), policy))
     assert not proof.accepts(proof.measure(Scorer(policy, 1e-2), policy))
+
+
+def test_a_policy_in_which_rounding_errors_grow_is_proved_as_before(policy_folder: Path) -> None:
+    policy = random_policy()
+    assert isinstance(policy, PreTrainedModel)
+    proof = SyncProof(load_tokenizer(str(policy_folder)), max_gap=0.1, max_growth=1.3)
+    first = proof.measure(Rounding(policy, 1e-5), policy)
+    assert proof.accepts(first)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if any(part in name for part in ("layernorm", "o_proj", "q_norm")):
+                weight *= 10  # attention becomes a choice of one token, and counts
+    second = proof.measure(Rounding(policy, 1e-5), policy)
+    assert second.relative > 2 * 1.3 * first.relative
+    assert proof.accepts(second)
+    assert not proof.accepts(proof.measure(Rounding(policy, 3e-5), policy))

@@ -23,11 +23,15 @@ _NUM_TOKENS, _MOST_TOKENS_EACH = 512, 256
 
 
 class Gap(NamedTuple):
-    """How far an engine's log-probs are from the policy's, on average: in nats, and relative to their spread."""
+    """How far an engine's log-probs are from the policy's, on average: in nats, and ``relative`` to their spread.
+
+    ``rounding`` is the relative error of the policy's embeddings that would have moved its log-probs as far.
+    """
 
     engine: str
     nats: float
     relative: float
+    rounding: float
 
 
 class SyncProof:
@@ -36,12 +40,13 @@ class SyncProof:
     The tokens are drawn from the whole vocabulary, once for all syncs. So they are unlikely ones, and all that a model
     computes shows in their log-probs; those of tokens that it has sampled itself are near 0 whatever it computes. The
     same tokens at every sync also make for about the same rounding errors: the syncs before tell how far apart the two
-    sides may be. Gaps are compared relative to the spread of the policy's log-probs, which grows as it learns.
+    sides may be. How much of rounding errors reaches the log-probs changes as the policy learns, by a factor of ten and
+    more; so gaps are compared by what a small relative change of its embeddings does to its log-probs at that moment.
 
     Args:
         tokenizer: Says which tokens there are.
         max_gap: The largest relative gap at any sync.
-        max_growth: The largest gap as a multiple of the largest so far; twice that where all has been sent again.
+        max_growth: The largest rounding as a multiple of the largest so far; twice that where all has been sent again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_gap: float, max_growth: float) -> None:
@@ -56,13 +61,14 @@ class SyncProof:
         scores = scorer.score(sequences)
         gaps = {name: float((scored_N - expected_N).abs().mean()) for name, scored_N in scores.items()}
         worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf)
-        return Gap(worst, gaps[worst], gaps[worst] / spread)
+        moved = float((_shaken_logprobs(policy, sequences) - expected_N).abs().mean()) / _SHAKE
+        return Gap(worst, gaps[worst], gaps[worst] / spread, gaps[worst] / max(moved, _LEAST_SPREAD))
 
     def accepts(self, gap: Gap) -> bool:
         """Whether a sync is good, which the next are then compared with."""
-        if not gap.relative <= min(self.max_gap, self.max_growth * self._largest):
+        if not (gap.relative <= self.max_gap and gap.rounding <= self.max_growth * self._largest):
             return False
-        known = max(gap.relative, _ROUNDING)
+        known = max(gap.rounding, _ROUNDING)
         self._largest = known if math.isinf(self._largest) else max(self._largest, known)
         return True
 
@@ -72,21 +78,23 @@ class SyncProof:
         Raises:
             WeightSyncError: It is too large.
         """
-        limit = min(self.max_gap, 2 * self.max_growth * self._largest)
-        if not gap.relative <= limit:
+        limit = 2 * self.max_growth * self._largest
+        if not (gap.relative <= self.max_gap and gap.rounding <= limit):
             raise WeightSyncError(
                 f"After the sync of version {version} the log-probs that {gap.engine} gives to given tokens differ "
-                f"from the policy's by {gap.nats:.3g} nats on average, {gap.relative:.3g} of their spread, where "
-                f"{limit:.3g} is allowed: its weights are not the policy's, or it computes otherwise. The limits are "
-                f"weight_sync.max_relative_gap ({self.max_gap}) and twice max_gap_growth ({self.max_growth}) times the "
-                "largest so far."
+                f"from the policy's by {gap.nats:.3g} nats on average, {gap.relative:.3g} of their spread and as a "
+                f"rounding error of {gap.rounding:.3g} makes them, where {self.max_gap:.3g} and {limit:.3g} are "
+                "allowed: its weights are not the policy's, or it computes otherwise. The limits are "
+                f"weight_sync.max_relative_gap and twice max_gap_growth ({self.max_growth}) times the largest so far."
             )
 
 
 _LEAST_SPREAD = 0.01
 """In nats; a policy that finds all tokens about equally likely has none of its own."""
-_ROUNDING = 1e-6
-"""A relative gap as float32 has it at its best; smaller ones differ from each other by more than a factor."""
+_ROUNDING = 5e-7
+"""Four times float32's; smaller ones differ from each other by more than a factor."""
+_SHAKE = 0.01
+"""The relative change of the embeddings by which is measured how far log-probs move; bfloat16 has it too."""
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
@@ -97,6 +105,21 @@ def given_tokens(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[
     length = max(min(_MOST_TOKENS_EACH, longest), 2)
     draw = random.Random(0)
     return [draw.choices(ids, k=length) for _ in range(math.ceil(_NUM_TOKENS / length))]
+
+
+def _shaken_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The policy's log-probs with embeddings that are a little off, always in the same way."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shake(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(output.shape, generator=generator).to(output)
+        return output * (1 + _SHAKE * noise)
+
+    hook = policy.get_input_embeddings().register_forward_hook(shake)
+    try:
+        return given_logprobs(policy, sequences)
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

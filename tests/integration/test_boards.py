@@ -54,7 +54,7 @@ def digits(completion, log_metric):
 ONLY_ELSEWHERE = {
     "memory/reserved_gib": "a GPU",
     **dict.fromkeys(("vllm/sleep_s", "vllm/freed_gib", "vllm/device_in_use_asleep_gib"), "vLLM in process on a GPU"),
-    **dict.fromkeys(("sync/logprob_gap", "sync/relative_gap"), "vLLM"),
+    **dict.fromkeys(("sync/logprob_gap", "sync/relative_gap", "sync/rounding"), "vLLM"),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }
