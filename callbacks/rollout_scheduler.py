@@ -18,6 +18,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
 from lit_grpo.rollout.rules import make_mode
+from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
 from lit_grpo.scheduling.plans.plan import BLIND, make_plan
@@ -155,9 +156,9 @@ class RolloutScheduler(pl.Callback):
         progress = batch_idx / trainer.num_training_batches
         if self._turns.carries:
             batch.prompts = self._open(trainer, pl_module)
-        self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
+        stats = self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
         if self._turns.carries:
-            self._carry(batch)
+            self._carry(batch, stats)
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -212,12 +213,16 @@ class RolloutScheduler(pl.Callback):
         wanted = self._turns.num_wanted(len(self._buffer), loader.batch_size)
         return loader.draw(int(module.ranks.max(wanted)))
 
-    def _carry(self, batch: PromptBatch) -> None:
+    def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:
         """Let the batch be of the groups that have come out, and keep what is known of the others."""
         batch.prompts = [group.prompt for group in batch.groups]
         batch.predicted = self._predicted | dict(batch.predicted)
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self._buffer}
-        batch.metrics["rollout/open_prompts"] = float(len(self._buffer) - len(batch.groups))
+        batch.metrics |= {
+            "rollout/open_prompts": float(len(self._buffer) - len(batch.groups)),
+            "rollout/continued_tokens": float(stats.num_continued),
+            "rollout/discarded_tokens": float(stats.num_discarded),
+        }
 
     def _listeners(self, trainer: pl.Trainer, phases: Phases) -> list[Listener]:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -261,7 +266,7 @@ class RolloutScheduler(pl.Callback):
         num_generations: int,
         sampling: SamplingParams,
         progress: float = 0.0,
-    ) -> None:
+    ) -> RolloutStats:
         if self._rewards is not None:
             epoch = trainer.current_epoch + progress
             self._rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
@@ -274,6 +279,7 @@ class RolloutScheduler(pl.Callback):
             rank_zero_warn(message)
         if self._rewards is not None:
             batch.metrics["num_reward_errors"] = float(self._rewards.num_errors)
+        return stats
 
 
 class _Moving(Listener):

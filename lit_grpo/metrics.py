@@ -97,10 +97,26 @@ def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks
     """Describe sampled tokens; there may be millions, so ranks exchange sums."""
     versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
     logprobs_T = torch.cat([torch.empty(0), *(completion.logprobs_T for completion in completions)])
-    staleness_T = version - versions_T[versions_T != OBSERVED]
-    means = Means(("completions/mean_logprob", "staleness/mean"))
-    means.add({"completions/mean_logprob": logprobs_T[versions_T != OBSERVED], "staleness/mean": staleness_T})
-    return means.compute(ranks.sum) | {"staleness/max": float(ranks.max(max(staleness_T.tolist(), default=0)))}
+    means = Means(("completions/mean_logprob",))
+    means.add({"completions/mean_logprob": logprobs_T[versions_T != OBSERVED]})
+    own_S = torch.bincount(version - versions_T[versions_T != OBSERVED])
+    return means.compute(ranks.sum) | _staleness_metrics(ranks.gather(own_S))
+
+
+def _staleness_metrics(tokens_S: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Describe how stale tokens are, of which each rank counts those of staleness 0, 1, 2 and so on."""
+    counts_S = np.zeros(max(map(len, tokens_S)), dtype=np.int64)
+    for each_S in tokens_S:
+        counts_S[: len(each_S)] += each_S.numpy()
+    num_tokens = int(counts_S.sum())
+    if not num_tokens:
+        return dict.fromkeys(("staleness/mean", "staleness/p95", "staleness/max", "staleness/fresh"), math.nan)
+    return {
+        "staleness/mean": float(counts_S @ np.arange(len(counts_S))) / num_tokens,
+        "staleness/p95": float(np.searchsorted(counts_S.cumsum(), 0.95 * num_tokens)),
+        "staleness/max": float(len(counts_S) - 1),
+        "staleness/fresh": float(counts_S[0]) / num_tokens,
+    }
 
 
 def _mean(values: torch.Tensor) -> float:

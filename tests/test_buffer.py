@@ -105,13 +105,6 @@ def describe(buffer: RolloutBuffer) -> str:
     return repr(buffer.state_dict())
 
 
-def test_a_release_wants_as_many_groups_as_it_waits_for() -> None:
-    rule = ReleaseRule(num_groups=4, leftovers="discard")
-    rule.check_open(4)
-    with pytest.raises(ValueError, match="A release waits for 4 groups, and 3 are open"):
-        rule.check_open(3)
-
-
 def test_a_group_without_a_member_is_refused() -> None:
     with pytest.raises(ValueError, match="A group of 0 samples has no member; give num_generations of 1 or more"):
         group_requests([A], 0, SAMPLING, seed=0)

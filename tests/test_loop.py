@@ -320,14 +320,6 @@ def test_a_listener_may_ask_for_more_of_a_group() -> None:
     assert [[r.completion.num_tokens for r in group.rollouts] for group in groups] == [[2, 2], [5, 9, 3]]
 
 
-def test_a_release_that_can_never_be_met_is_refused_before_anything_is_decoded() -> None:
-    generator = FakeGenerator(2, LENGTHS)
-    rollouts = controller(generator, buffer=RolloutBuffer(ReleaseRule(num_groups=3, leftovers="discard")))
-    with pytest.raises(ValueError, match="A release waits for 3 groups, and 2 are open"):
-        rollouts.collect(prompts("a", "b"), 3, SAMPLING, seed=0)
-    assert generator.log == []
-
-
 @pytest.mark.parametrize("leftovers", ["keep", "discard"])
 def test_what_is_unfinished_at_a_release_goes_on_from_its_prefix_or_begins_anew(leftovers: Leftovers) -> None:
     generator = FakeGenerator(6, {"a": [2, 3], "b": [9, 9], "c": [1, 1]})

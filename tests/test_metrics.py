@@ -228,6 +228,8 @@ def test_rollout_metrics_of_two_groups() -> None:
             "completions/mean_logprob": math.log(0.5),
             "staleness/mean": 8 * 2 / 14,
             "staleness/max": 2.0,
+            "staleness/p95": 2.0,
+            "staleness/fresh": 6 / 14,
             "rewards/exact/mean": 0.5,
             "rewards/exact/std": 0.5,
         }
@@ -260,7 +262,8 @@ def test_the_spread_of_rewards_is_the_one_that_trl_logs() -> None:
 def test_rollouts_without_a_token_or_a_reward_give_finite_counts_and_missing_means() -> None:
     logs = metrics_of(as_groups([make_rollout([5], [], NAN, finish_reason="abort", sample_id=n) for n in range(2)]), 0)
     assert {name for name, value in logs.items() if math.isnan(value)} == {
-        *("reward", "reward_std", "reward_std_within", "staleness/mean", "completions/mean_logprob"),
+        *("reward", "reward_std", "reward_std_within", "completions/mean_logprob"),
+        *(f"staleness/{name}" for name in ("mean", "p95", "max", "fresh")),
     }
     assert logs["frac_no_reward"] == logs["frac_reward_zero_std"] == 1.0
 

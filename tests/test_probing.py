@@ -195,6 +195,13 @@ def test_time_slices_save_steps_where_no_completion_is_much_longer_than_all_othe
     assert learned(noise=100.0, max_tokens=256, spread=1.0).points({8: 0.0}) == ()  # the longest would be held up
 
 
+def test_a_limit_that_is_cut_into_two_has_one_slice_of_which_nothing_is_foretold() -> None:
+    assert time_slices(24) == (16,)
+    choice = learned(noise=100.0, max_tokens=24, spread=0.2)
+    choice.savings[16,] = 0.1
+    assert choice.points({8: 0.0}) == (16,)
+
+
 def test_nothing_is_learned_where_every_completion_has_a_slot() -> None:
     assert learned(noise=0.1, num_slots=32).savings == {}
 

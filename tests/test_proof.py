@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from conftest import random_policy
@@ -32,7 +33,7 @@ class Rounding(Scorer):
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         other = copy.deepcopy(self.policy)
         with torch.no_grad():
-            table = other.get_input_embeddings().weight
+            table: Any = other.get_input_embeddings().weight
             table *= 1 + self.error * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
         return {"engine": given_logprobs(other, sequences)}
 

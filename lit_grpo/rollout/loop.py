@@ -130,7 +130,6 @@ class RolloutLoop:
         Raises:
             ValueError: Nothing is left to decode before ``until`` is met.
         """
-        self.buffer.rule.check_open(len(self.buffer))
         before = {} if self.buffer.rule.leftovers == "finish" else self.buffer.snapshot()
         renewal = self.buffer.renew(self.generator.version)
         rollout = _Rollout(self, self.buffer.unfinished)
@@ -174,10 +173,7 @@ class _Rollout:
             began = time.perf_counter()
             self._admit()
             if not self._flight.num_active:
-                raise ValueError(
-                    f"All requests have ended, and a release of {self._buffer.rule.num_groups} groups is not met: open "
-                    "more groups, or lower num_groups."
-                )
+                raise ValueError("All requests have ended, and the rollout waits for more: open more groups.")
             self._make_room()
             admitted = time.perf_counter()
             events = self._generator.step()

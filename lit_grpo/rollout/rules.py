@@ -42,18 +42,6 @@ class ReleaseRule:
         """Whether a group may leave in parts."""
         return self.num_completions is not None
 
-    def check_open(self, num_open: int) -> None:
-        """Check that a release can come about with the groups that are open.
-
-        Raises:
-            ValueError: It waits for more of them.
-        """
-        if num_open < (self.num_groups or 0):
-            raise ValueError(
-                f"A release waits for {self.num_groups} groups, and {num_open} are open: open as many, or lower "
-                "num_groups."
-            )
-
 
 SYNCHRONOUS = ReleaseRule()
 """All groups of a batch, whole, sampled by the policy that learns from them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from test_learner import gradient_of
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import Generator, Scorer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.proof import SyncProof, given_logprobs, given_tokens
+from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -424,6 +427,32 @@ def test_one_of_two_servers_with_other_weights_is_named(generator: Any, policy: 
     gap = proof.measure(generator, policy)
     assert not proof.accepts(gap)
     assert gap.engine == f"the vLLM server at {other.client.url}"
+
+
+def test_completions_go_on_across_updates_with_the_tokens_that_they_have(generator: Any, policy: Any) -> None:
+    buffer = RolloutBuffer(ReleaseRule(num_completions=4, leftovers="keep", max_staleness=9))
+    loop, policies, learnt = RolloutLoop(generator, buffer), list[Any](), list[Rollout]()
+    buffer.open(group_requests(PROMPTS, 4, SAMPLING, seed=3))
+    changed = [parameter for parameter in policy.parameters() if parameter.requires_grad][-1]
+    before = changed.detach().clone()
+    while len(buffer):
+        generator.load_weights(generator.weights(), len(policies))
+        policies.append(copy.deepcopy(policy).double().eval())
+        loop.run(buffer.ready)
+        buffer.close()
+        learnt += [rollout for group in buffer.take() for rollout in group.fresh]
+        buffer.learnt()
+        with torch.no_grad():
+            changed.mul_(0.9)
+    with torch.no_grad():
+        changed.copy_(before)
+    keys = [rollout.completion.request.key for rollout in learnt]
+    assert len(keys) == len(set(keys)) == 12 and len(policies) == 3
+    assert max(len(rollout.completion.versions_T.unique()) for rollout in learnt) > 1
+    for rollout in learnt:
+        by_version = [full_logprobs(each, rollout) for each in policies]
+        exact_T = torch.stack(by_version).gather(0, rollout.completion.versions_T[None])[0]
+        assert torch.allclose(exact_T, rollout.completion.logprobs_T, atol=1e-4)
 
 
 def all_but_one(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

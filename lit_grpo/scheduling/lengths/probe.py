@@ -54,7 +54,8 @@ class ProbeChoice:
         worth = {
             points: saving
             for points, saving in self.savings.items()
-            if saving >= WORTH_IT and (len(points) > 1 or correlations[max(points)] >= self.min_correlation)
+            # a point that is not foretold at is a slice, for which nothing need be
+            if saving >= WORTH_IT and not (len(points) == 1 and correlations.get(points[0], 1) < self.min_correlation)
         }
         return max(worth, key=worth.__getitem__, default=())
 

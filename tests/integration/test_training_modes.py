@@ -1,0 +1,182 @@
+"""Rollouts and updates that take turns in other ways: every mode trains, loses nothing, and resumes exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hand_made import Checkpoints, make_module, make_trainer, sgd
+
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.rules import make_mode
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
+
+pytestmark = pytest.mark.integration
+
+NUM_PROMPTS, BATCH, GROUP, UPDATES = 5, 2, 4, 7
+MODES = [
+    "synchronous",
+    "april",
+    "april:leftovers=mask,max_staleness=3",
+    "april:unit=completion,batches_in_work=1.5",
+    "sortedrl:batches_in_work=3",
+    "sortedrl:unit=group,batches_in_work=2,max_restarts=1",
+    "sortedrl_partial:batches_in_work=3,max_staleness=2",
+    "chunked:tokens_per_update=5",
+]
+
+
+class Trained(pl.Callback):
+    """Keeps the policy of each version, and what was learnt from at each."""
+
+    def __init__(self) -> None:
+        self.policies: dict[int, Any] = {}
+        self.batches: dict[int, list[Rollout]] = {}
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        version = pl_module.policy_version
+        self.policies[version] = copy.deepcopy(pl_module.policy).double().eval()
+        self.batches[version] = list(batch.rollouts)
+        assert all(rollout.kept for rollout in batch.rollouts)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All of them."""
+        return [rollout for batch in self.batches.values() for rollout in batch]
+
+
+def even_sum(completion: str) -> float:
+    """A reward that about half of all completions get."""
+    return float(sum(map(ord, completion)) % 2 == 0)
+
+
+def train(
+    policy_folder: Path, mode: str, folder: Path, checkpoint: str | None = None
+) -> tuple[Trained, GRPOModule, RolloutScheduler]:
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
+    folder.mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
+    module = make_module(
+        policy_folder,
+        generator=SlotGenerator(6),
+        num_generations=GROUP,
+        optimizer=sgd(0.5),
+        sampling=SamplingParams(max_tokens=24),
+        rewards=[RewardSpec(f"{__file__}:even_sum")],
+    )
+    trained, scheduler = Trained(), RolloutScheduler(mode=mode)
+    trainer = make_trainer(
+        scheduler, WeightSync(), trained, Checkpoints(folder), max_steps=UPDATES, max_epochs=-1, default_root_dir=folder
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return trained, module, scheduler
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_lost_and_every_token_is_of_its_version_and_resuming_is_exact(
+    policy_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    trained, module, scheduler = train(policy_folder, mode, tmp_path / "whole")
+    cap = make_mode(mode).max_staleness
+    check_staleness(trained, cap)
+    check_log_probs(trained)
+    check_stream(trained, scheduler)
+    for version in (2, 4):
+        checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
+        again, resumed, _ = train(policy_folder, mode, tmp_path / f"from-{version}", checkpoint)
+        assert list(again.batches) == list(range(version, UPDATES))
+        for number, batch in again.batches.items():
+            assert describe(batch) == describe(trained.batches[number])
+        for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def check_staleness(trained: Trained, cap: int) -> None:
+    """No token is older than the mode allows, and where it allows older ones, there are some."""
+    seen = set()
+    for version, batch in trained.batches.items():
+        for rollout in batch:
+            versions = rollout.completion.versions_T
+            seen.update((version - versions[versions != OBSERVED]).tolist())
+    assert min(seen) == 0 and max(seen) <= cap
+    assert bool(cap) == (max(seen) > 0)
+    assert [max(log["staleness/max"] for log in trained.logs)] == [max(seen)]
+
+
+def check_log_probs(trained: Trained) -> None:
+    """Each token's log-prob is what the policy of its version gives to it, in float64."""
+    for rollout in trained.rollouts:
+        completion, prompt = rollout.completion, rollout.prompt.token_ids
+        ids_T = torch.cat([torch.tensor(prompt), completion.token_ids_T])
+        for version in completion.versions_T.unique().tolist():
+            logits_TV = trained.policies[version](input_ids=ids_T[None], use_cache=False).logits[0]
+            logprobs_T = logits_TV.log_softmax(-1)[len(prompt) - 1 : -1]
+            exact_T = logprobs_T.gather(-1, completion.token_ids_T[:, None]).squeeze(-1)
+            own_T = completion.versions_T == version
+            assert torch.allclose(exact_T[own_T].float(), completion.logprobs_T[own_T], atol=1e-4)
+
+
+def check_stream(trained: Trained, scheduler: RolloutScheduler) -> None:
+    """Every sample of every prompt that was drawn is learnt from once, or still open; an epoch has each prompt once."""
+    keys = [rollout.completion.request.key for rollout in trained.rollouts]
+    assert len(keys) == len(set(keys))
+    (state,) = scheduler.state_dict()["ranks"]
+    open_groups = {(group["prompt"]["prompt_id"], group["prompt"]["visit"]) for group in state["buffer"]["groups"]}
+    groups = {key[:2] for key in keys}
+    assert all(sum(key[:2] == group for key in keys) == GROUP for group in groups - open_groups)
+    drawn = sorted(visit for _, visit in groups | open_groups)
+    epochs = len(drawn) // NUM_PROMPTS
+    assert drawn == sorted([*range(epochs)] * NUM_PROMPTS + [epochs] * (len(drawn) - epochs * NUM_PROMPTS))
+
+
+def describe(rollouts: Sequence[Rollout]) -> list[Any]:
+    return [
+        (c.request.key, c.token_ids_T.tolist(), c.versions_T.tolist(), c.trained_T.tolist(), c.logprobs_T.tolist())
+        for c in (rollout.completion for rollout in rollouts)
+    ]
+
+
+def test_masked_leftovers_are_not_learnt_from(policy_folder: Path, tmp_path: Path) -> None:
+    trained, *_ = train(policy_folder, "april:leftovers=mask,max_staleness=3", tmp_path)
+    old = [
+        (version, rollout.completion)
+        for version, batch in trained.batches.items()
+        for rollout in batch
+        if len(rollout.completion.versions_T.unique()) > 1
+    ]
+    assert old
+    for _, completion in old:
+        assert torch.equal(completion.trained_T, completion.versions_T == completion.newest_version)
+
+
+def test_a_checkpoint_of_another_mode_is_refused_while_prompts_are_open(policy_folder: Path, tmp_path: Path) -> None:
+    train(policy_folder, "april", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"has 2 prompts in work, begun on 1 ranks in the rollout_scheduler.mode april"
+    ):
+        train(policy_folder, "chunked:tokens_per_update=5", tmp_path / "other", str(tmp_path / f"{UPDATES}.ckpt"))
+
+
+def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
+    module = make_module(policy_folder, rewards=[RewardSpec(f"{__file__}:even_sum")])
+    trainer = make_trainer(RolloutScheduler(mode="april"), WeightSync(), max_steps=1)
+    with pytest.raises(ValueError, match=r"with a dataloader of your own take synchronous"):
+        trainer.fit(module, train_dataloaders=[PromptBatch([])])

@@ -1,0 +1,171 @@
+"""Modes as data, and what a buffer does for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_buffer import SAMPLING, A, B, tokens
+
+from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
+from lit_grpo.rollout.rules import MODES, SYNCHRONOUS, ReleaseRule, RolloutMode, make_mode
+
+
+@dataclass(frozen=True)
+class Mine(RolloutMode):
+    """A mode of a user's own."""
+
+    leftovers: str = "keep"  # pyright: ignore[reportIncompatibleVariableOverride]
+    max_staleness: int = 3
+
+    def num_wanted(self, num_open: int, num_prompts: int) -> int:
+        return 3 * num_prompts - num_open
+
+
+def test_synchronous_is_the_default_and_carries_nothing() -> None:
+    mode = make_mode("synchronous")
+    assert mode == RolloutMode() and not mode.carries
+    assert mode.rule(8, 4) == SYNCHRONOUS
+
+
+def test_fields_of_a_mode_are_set_behind_its_name() -> None:
+    mode = make_mode("april:batches_in_work=1.5,max_staleness=4")
+    assert mode == RolloutMode(1.5, leftovers="keep", max_staleness=4)
+    assert mode.rule(4, 8) == ReleaseRule(4, None, None, "keep", 4, 2)
+    assert make_mode("sortedrl").rule(4, 8) == ReleaseRule(None, 32, None, "discard", 0, 2)
+    assert make_mode("chunked:tokens_per_update=5").rule(4, 8).num_steps == 5
+    assert make_mode(f"{__name__}.Mine:max_staleness=5") == Mine(max_staleness=5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_open", "wanted"),
+    [("april", 0, 8), ("april", 5, 3), ("april", 9, 0), ("sortedrl", 0, 16), ("sortedrl", 1, 0)],
+)
+def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted: int) -> None:
+    assert MODES[mode].num_wanted(num_open, 4) == wanted
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("aprill", "give one of synchronous, april, sortedrl, sortedrl_partial, chunked, or the class path of"),
+        ("no.such.Mode", "it cannot be loaded .No module named 'no'.; give one of"),
+        ("collections.Counter", "or the class path of a RolloutMode"),
+        ("april:batches=2", "mode april has no field 'batches'; it has batches_in_work, refill"),
+        ("april:batches_in_work=0.5", "batches_in_work must be a number of at least 1, not 0.5"),
+        ("april:batches_in_work=many", "batches_in_work must be a number of at least 1, not 'many'"),
+        ("april:max_staleness=1.5", "max_staleness must be a whole number of at least 0, not 1.5"),
+        ("april:max_staleness=0", "which max_staleness 0 never lets out; give a max_staleness of 1 or more"),
+        ("april:leftovers=finish", "leave completions unfinished, and leftovers 'finish' allows none"),
+        ("synchronous:unit=completion", "leave completions unfinished, and leftovers 'finish' allows none"),
+        ("sortedrl:unit=token", "unit must be one of group, completion, not 'token'"),
+        ("sortedrl:tokens_per_update=9", "would never end a completion that is longer: take keep or mask"),
+    ],
+)
+def test_a_mode_that_means_nothing_is_refused(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        make_mode(spec)
+    assert str(error.value).startswith("rollout_scheduler.mode ")
+
+
+def test_a_mode_has_to_go_with_the_updates() -> None:
+    make_mode("april:max_staleness=4").check(4, 16)
+    with pytest.raises(ValueError, match="max_staleness is 3, and every batch takes 4 optimizer steps"):
+        make_mode("april:max_staleness=3").check(4, 16)
+    with pytest.raises(ValueError, match=r"tokens_per_update is 16, and sampling\.max_tokens is 16"):
+        make_mode("chunked:tokens_per_update=16").check(1, 16)
+
+
+PARTS = ReleaseRule(num_completions=3, leftovers="keep", max_staleness=1)
+
+
+def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() -> None:
+    buffer, (a0, a1, a2, b0, b1, b2) = RolloutBuffer(PARTS), group_requests([A, B], 3, SAMPLING, seed=7)
+    buffer.open([a0, a1, a2, b0, b1, b2])
+    for request in (b1, a2):
+        assert buffer.finish(request.after(tokens(1)).ended("stop")) is None
+    assert not buffer.ready()
+    buffer.finish(b0.after(tokens(1)).ended("stop"))
+    assert buffer.ready()
+    parts = buffer.close()
+    assert [[r.completion.request.path for r in part.rollouts] for part in parts] == [[(2,)], [(0,), (1,)]]
+    for part in parts:
+        for rollout in part.rollouts:
+            rollout.reward = 1.0
+    assert buffer.take() == parts
+    buffer.learnt()
+    assert buffer.unfinished == [a0, a1, b2] and not buffer.ready()
+    for request in (a0, a1, b2):
+        buffer.finish(request.after(tokens(4)).ended("stop"))
+    assert [len(part.rollouts) for part in buffer.close()] == [2, 1]
+    a, b = buffer.take()
+    assert [(r.completion.request.path, r.kept, r.reward) for r in a.rollouts[:1]] == [((2,), False, 1.0)]
+    assert [r.completion.request.path for r in a.fresh] == [(0,), (1,)]
+    assert [r.completion.request.path for r in b.fresh] == [(2,)] and len(b.rollouts) == 3
+    buffer.learnt()
+    assert len(buffer) == 0
+
+
+def test_what_has_ended_and_waits_begins_anew_when_it_is_too_old() -> None:
+    buffer, (a0, a1) = (
+        RolloutBuffer(ReleaseRule(1, leftovers="keep", max_staleness=1)),
+        group_requests([A], 2, SAMPLING, 7),
+    )
+    buffer.open([a0, a1])
+    buffer.finish(a0.after(tokens(4, 5, version=3)).ended("stop"))
+    buffer.ask(a1.after(tokens(6, version=4)))
+    assert buffer.renew(4) == Renewal(0, 1)
+    assert buffer.renew(5) == Renewal(2, 1)
+    assert sorted(request.prefix.num_tokens for request in buffer.unfinished) == [0, 1]
+
+
+def test_a_release_waits_for_a_group_that_has_begun_anew_too_often() -> None:
+    rule = ReleaseRule(num_completions=1, leftovers="discard", max_restarts=1)
+    buffer, (a0, a1) = RolloutBuffer(rule), group_requests([A], 2, SAMPLING, 7)
+    buffer.open([a0, a1])
+    for version in (1, 2):
+        assert not buffer.ready()
+        buffer.ask(a1.after(tokens(6, 7, version=version - 1)))
+        assert buffer.renew(version) == Renewal(2, 0)
+    buffer.finish(a0.after(tokens(4, version=2)).ended("stop"))
+    assert not buffer.ready()
+    buffer.finish(a1.after(tokens(4, version=2)).ended("stop"))
+    assert buffer.ready()
+
+
+def test_masked_prefixes_go_on_and_are_not_learnt_from() -> None:
+    buffer, (a0,) = (
+        RolloutBuffer(ReleaseRule(1, leftovers="mask", max_staleness=2)),
+        group_requests([A], 1, SAMPLING, 7),
+    )
+    buffer.open([a0])
+    buffer.ask(a0.after(tokens(4, 5, version=0)))
+    buffer.renew(1)
+    (request,) = buffer.unfinished
+    assert request.prefix.trained_T.tolist() == [False, False]
+    assert request.prefix.versions_T.tolist() == [0, 0] and torch.equal(
+        request.prefix.logprobs_T, torch.tensor([-0.5, -0.5])
+    )
+
+
+def test_a_chunk_ends_after_its_steps_if_anything_has_ended() -> None:
+    rule = ReleaseRule(num_completions=9, num_steps=5, leftovers="keep", max_staleness=9)
+    buffer, (a0, a1) = RolloutBuffer(rule), group_requests([A], 2, SAMPLING, 7)
+    buffer.open([a0, a1])
+    assert not buffer.ready(7)
+    buffer.finish(a0.after(tokens(4)).ended("stop"))
+    assert not buffer.ready(4) and buffer.ready(5)
+
+
+def test_an_interrupted_rollout_leaves_the_buffer_as_it_was() -> None:
+    buffer, (a0, a1) = RolloutBuffer(PARTS), group_requests([A], 2, SAMPLING, 7)
+    buffer.open([a0, a1])
+    buffer.ask(a1.after(tokens(6, version=0)))
+    before, snapshot = repr(buffer.state_dict()), buffer.snapshot()
+    buffer.renew(9)
+    buffer.finish(a0.after(tokens(4)).ended("stop"))
+    buffer.close()
+    assert repr(buffer.state_dict()) != before
+    buffer.restore(snapshot)
+    assert repr(buffer.state_dict()) == before
