@@ -1,0 +1,164 @@
+"""What a rollout costs in each mode: idle slots, tokens that are thrown away, and time, on long-tailed work.
+
+A random Qwen3 really decodes; completions end after long-tailed lengths that are given beforehand. Every mode draws the
+same prompts in the same order and gives out batch after batch, the policy's version rising with each; there is no
+update in between, so that times are of rollouts alone. The first batch of each is left out. A useful token is one that
+is not sampled again; rates of useful tokens compare, for modes that leave the long ones for later have learnt from
+other completions at any moment. Modes go in turn, several times; times are medians. Steps and tokens are the same
+every time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.make_tiny import make_tokenizer
+from benchmarks.random_policies import QWEN3_7M, TO_UPDATE, random_qwen3
+from benchmarks.report import Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import ForetoldLengths, slots
+from benchmarks.workloads import long_tailed
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rules import make_mode
+from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.types import Key, Prompt, SamplingParams
+
+REPEATS = 3
+NOISE = 0.35
+"""Of the lengths that the default plan is told, in their logarithm."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """``num_batches`` batches of P prompts of G completions of at most ``limit`` tokens, in so many slots."""
+
+    num_batches: int = 10
+    num_prompts: int = 16
+    num_generations: int = 8
+    num_slots: int = 64
+    limit: int = 384
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """More than any mode draws."""
+        return [
+            Prompt(f"train/{n}", tuple(2 + (n + i) % 10 for i in range(24)), "")
+            for n in range(self.num_prompts * (self.num_batches + 4))
+        ]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A mode, and the order in which it decodes."""
+
+    mode: str
+    plan: str = "fcfs"
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        return f"{self.mode}, {self.plan}"
+
+
+def arms(limit: int) -> list[Arm]:
+    """What is compared: synchronous in two orders, the modes, and SortedRL without its grouped loading."""
+    return [
+        Arm("synchronous"),
+        Arm("synchronous", "short_last"),
+        Arm("april"),
+        Arm("sortedrl"),
+        Arm("sortedrl:refill=always"),
+        Arm("sortedrl_partial"),
+        Arm(f"chunked:tokens_per_update={limit // 4}"),
+    ]
+
+
+def main(options: Options) -> int:
+    """Measure all modes in turn."""
+    work, sizes = (Work(3, 4, 4, 8, 32), TO_UPDATE["smallest"]) if options.quick else (Work(), QWEN3_7M)
+    torch.set_num_threads(1)
+    policy, lengths = random_qwen3(sizes, options.device), long_tailed(work.prompts, work.num_generations, work.limit)
+    measured: dict[Arm, list[Row]] = {arm: [] for arm in arms(work.limit)}
+    for _ in range(1 if options.quick else REPEATS):
+        for arm, rows in measured.items():
+            rows.append(measure(arm, work, policy, lengths))
+            note(f"{arm.name}: {rows[-1]}")
+    rows = [{"mode": arm.mode, "plan": arm.plan, **_median(runs)} for arm, runs in measured.items()]
+    settings: Row = {**vars(work), "threads": 1, "repeats": REPEATS, "length_noise": NOISE}
+    return finish("modes", options, settings, rows, _claims({f"{row['mode']}, {row['plan']}": row for row in rows}))
+
+
+def measure(arm: Arm, work: Work, policy: torch.nn.Module, lengths: dict[Key, int]) -> Row:
+    """Give out ``num_batches`` batches."""
+    mode, prompts = make_mode(arm.mode), iter(work.prompts)
+    buffer = RolloutBuffer(mode.rule(work.num_prompts, work.num_generations))
+    generator = slots(policy, make_tokenizer(), work.num_slots, lengths)
+    foretold: LearntLengths = NoLengths()
+    if arm.plan != "fcfs":
+        foretold = ForetoldLengths(_noisy(lengths))
+    loop, sampling = RolloutLoop(generator, buffer, arm.plan, foretold), SamplingParams(max_tokens=work.limit)
+    total: dict[str, float] = dict.fromkeys(("slot_steps", "active", "tokens", "discarded", "continued", "s"), 0.0)
+    staleness: list[int] = []
+    for version in range(work.num_batches):
+        generator.load_weights(policy.named_parameters(), version)
+        start = time.perf_counter()
+        drawn = [next(prompts) for _ in range(mode.num_wanted(len(buffer), work.num_prompts))]
+        buffer.open(group_requests(drawn, work.num_generations, sampling, seed=0))
+        stats = loop.run(buffer.ready)
+        buffer.close()
+        completions = [rollout.completion for group in buffer.take() for rollout in group.fresh]
+        buffer.learnt()
+        if version:
+            staleness += [version - each for one in completions for each in one.versions_T.tolist()]
+            total["s"] += time.perf_counter() - start
+            total["slot_steps"] += stats.slot_steps
+            total["active"] += stats.active_slot_steps
+            total["tokens"] += stats.num_tokens
+            total["discarded"] += stats.num_discarded
+            total["continued"] += stats.num_continued
+    generator.close()
+    useful = total["tokens"] - total["discarded"]
+    return {
+        "bubble": 1 - total["active"] / total["slot_steps"],
+        "discarded": total["discarded"] / total["tokens"],
+        "computed_again": total["continued"] / total["tokens"],
+        "staleness": statistics.fmean(staleness),
+        "stalest": max(staleness),
+        "steps": total["slot_steps"] / work.num_slots,
+        "useful_tokens_per_step": useful / (total["slot_steps"] / work.num_slots),
+        "useful_tokens_per_s": useful / total["s"],
+    }
+
+
+def _noisy(lengths: dict[Key, int]) -> dict[Key, float]:
+    keys = list(lengths)
+    noise = torch.randn(len(keys), generator=torch.Generator().manual_seed(0)) * NOISE
+    return {key: lengths[key] * float(factor) for key, factor in zip(keys, noise.exp(), strict=True)}
+
+
+def _median(runs: list[Row]) -> Row:
+    return {name: statistics.median(float(run[name]) for run in runs) for name in runs[0]}
+
+
+def _claims(rows: dict[str, Row]) -> list[Claim]:
+    def ratio(name: str, mode: str, to: str) -> float:
+        return float(rows[f"{mode}, fcfs"][name]) / max(float(rows[f"synchronous, {to}"][name]), 1e-9)
+
+    first, default = "first come, synchronous", "the default plan, synchronous"
+    return [
+        Claim(f"bubble of sortedrl over {first}", ratio("bubble", "sortedrl", "fcfs"), "<=", 0.5),
+        Claim(f"bubble of sortedrl_partial over {first}", ratio("bubble", "sortedrl_partial", "fcfs"), "<=", 0.5),
+        Claim(f"bubble of april over {first}", ratio("bubble", "april", "fcfs"), "<=", 0.2),
+        Claim(f"useful tokens/s of april over {first}", ratio("useful_tokens_per_s", "april", "fcfs"), ">=", 1.225),
+        Claim(f"the same over {default}", ratio("useful_tokens_per_s", "april", "short_last"), ">=", 1.0),
+    ]
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))
