@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.make_tiny import make_tokenizer
-from benchmarks.random_policies import QWEN3_7M, TO_UPDATE, random_qwen3
+from benchmarks.random_policies import TO_UPDATE, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import ForetoldLengths, slots
 from benchmarks.workloads import long_tailed
@@ -29,6 +29,8 @@ from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.types import Key, Prompt, SamplingParams
 
 REPEATS = 3
+SIZES = TO_UPDATE["smallest"]
+"""So small that a step takes about as long however many slots decode, as on a GPU."""
 NOISE = 0.35
 """Of the lengths that the default plan is told, in their logarithm."""
 
@@ -80,9 +82,9 @@ def arms(limit: int) -> list[Arm]:
 
 def main(options: Options) -> int:
     """Measure all modes in turn."""
-    work, sizes = (Work(3, 4, 4, 8, 32), TO_UPDATE["smallest"]) if options.quick else (Work(), QWEN3_7M)
+    work = Work(3, 4, 4, 8, 32) if options.quick else Work()
     torch.set_num_threads(1)
-    policy, lengths = random_qwen3(sizes, options.device), long_tailed(work.prompts, work.num_generations, work.limit)
+    policy, lengths = random_qwen3(SIZES, options.device), long_tailed(work.prompts, work.num_generations, work.limit)
     measured: dict[Arm, list[Row]] = {arm: [] for arm in arms(work.limit)}
     for _ in range(1 if options.quick else REPEATS):
         for arm, rows in measured.items():

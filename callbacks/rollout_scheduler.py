@@ -100,6 +100,11 @@ class RolloutScheduler(pl.Callback):
         if stage == "fit" and self._turns.carries:
             learning = pl_module.settings
             self._turns.check(learning.num_iterations * learning.num_minibatches, pl_module.sampling.max_tokens)
+            if self._turns.unit == "completion" and learning.advantages.estimator == "dcpo":
+                raise ValueError(
+                    "advantages.estimator dcpo remembers each visit of a prompt, and rollout_scheduler.mode "
+                    f"{self.mode} lets its group leave in parts; add unit=group, or take another estimator."
+                )
             loader = _loader(trainer)
             loader.on_demand = True
             self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations)

@@ -20,6 +20,7 @@ from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.rules import make_mode
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
+from lit_grpo.update.advantages.estimator import Advantages
 
 pytestmark = pytest.mark.integration
 
@@ -173,6 +174,17 @@ def test_a_checkpoint_of_another_mode_is_refused_while_prompts_are_open(policy_f
         ValueError, match=r"has 2 prompts in work, begun on 1 ranks in the rollout_scheduler.mode april"
     ):
         train(policy_folder, "chunked:tokens_per_update=5", tmp_path / "other", str(tmp_path / f"{UPDATES}.ckpt"))
+
+
+def test_groups_that_leave_in_parts_do_not_go_with_what_remembers_visits(policy_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+    data = PromptDataModule(str(policy_folder), train=str(tmp_path / "prompts.jsonl"), batch_size=2)
+    module = make_module(
+        policy_folder, advantages=Advantages("dcpo"), rewards=[RewardSpec(f"{__file__}:even_sum")], num_generations=2
+    )
+    trainer = make_trainer(RolloutScheduler(mode="sortedrl"), WeightSync(), max_steps=1)
+    with pytest.raises(ValueError, match="mode sortedrl lets its group leave in parts; add unit=group"):
+        trainer.fit(module, datamodule=data)
 
 
 def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
