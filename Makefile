@@ -11,7 +11,6 @@ demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
 
 test: lint types unit integration lowest
-	.venv/bin/python -m coverage combine --quiet
 	.venv/bin/python -m coverage report --skip-covered --fail-under 90
 
 install: .venv/dev
@@ -41,10 +40,10 @@ types: .venv/dev
 unit integration lowest newest: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
-	.venv/bin/python -m coverage run -m pytest -m "not integration" --numprocesses 2 --dist loadfile --durations 5
+	.venv/bin/python -m pytest --cov --cov-report= -m "not integration" --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
-	.venv/bin/python -m coverage run -m pytest -m integration --numprocesses 2 --dist loadfile --durations 10
+	.venv/bin/python -m pytest --cov --cov-append --cov-report= -m integration --numprocesses 2 --dist loadfile --durations 10
 
 # Versions other than those of constraints.txt, each kind in an environment of its own.
 NEWEST_PYTHON ?= 3.13

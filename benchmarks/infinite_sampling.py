@@ -60,7 +60,7 @@ def main(options: Options) -> int:
             for seed in range(seeds if num_slots == SLOTS else 1):
                 note(f"{task}, {num_slots} slots, seed {seed}")
                 prompts = arithmetic_prompts(tokenizer, 100 * (seed + 1))[100 * seed :]
-                of_seed = _one_prompt(policy, tokenizer, limit, prompts[: 4 if options.quick else 12], num_slots, group)
+                of_seed = _one_prompt(policy, tokenizer, limit, prompts[: 2 if options.quick else 12], num_slots, group)
                 for name, figures in of_seed.items():
                     found[name].append(figures)
                 claims += _equality(policy, limit, of_seed, f"{task}, {num_slots} slots, seed {seed}")
@@ -77,8 +77,8 @@ def _policy(task: str, options: Options) -> tuple[Any, Any, int]:
     if task == "announcing":
         policy: Any
         policy, tokenizer = announcing_policy(0, 4 if options.quick else 150)
-        return policy.to(options.device), tokenizer, 96 if options.quick else LIMIT
-    return *load("tiny", options.device), 96 if options.quick else 128
+        return policy.to(options.device), tokenizer, 72 if options.quick else LIMIT
+    return *load("tiny", options.device), 72 if options.quick else 128
 
 
 def _one_prompt(

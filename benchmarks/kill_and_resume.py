@@ -65,11 +65,10 @@ class Life:
         self.said: list[str] = []
         self.hit = ""
         self._news = threading.Condition()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
         self._process = subprocess.Popen(
             command,
             cwd=folder,
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,7 +129,7 @@ def main(options: Options) -> int:
     """Measure every plan, and compare."""
     rng, rows = random.Random(SEED), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        workplace = Workplace(Path(folder), num_updates=16 if options.quick else 48)
+        workplace = Workplace(Path(folder), num_updates=24 if options.quick else 48)
         for plan in _plans(options.quick):
             rows.append(workplace.measure(plan, rng))
             note(str(rows[-1]))

@@ -101,7 +101,7 @@ def main(options: Options) -> int:
     rows += [_row(figures, family, "0.35", family=family) for family in FAMILIES]
     rows += [_row(figures, "all", case) for case in PREDICTIONS]
     rows += [_worthless_row(worthless, family) for family in FAMILIES]
-    rows += _recorded_rows()
+    rows += _recorded_rows(1 if options.quick else RECORDED_BATCHES)
     settings: Row = {
         "figures": "steps over the lower bound",
         "max_tokens": 1024,
@@ -184,13 +184,13 @@ def _lengths(trace: Trace, predictions: str, seed: int) -> LearntLengths:
     return lengths_of(trace, NOISES[predictions], seed)
 
 
-def _recorded_rows() -> Iterable[Row]:
-    """Rows for the lengths of a real run, batch for batch, where there are any."""
+def _recorded_rows(num_batches: int) -> Iterable[Row]:
+    """Rows for the lengths of some batches of a real run, where there is one."""
     if not RECORDED.exists():
         return
     whole = load_trace(str(RECORDED))
     batches = whole.batches()
-    batches = batches[:: -(-len(batches) // RECORDED_BATCHES)]
+    batches = batches[:: -(-len(batches) // num_batches)]
     cases = PREDICTIONS if whole.predicted is None else (*PREDICTIONS, "recorded")
     for num_slots in RECORDED_SLOTS:
         for case in cases:

@@ -16,10 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_quick(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run a benchmark in a process of its own, without coverage; return its result and what it printed."""
+    """Run a benchmark in a process of its own; return its result and what it printed."""
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(output), *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(output.read_text()), run.stdout

@@ -24,13 +24,14 @@ def score(completion):
 MEASURED = ("time/", "perf/", "memory/")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, policy_folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
     """A task that takes two optimizer steps a batch, with a KL term whose reference moves, and a learning-rate
-    schedule."""
+    schedule; and a run of it that nothing came upon, ``whole``."""
+    folder = tmp_path_factory.mktemp("resume")
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
     scheduler = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"total_iters": 10}}
     config = {
         "trainer": {"accelerator": "cpu", "max_steps": 12, "enable_progress_bar": False, "val_check_interval": 2},
@@ -48,8 +49,9 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
         "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 2},
         "checkpoint": {"every_n_updates": 2},
     }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    return tmp_path
+    (folder / "config.yaml").write_text(json.dumps(config))
+    assert "error" not in finish(start(folder, "whole"))
+    return folder
 
 
 def start(folder: Path, name: str, *arguments: str, reward_s: float = 0.0) -> subprocess.Popen[str]:
@@ -108,8 +110,6 @@ def assert_same_run(folder: Path, one: str, other: str) -> None:
 
 
 def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
-    whole = start(folder, "whole")
-    assert "error" not in finish(whole)
     killed = start(folder, "killed", reward_s=0.05)
     checkpoint = folder / "runs" / "killed" / "checkpoints" / "last.ckpt"
     wait_until(lambda: checkpoint.exists() and num_rows(folder, "killed") >= 4, killed)
@@ -122,7 +122,6 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
 
 
 def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) -> None:
-    whole = start(folder, "whole")
     interrupted = start(folder, "interrupted", "--checkpoint.every_n_updates", "1000", reward_s=0.1)
     wait_until(lambda: num_rows(folder, "interrupted") >= 3, interrupted)
     interrupted.send_signal(signal.SIGINT)
@@ -133,5 +132,4 @@ def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) 
     checkpoint = folder / "runs" / "interrupted" / "checkpoints" / "last.ckpt"
     said = finish(start(folder, "interrupted", "--ckpt_path", str(checkpoint)))
     assert "error" not in said, said
-    finish(whole)
     assert_same_run(folder, "whole", "interrupted")

@@ -34,9 +34,9 @@ def score(completion):
 MEASURED = ("time/", "perf/", "memory/")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> Path:
-    """A task of two optimizer steps a batch, three batches an epoch and a validation after every second one."""
+def set_up(tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a folder with a task of two optimizer steps a batch, three batches an epoch and a validation after every
+    second one."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(7)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,6 +57,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path)
     return tmp_path
 
 
+@pytest.fixture
+def folder(tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_up(tmp_path, policy_folder, monkeypatch)
+
+
 def fit(name: str, *arguments: str) -> None:
     run(["fit", "--config", "config.yaml", "--run.name", name, *arguments])
 
@@ -65,6 +70,21 @@ def metrics(name: str) -> list[dict[str, str]]:
     with Path("runs", name, "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
+    """The run of the task that nothing comes upon."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        folder = set_up(tmp_path_factory.mktemp("left_alone"), policy_folder, monkeypatch)
+        fit("whole")
+    return folder / "runs" / "whole"
+
+
+@pytest.fixture
+def whole(folder: Path, left_alone: Path) -> None:
+    """That run, beside those of the test."""
+    shutil.copytree(left_alone, folder / "runs" / "whole")
 
 
 def assert_same_run(one: str, other: str) -> None:
@@ -109,8 +129,8 @@ def test_checkpoints_come_when_a_multiple_is_crossed_and_at_the_end(
     assert version("runs/task/checkpoints/best.ckpt") == max(scores, key=lambda step: scores[step])
 
 
+@pytest.mark.usefixtures("whole")
 def test_last_names_the_newest_checkpoint_of_the_runs_own_folder(folder: Path) -> None:
-    fit("whole")
     fit("cut", "--trainer.max_steps", "4")
     fit("cut", "--ckpt_path", "last")
     assert [path.name for path in Path("runs").iterdir() if path.is_dir()].count("cut-1") == 0
@@ -127,11 +147,11 @@ def _noting(saved: list[int]) -> Any:
     return save_and_note
 
 
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize(("event", "code"), [("15", 143), ("10", 138), ("2", 130), ("FAIL", 2)])
 def test_a_run_that_stops_saves_a_checkpoint_and_resumes_exactly(
     folder: Path, event: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit("whole")
     # 7 rewards of the first validation, then 8 a batch, and 7 of a validation after every second batch
     (folder / "event").write_text(f"{event} {7 + 3 * 8 + 7 - 5}")
     with pytest.raises(SystemExit) as exit_:
@@ -153,9 +173,9 @@ def test_a_run_that_stops_saves_a_checkpoint_and_resumes_exactly(
 CALLS = 7 + 2 * 8  # of a validation, and of the batches before the next
 
 
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize(("update", "call"), [(4, CALLS + 3), (8, 2 * CALLS + 1), (12, 3 * CALLS + 7)])
 def test_a_validation_that_fails_is_repeated_on_resuming(folder: Path, update: int, call: int) -> None:
-    fit("whole")
     (folder / "event").write_text(f"FAIL {call}")
     with pytest.raises(SystemExit):
         fit("task", "--checkpoint.every_n_updates", "8")
@@ -166,10 +186,10 @@ def test_a_validation_that_fails_is_repeated_on_resuming(folder: Path, update: i
     assert_same_run("whole", "task")
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_sync_that_fails_after_an_update_loses_none_of_its_metrics(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit("whole")
     for update in (6, 8):  # a validation follows after the second
         failing = iter([False] * (1 + update // 2) + [True])
 

@@ -58,8 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def python(folder: Path, installed: Path, *arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
-    environment["PYTHONPATH"] = str(installed)
+    environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
 from lit_grpo.memory import is_out_of_memory
 from lit_grpo.policy.loading import token_head
@@ -28,10 +28,6 @@ from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncEr
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.layouts import Pieces, prompt_room
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 KEPT_SHARE = 4
 

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -26,9 +27,6 @@ from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, ap
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothing_in_flight, complete
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Room(NamedTuple):
