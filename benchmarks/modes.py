@@ -50,7 +50,7 @@ class Work:
         """More than any mode draws."""
         return [
             Prompt(f"train/{n}", tuple(2 + (n + i) % 10 for i in range(24)), "")
-            for n in range(self.num_prompts * (self.num_batches + 4))
+            for n in range(self.num_prompts * 2 * (self.num_batches + 4))
         ]
 
 

@@ -20,6 +20,11 @@ SLOWEST = (
     "test_full_disk",
     "test_lost_ranks",
     "test_readme",
+    "test_command_line",
+    "test_terminal",
+    "test_stops",
+    "test_notebooks",
+    "test_fuzz",
 )
 """Files that take longest, which begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
