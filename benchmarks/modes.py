@@ -4,8 +4,9 @@ A random Qwen3 really decodes; completions end after long-tailed lengths that ar
 same prompts in the same order and gives out batch after batch, the policy's version rising with each; there is no
 update in between, so that times are of rollouts alone. The first batch of each is left out. A useful token is one that
 is not sampled again; rates of useful tokens compare, for modes that leave the long ones for later have learnt from
-other completions at any moment. Modes go in turn, several times; times are medians. Steps and tokens are the same
-every time.
+other completions at any moment. Modes go in turn, several times; times are medians of CPU seconds of one thread. Steps
+and tokens are the same every time. Here a step costs about as much as the slots that decode in it, so an idle slot
+costs little; on a GPU it costs nearly as much as a busy one, and useful tokens a step tell more of the time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from lit_grpo.types import Key, Prompt, SamplingParams
 
 REPEATS = 3
 SIZES = TO_UPDATE["smallest"]
-"""So small that a step takes about as long however many slots decode, as on a GPU."""
 NOISE = 0.35
 """Of the lengths that the default plan is told, in their logarithm."""
 
@@ -108,7 +108,7 @@ def measure(arm: Arm, work: Work, policy: torch.nn.Module, lengths: dict[Key, in
     staleness: list[int] = []
     for version in range(work.num_batches):
         generator.load_weights(policy.named_parameters(), version)
-        start = time.perf_counter()
+        start = time.process_time()
         drawn = [next(prompts) for _ in range(mode.num_wanted(len(buffer), work.num_prompts))]
         buffer.open(group_requests(drawn, work.num_generations, sampling, seed=0))
         stats = loop.run(buffer.ready)
@@ -117,7 +117,7 @@ def measure(arm: Arm, work: Work, policy: torch.nn.Module, lengths: dict[Key, in
         buffer.learnt()
         if version:
             staleness += [version - each for one in completions for each in one.versions_T.tolist()]
-            total["s"] += time.perf_counter() - start
+            total["s"] += time.process_time() - start
             total["slot_steps"] += stats.slot_steps
             total["active"] += stats.active_slot_steps
             total["tokens"] += stats.num_tokens
@@ -133,7 +133,7 @@ def measure(arm: Arm, work: Work, policy: torch.nn.Module, lengths: dict[Key, in
         "stalest": max(staleness),
         "steps": total["slot_steps"] / work.num_slots,
         "useful_tokens_per_step": useful / (total["slot_steps"] / work.num_slots),
-        "useful_tokens_per_s": useful / total["s"],
+        "useful_tokens_per_cpu_s": useful / total["s"],
     }
 
 
@@ -151,13 +151,15 @@ def _claims(rows: dict[str, Row]) -> list[Claim]:
     def ratio(name: str, mode: str, to: str) -> float:
         return float(rows[f"{mode}, fcfs"][name]) / max(float(rows[f"synchronous, {to}"][name]), 1e-9)
 
+    per_step, per_s = "useful_tokens_per_step", "useful_tokens_per_cpu_s"
     first, default = "first come, synchronous", "the default plan, synchronous"
     return [
         Claim(f"bubble of sortedrl over {first}", ratio("bubble", "sortedrl", "fcfs"), "<=", 0.5),
         Claim(f"bubble of sortedrl_partial over {first}", ratio("bubble", "sortedrl_partial", "fcfs"), "<=", 0.5),
         Claim(f"bubble of april over {first}", ratio("bubble", "april", "fcfs"), "<=", 0.2),
-        Claim(f"useful tokens/s of april over {first}", ratio("useful_tokens_per_s", "april", "fcfs"), ">=", 1.225),
-        Claim(f"the same over {default}", ratio("useful_tokens_per_s", "april", "short_last"), ">=", 1.0),
+        Claim(f"useful tokens a step of april over {first}", ratio(per_step, "april", "fcfs"), ">=", 1.225),
+        Claim(f"useful tokens a CPU second of april over {first}", ratio(per_s, "april", "fcfs"), ">=", 1.225),
+        Claim(f"the same over {default}", ratio(per_s, "april", "short_last"), ">=", 1.0),
     ]
 
 

@@ -220,7 +220,7 @@ class RolloutScheduler(pl.Callback):
 
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:
         """Let the batch be of the groups that have come out, and keep what is known of the others."""
-        batch.prompts = [group.prompt for group in batch.groups]
+        batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
         batch.predicted = self._predicted | dict(batch.predicted)
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self._buffer}
         batch.metrics |= {

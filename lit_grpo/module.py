@@ -325,6 +325,8 @@ class GRPOModule(EvaluationModule):
         self._check_rewards(logs["frac_no_reward"])
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
+        if not batch.carried:
+            check_minibatches(self.settings.num_minibatches, len(batch.groups))
         self.log_anew("update", self.learner.learn(batch.groups))
         self.log("step", float(self.policy_version))
         batch.trained = True

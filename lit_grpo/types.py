@@ -286,7 +286,8 @@ class PromptBatch:
     a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``spans`` which slot
     decoded which completion when, by the steps of ``clock``, and ``predicted`` how many tokens were expected of each
     (by ``Request.key``).
-    ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint.
+    ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint. A batch is
+    ``carried`` where a mode has filled it with what was open: of any number of groups then, and parts of them.
 
     It is no dataclass, because Lightning copies those field by field to convert their tensors.
     """
@@ -299,6 +300,7 @@ class PromptBatch:
         self.clock = Clock()
         self.predicted: Mapping[Key, float] = {}
         self.trained = False
+        self.carried = False
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Return itself: rollouts stay on the host, micro-batches move to the device."""
