@@ -136,7 +136,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("told", to_run(), ids=lambda told: " ".join(told)[:80])
 def test_a_command_does_what_its_page_says(
-    told: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    told: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
@@ -145,6 +149,7 @@ def test_a_command_does_what_its_page_says(
     said = capsys.readouterr()
     assert (code, said.err) == (0, ""), said.out
     assert len(opened) == ("--open" in told)
+    assert [each for each in map(str, recwarn) if "DeprecationWarning" not in each] == []  # those are not shown
     check(*told, said=said.out)
 
 
@@ -173,7 +178,7 @@ def check(name: str, *told: str, said: str) -> None:
         case "fit-check":
             assert f"it fits into {values['--memory'].removesuffix('GiB')} GiB" in said
         case "predict":
-            rows = Path(said.split()[-1]).read_text().splitlines()
+            rows = Path(said.split()[-1].rstrip(".")).read_text().splitlines()
             assert len(rows) == len(Path(values["--data.predict"]).read_text().splitlines()) == 8
         case "export":
             assert is_policy(Path(told[1]))
