@@ -123,7 +123,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         "" if slots is None else f"{slots} slots",
         type(module.generator).__name__,
         f"{trainer.max_steps} updates" if trainer.max_steps >= 0 else "",
-        f"goes on behind update {module.policy_version}" if module.policy_version else "",
+        f"goes on from update {module.policy_version}" if module.policy_version else "",
     )
     all_weights = module.policy.num_parameters()
     few = f", {count(trained)} of them trained" if trained < all_weights else ""
