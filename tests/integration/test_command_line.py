@@ -495,6 +495,26 @@ def test_bad_input_gets_one_sentence(
     assert len(errors[0]) < 800
 
 
+def test_a_row_that_lacks_a_column_of_a_reward_is_named_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1="}\n')
+    with pytest.raises(SystemExit, match="2"):
+        fit()
+    assert "(rewards.py:score) needs the column 'answer', which row train/24 (rows" in capsys.readouterr().err
+    assert not Path("runs/task").exists()
+    fit("--model.on_reward_error", "none", "--trainer.max_steps", "1", "--validate_first", "false")
+
+
+def test_a_resumed_run_without_updates_to_make_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_steps", "1")
+    capsys.readouterr()
+    fit("--trainer.max_steps", "1", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "updates none, trainer.max_steps is 1, where the checkpoint is at 1; raise it to go on" in said
+
+
 @pytest.mark.parametrize(
     ("told", "sentence"),
     [
