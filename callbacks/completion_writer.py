@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lit_grpo.display.cards import near
 
 
-class CompletionWriter(BasePredictionWriter):
+class CompletionWriter(pl.Callback):
     """Write one JSON line a completion, batch by batch, to ``completions.jsonl`` of the run's folder.
 
     ``columns`` are those of the data, to join by; what JSON does not know is written as text.
@@ -22,7 +22,6 @@ class CompletionWriter(BasePredictionWriter):
     """
 
     def __init__(self, file: str | None = None) -> None:
-        super().__init__(write_interval="batch")
         self.file = file
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -34,20 +33,19 @@ class CompletionWriter(BasePredictionWriter):
         self.path = path
         path.write_text("", encoding="utf-8")
 
-    def write_on_batch_end(
+    def on_predict_batch_end(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
-        prediction: list[dict[str, Any]],
-        batch_indices: Sequence[int] | None,
+        outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Append the batch's completions."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in prediction)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in outputs)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the completions are."""
-        print(f"Completions written to {self.path}")
+        print(f"Completions written to {near(self.path)}.")

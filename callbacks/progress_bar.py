@@ -156,7 +156,8 @@ class GRPOProgressBar(ProgressBar, Listener):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Take the lines away."""
-        self._tell_update()
+        if self._untold:  # not where setting up failed, before there was anything to tell of
+            self._tell_update()
         self.screen.hide()
 
     def _show(self) -> None:

@@ -31,7 +31,7 @@ class RunSummary(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._told = self._over = False
+        self._told = self._trains = self._over = False
         self._passed: list[tuple[int, float]] = []  # (update, pass@1)
         self._rewards: list[tuple[int, float]] = []
         self._peak_gib = 0.0
@@ -47,7 +47,7 @@ class RunSummary(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Do that, and begin to count."""
         self.on_validation_start(trainer, pl_module)
-        self._version = trainer.global_step
+        self._version, self._trains = trainer.global_step, True
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -91,7 +91,7 @@ class RunSummary(pl.Callback):
             return
         self._over = True
         folder = Path(trainer.default_root_dir)
-        facts = {"updates": self._updates(trainer.global_step)}
+        facts = {"updates": self._updates(trainer.global_step) if self._trains else _none(trainer)}
         if self._passed:
             best_update, best = max(self._passed, key=lambda each: each[1])
             facts["pass@1"] = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
@@ -106,6 +106,12 @@ class RunSummary(pl.Callback):
         again = f" (from {self._version} to {version})" if self._version else ""
         memory = f", peak memory {self._peak_gib:.3g} GiB" if self._peak_gib else ""
         return f"{made}{again} in {duration(time.monotonic() - self._began)}{memory}"
+
+
+def _none(trainer: pl.Trainer) -> str:
+    """Why not a single update was made."""
+    at = f", where the checkpoint is at {trainer.global_step}; raise it to go on" if trainer.global_step else ""
+    return f"none, trainer.max_steps is {trainer.max_steps}{at}"
 
 
 def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
@@ -123,7 +129,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         "" if slots is None else f"{slots} slots",
         type(module.generator).__name__,
         f"{trainer.max_steps} updates" if trainer.max_steps >= 0 else "",
-        f"goes on behind update {module.policy_version}" if module.policy_version else "",
+        f"goes on from update {module.policy_version}" if module.policy_version else "",
     )
     all_weights = module.policy.num_parameters()
     few = f", {count(trained)} of them trained" if trained < all_weights else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,8 @@ class SampleLogger(pl.Callback):
             return
         assert isinstance(pl_module, GRPOModule)
         picked = self._pick(batch)
+        if not picked:  # no group has a rollout that is new
+            return
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
         samples = [_sample(rollout, pl_module.rewards, column) for rollout in picked]
@@ -69,13 +73,10 @@ class SampleLogger(pl.Callback):
         self._keep(trainer, step, _same_columns([_row(step, rollout) for rollout in picked]))
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
-        """Take the best and the worst rollout of a prompt in turn, prompt by prompt."""
-        picked = []
-        for number in range(self.num_samples):
-            group = batch.groups[number % len(batch.groups)]
-            ranked = sorted(group.fresh, key=lambda rollout: rollout.reward)
-            picked.append(ranked[-1 if number % 2 == 0 else 0])
-        return picked
+        """Take best and worst rollouts, prompt by prompt, and none twice."""
+        ordered = [_best_and_worst(group.fresh, number % 2) for number, group in enumerate(batch.groups)]
+        rounds = zip_longest(*ordered)
+        return [rollout for round_ in rounds for rollout in round_ if rollout is not None][: self.num_samples]
 
     def _keep(self, trainer: pl.Trainer, step: int, rows: list[dict[str, Any]]) -> None:
         folder = Path(trainer.default_root_dir)
@@ -87,6 +88,12 @@ class SampleLogger(pl.Callback):
                 logger.log_table("samples", columns=list(rows[0]), data=_cells(rows), step=step)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", _markdown(rows), step)
+
+
+def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollout]:
+    """Take from both ends in turn: the best, the worst, the second best."""
+    left = deque(sorted(rollouts, key=lambda rollout: rollout.reward))
+    return [left.popleft() if (turn + worst_first) % 2 else left.pop() for turn in range(len(left))]
 
 
 def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: str) -> Sample:

@@ -43,6 +43,7 @@ from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import written_as_a_whole
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
+from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
@@ -223,14 +224,17 @@ class GRPOModule(EvaluationModule):
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
-        """Check that every prompt is of known tokens and leaves room for its completion, before anything is sampled.
+        """Check that every prompt can be sampled from and scored: its tokens, room for its completion, its columns.
 
         Args:
             prompts: By split; ``train`` is sampled with ``sampling``, all others with ``eval_sampling``.
 
         Raises:
-            ValueError: The policy does not know a token, or a prompt is too long for its context or for a micro-batch.
+            ValueError: The policy does not know a token, a prompt is too long for its context or for a micro-batch, or
+                it lacks a column that a reward function needs, whose failures end the run.
         """
+        if self.on_reward_error == "raise":
+            check_prompts(prompts, self.rewards)
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
         context = context_length(self.policy)
         check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context)

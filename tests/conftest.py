@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium without a window, that asks nobody for anything."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    options = ["no-sandbox", "no-first-run"]
+    options += [f"disable-{name}" for name in ("gpu", "background-networking", "component-update", "sync", "quic")]
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=[f"--{option}" for option in options])
+        yield opened
+        opened.close()
 
 
 def save_tokenizer(folder: Path) -> None:

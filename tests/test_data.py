@@ -183,7 +183,7 @@ def test_columns_are_renamed_for_the_rewards(plain: str) -> None:
 
 def test_prompt_ids_stay_when_rows_are_dropped(plain: str) -> None:
     rows = [{"prompt": "one"}, {"prompt": ""}, {"prompt": "two"}]
-    with pytest.warns(UserWarning, match=r"1 of the 3 rows of Rows are unusable .*row 1 has an empty prompt"):
+    with pytest.warns(UserWarning, match=r"1 of the 3 rows of Rows is unusable .*row 1 has an empty prompt"):
         prompts = prompts_of(plain, *rows, unusable_rows="drop")
     assert [prompt.prompt_id for prompt in prompts] == ["train/0", "train/2"]
 
@@ -245,14 +245,19 @@ def test_unusable_row_is_refused_with_its_number_and_reason(
     with pytest.raises(ValueError) as error:
         prompts_of(chat, {"prompt": "one"}, row, **options)
     assert reason in str(error.value)
-    assert str(error.value).startswith("1 of the 2 rows of Rows are unusable (rows count from 0): ")
+    assert str(error.value).startswith("1 of the 2 rows of Rows is unusable (rows count from 0): ")
     assert str(error.value).endswith("; mend them, or set data.unusable_rows to drop to go on without them.")
 
 
 def test_report_shows_five_rows_and_counts_the_rest(plain: str) -> None:
     rows = [{"prompt": "one"}] + [{"prompt": ""}] * 12
-    with pytest.raises(ValueError, match=r"12 of the 13 rows .*; row 5 has an empty prompt; and 7 more; mend"):
+    expected = r"12 of the 13 rows .*: row 1 has an empty prompt, and likewise rows 2, 3, 4, 5 and 7 more; mend"
+    with pytest.raises(ValueError, match=expected):
         prompts_of(plain, *rows)
+    with pytest.raises(ValueError, match=r"prompt, and likewise row 3; row 2 has no value in column 'prompt'; mend"):
+        prompts_of(plain, *rows[:2], {"prompt": None}, {"prompt": ""})
+    with pytest.raises(ValueError, match=r"type tuple.*; and 3 more; no row is left"):
+        prompts_of(plain, *({"prompt": each} for each in ("1", 1, b"1", frozenset(), (), 1.0, True, {})))
 
 
 def test_prompt_with_characters_that_the_tokenizer_does_not_know_is_refused(plain: str) -> None:

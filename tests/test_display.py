@@ -1,13 +1,15 @@
 """Lines that fit the screen, and what they count."""
 
+import io
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
-from lit_grpo.display.cards import folded
+from lit_grpo.display.cards import Card, folded
 from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
 from lit_grpo.display.progress import RolloutCount, UpdateCount, run_fields, update_fields
 
@@ -76,3 +78,16 @@ def test_numbers_are_short() -> None:
 def test_a_command_is_folded_so_that_a_shell_takes_it() -> None:
     lines = folded(["python -m lit_grpo predict", "--model.policy runs/a/policy", "--data.predict P.jsonl"], 60)
     assert lines == ["  python -m lit_grpo predict --model.policy runs/a/policy \\", "    --data.predict P.jsonl"]
+
+
+def test_facts_are_broken_behind_their_commas() -> None:
+    step = "8 prompts x 8 completions, 64 slots, SlotGenerator, 8 updates, goes on from update 1"
+    file = io.StringIO()
+    Console(file=file, width=80).print(Card("", {"step": step, "run": "a" * 100 + ", b"}))
+    assert file.getvalue().splitlines() == [
+        "step  8 prompts x 8 completions, 64 slots, SlotGenerator, 8 updates,",
+        "      goes on from update 1",
+        f"run   {'a' * 74}",
+        f"      {'a' * 26},",
+        "      b",
+    ]

@@ -102,6 +102,31 @@ def a_batch(prompt: Prompt) -> PromptBatch:
     return batch
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "num_samples", "picked"),
+    [
+        (1, 4, [3, 0, 2, 1]),
+        (1, 9, [3, 0, 2, 1]),
+        (2, 4, [3, 4, 0, 7]),
+        (3, 4, [3, 4, 11, 0]),
+        (3, 2, [3, 4]),
+    ],
+)
+def test_best_and_worst_are_shown_and_none_twice(
+    num_prompts: int, num_samples: int, picked: list[int], tmp_path: Path
+) -> None:
+    batch = PromptBatch([Prompt(f"train/{number}", (3,), "1") for number in range(num_prompts)])
+    rewards = [[4.0 * number + place for place in (2, 0, 3, 1)] for number in range(num_prompts)]
+    batch.groups = [
+        RolloutGroup(prompt, [make_rollout([3], [4], reward, sample_id=place) for place, reward in enumerate(of_group)])
+        for prompt, of_group in zip(batch.prompts, rewards, strict=True)
+    ]
+    logger = SampleLogger(num_samples=num_samples)
+    logger.on_train_batch_end(a_trainer(1, tmp_path, []), module(), None, batch, 0)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == picked
+
+
 def module() -> GRPOModule:
     return GRPOModule("tiny", rewards=[right, form])  # pyright: ignore[reportArgumentType]
 

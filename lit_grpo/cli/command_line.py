@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
 from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.quiet import silence
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.update.metrics import LogprobGapError
 
@@ -246,25 +246,12 @@ def run(args: list[str] | None = None) -> None:
 
 def quieten() -> None:
     """Silence what says nothing to the user; each entry names the cause."""
-    import logging
-
     # TensorBoard writes in a thread, whose error on a full disk the next write raises where it is told of.
     threading.excepthook = _quiet_of_full_disks
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
     # Lightning calls jsonargparse by names that are deprecated.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Lightning asks torch in a way that torch calls deprecated.
-    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
-    # Lightning's tips and its list of devices that are not there.
-    for name in ("pytorch", "fabric"):
-        logging.getLogger(f"lightning.{name}.utilities.rank_zero").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
-    # vLLM in this process sets torch.distributed up for itself; the run has one process all the same.
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    # A run without validation prompts has no validation loader.
-    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
+    silence()
 
 
 def _quiet_of_full_disks(failure: threading.ExceptHookArgs) -> None:

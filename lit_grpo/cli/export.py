@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", help="where the policy that training began with is now, if it has been moved")
     options = parser.parse_args(arguments)
     if not options.checkpoint.is_file():
-        exit_with(f"There is no checkpoint {str(options.checkpoint)!r}; give one of a run's checkpoints.")
+        there = sorted(map(str, options.checkpoint.parent.glob("*.ckpt")))
+        give = " or ".join(there) or "one of a run's checkpoints"
+        exit_with(f"There is no checkpoint {str(options.checkpoint)!r}; give {give}.")
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         exit_with(f"{str(options.folder)!r} is there already; give a folder that is new or empty.")
     try:

@@ -24,6 +24,7 @@ class Metric:
         otherwise: What to do about another value.
         best: Which way is better, where one is.
         when: What has to be set for it to be logged.
+        limit: Whether others of its panel must stay below it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Metric:
     otherwise: str
     best: Literal["max", "min"] | None = None
     when: str | None = None
+    limit: bool = False
 
     def covers(self, name: str) -> bool:
         """Whether ``name`` is this metric, or of this family."""

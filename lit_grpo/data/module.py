@@ -204,18 +204,31 @@ class PromptDataModule(LightningDataModule):
             raise ValueError(f"{source.describe()} has no rows; give a source that has at least one.")
         if not reasons:
             return
-        shown = [f"row {number} {reason}" for number, reason in list(reasons.items())[:NUM_ROWS_SHOWN]]
-        if len(reasons) > NUM_ROWS_SHOWN:
-            shown.append(f"and {len(reasons) - NUM_ROWS_SHOWN} more")
+        alike: dict[str, list[int]] = {}
+        for number, reason in reasons.items():
+            alike.setdefault(reason, []).append(number)
+        shown = [_rows(numbers, reason) for reason, numbers in list(alike.items())[:NUM_ROWS_SHOWN]]
+        if rest := sum(map(len, list(alike.values())[NUM_ROWS_SHOWN:])):
+            shown.append(f"and {rest} more")
         report = (
-            f"{len(reasons)} of the {num_usable + len(reasons)} rows of {source.describe()} are unusable "
-            f"(rows count from 0): {'; '.join(shown)}"
+            f"{len(reasons)} of the {num_usable + len(reasons)} rows of {source.describe()} "
+            f"{'is' if len(reasons) == 1 else 'are'} unusable (rows count from 0): {'; '.join(shown)}"
         )
         if not num_usable:
             raise ValueError(f"{report}; no row is left: check data.prompt_column, data.template and the data.")
         if self.unusable_rows == "refuse":
             raise ValueError(f"{report}; mend them, or set data.unusable_rows to drop to go on without them.")
         rank_zero_warn(f"{report}; they are left out.")
+
+
+def _rows(numbers: list[int], reason: str) -> str:
+    """Say a reason once for all rows that it holds for."""
+    first, *others = numbers
+    if not others:
+        return f"row {first} {reason}"
+    shown = ", ".join(map(str, others[: NUM_ROWS_SHOWN - 1]))
+    more = f" and {len(numbers) - NUM_ROWS_SHOWN} more" if len(numbers) > NUM_ROWS_SHOWN else ""
+    return f"row {first} {reason}, and likewise row{'s'[: len(others) > 1]} {shown}{more}"
 
 
 def _source_of(split: str, source: Any) -> RowSource:

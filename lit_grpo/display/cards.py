@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.rule import Rule
 from rich.text import Text
@@ -36,7 +37,8 @@ class Card:
         label = max(map(len, self.facts))
         width = max(options.max_width - label - len(MARGIN), LEAST_WIDTH)
         for name, fact in self.facts.items():
-            for number, line in enumerate(Text(visible(fact)).wrap(console, width, overflow="fold")):
+            parts = [Text(part).wrap(console, width, overflow="fold") for part in _at_commas(visible(fact), width)]
+            for number, line in enumerate(line for lines in parts for line in lines):
                 line.rstrip()
                 margin = "" if number else name
                 yield Text(no_wrap=True, overflow="crop").append(f"{margin:{label}}{MARGIN}", "dim").append_text(line)
@@ -55,6 +57,19 @@ def folded(command: Sequence[str], width: int) -> list[str]:
         else:
             lines[-1] += " \\"
             lines.append(2 * MARGIN + argument)
+    return lines
+
+
+def _at_commas(fact: str, width: int) -> list[str]:
+    """Break a fact behind its commas, into lines of at most ``width`` columns where its parts are that short."""
+    parts = fact.split(", ")
+    lines = parts[:1]
+    for part in parts[1:]:
+        if cell_len(f"{lines[-1]}, {part},") <= width:
+            lines[-1] += f", {part}"
+        else:
+            lines[-1] += ","
+            lines.append(part)
     return lines
 
 

@@ -95,12 +95,12 @@ def load_policy(policy: str | Given, dtype: str = "float32", nf4: bool = False) 
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # one progress bar: the trainer's
     if not isinstance(policy, str):
         if nf4:
             raise ValueError("lora.base is nf4, which a loaded model cannot be turned into; give policy by name.")
         _switch_dropout_off(policy[0])
         return policy[0]
-    disable_progress_bar()  # one progress bar: the trainer's
     quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
     with hub_or_cache(name):

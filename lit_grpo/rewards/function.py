@@ -25,7 +25,7 @@ from lit_grpo.rewards.inputs import (
 )
 from lit_grpo.rewards.loading import REWARDS, first_line, load_object, near_names, split_path
 from lit_grpo.rewards.processes import ProcessCall
-from lit_grpo.types import RolloutGroup
+from lit_grpo.types import Prompt, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,11 @@ class RewardFunction:
         """Whether a call returns a coroutine."""
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
+    @property
+    def needs(self) -> list[str]:
+        """The columns without which it cannot be called."""
+        return [*self.declared, *(name for name in self.required if name not in self.inputs)]
+
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check that data with these ``columns`` has all that the function needs.
 
@@ -368,3 +373,19 @@ def _check_bound(
         if name not in known:
             remedy = near_names(name, known) or f"its parameters are {', '.join(known)}."
             raise ValueError(f"reward function {path!r} has no parameter {name!r} to bind; {remedy}")
+
+
+def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[RewardFunction]) -> None:
+    """Check that every prompt that is to be scored has the columns that the functions need.
+
+    Raises:
+        ValueError: One lacks a column.
+    """
+    for prompt in (prompt for split, rows in prompts.items() if split != "predict" for prompt in rows):
+        for function in functions:
+            if lacking := [name for name in function.needs if name not in prompt.columns]:
+                raise ValueError(
+                    f"reward {function.name!r} ({function.path}) needs the column {lacking[0]!r}, which row "
+                    f"{prompt.prompt_id} (rows count from 0) lacks; add it there, give the parameter a default, or set "
+                    "model.on_reward_error to none."
+                )

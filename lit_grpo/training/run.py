@@ -14,6 +14,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.settings import as_plain
 from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.quiet import quiet
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def train(
     datamodule = PromptDataModule(**for_data)
     options: dict[str, Any] = {"max_steps": max_steps, **(trainer or {})}
     made = default_callbacks(callbacks, [*options.pop("callbacks", ()), *_displays(options)])
-    with RunFolder() as run_folder:
+    with quiet(), RunFolder() as run_folder:
         run = _opened(run_folder, RunConfig(name, dir))
         told = {"model": for_model, "data": for_data, "trainer": options, **(callbacks or {})}
         fitted = _trainer(run, made, options, as_plain(told))

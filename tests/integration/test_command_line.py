@@ -202,6 +202,7 @@ def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
     for checkpoint, target, said in (
         ("absent.ckpt", "other", "There is no checkpoint 'absent.ckpt'"),
         ("config.yaml", "other", "'config.yaml' is no checkpoint of a run"),
+        ("runs/task/checkpoints/bset.ckpt", "target", "last.ckpt."),
         ("runs/task/checkpoints/last.ckpt", "runs/task/policy", "is there already; give a folder that is new"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -419,7 +420,8 @@ BAD_INPUT = {
     ),
     "unknown class": (["--model.generator", "lit_grpo.Nope"], "Problem with given class_path 'lit_grpo.Nope'"),
     "wrong type": (["--model.num_generations", "many"], 'Parser key "model.num_generations"'),
-    "no config file": (["--config", "absent.yaml"], "File does not exist"),
+    "no config file": (["--config", "absent.yaml"], "There is no config 'absent.yaml'; give a file, or one that"),
+    "misspelt config": (["--config", "own_tsk"], "There is no config 'own_tsk'; did you mean own_task?"),
     "missing data file": (["--data.train", "absent.jsonl"], "There is no file absent.jsonl"),
     "empty data file": (["--data.train", "empty.jsonl"], "empty.jsonl has no rows"),
     "not JSON": (["--data.train", "broken.jsonl"], "line 2 of broken.jsonl is not JSON"),
@@ -491,6 +493,49 @@ def test_bad_input_gets_one_sentence(
     assert len(errors) == 1, said
     assert sentence in errors[0], errors[0]
     assert len(errors[0]) < 800
+
+
+def test_a_row_that_lacks_a_column_of_a_reward_is_named_before_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1="}\n')
+    with pytest.raises(SystemExit, match="2"):
+        fit()
+    assert "(rewards.py:score) needs the column 'answer', which row train/24 (rows" in capsys.readouterr().err
+    assert not Path("runs/task").exists()
+    fit("--model.on_reward_error", "none", "--trainer.max_steps", "1", "--validate_first", "false")
+
+
+def test_a_resumed_run_without_updates_to_make_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("--trainer.max_steps", "1")
+    capsys.readouterr()
+    fit("--trainer.max_steps", "1", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "updates none, trainer.max_steps is 1, where the checkpoint is at 1; raise it to go on" in said
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ("fti --config own_task", "There is no command 'fti'; did you mean fit?"),
+        ("train", "There is no command 'train'; take one of fit, validate, test, predict, doctor,"),
+        ("predict --model.policy tiny --data.predict absent.jsonl", "data.predict: There is no file absent.jsonl"),
+        ("predict --model.policy ./absent --data.predict prompts.jsonl", "There is no policy folder './absent'"),
+        ("validate --model.policy tiny --data.validation absent.jsonl", "data.validation: There is no file"),
+        (
+            "test --model.policy tiny --data.test prompts.jsonl --data.prompt_column p",
+            "rows 1, 2, 3, 4 and 19",
+        ),
+    ],
+)
+def test_a_mistake_in_any_command_is_one_sentence(
+    folder: Path, told: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(told.split())
+    said = capsys.readouterr().err.strip().splitlines()
+    assert sentence in said[0] and said[1:] in ([], ["(LIT_GRPO_TRACEBACK=1 shows where)"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.training.quiet import LOGGERS
 from lit_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -29,11 +30,17 @@ def digits(completion: str) -> float:
 
 
 def test_train_takes_a_loaded_model_rows_functions_and_dicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy_folder: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def short(completion): return -len(completion) / 16")
     policy: Any = random_policy()
+    levels = [logger.level for logger in LOGGERS]
+    capfd.readouterr()
     run = lit_grpo.train(
         policy,
         ROWS,
@@ -55,6 +62,8 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
     logged = {"rewards/digits/mean", "rewards/short/std", "kl", "val/pass@1"}
     assert len(rows) == 4 and logged <= set(rows[0].split(","))
     assert {path.name for path in run.folder.iterdir()} >= {"policy", "checkpoints", "samples.jsonl"}
+    assert capfd.readouterr().err == "" and not caplog.records  # no tips, and no progress of others
+    assert [logger.level for logger in LOGGERS] == levels
 
 
 @pytest.mark.parametrize(

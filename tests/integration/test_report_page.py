@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,7 @@ from made_runs import make_run
 from lit_grpo.dashboard.report import read_folder, write_report
 from lit_grpo.dashboard.report.content import report_content
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic")
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        options = [f"--{name}" for name in ("no-sandbox", "disable-gpu", *QUIET)]
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield chromium
-        chromium.close()
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,12 @@ from lit_grpo.terminal import visible
 _CONFIG = ("--config", "-c")
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
+_NO_CONFIG = re.compile(r'Parser key "config": File does not exist: .*?([^/\']*)\'?$')
+_NO_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
+COMMANDS = (
+    *("fit", "validate", "test", "predict", "doctor", "fit-check", "export", "report", "dashboard", "simulate"),
+    *("serve", "from-trl"),
+)
 _KEY = re.compile(r'Parser key "([\w.]+)"')
 
 
@@ -63,7 +69,8 @@ class InputParser(LightningArgumentParser):
         """
         if not self.exit_on_error:
             raise ArgumentError(None, message) from ex
-        sentence = _unknown_field(message, getattr(ex, "subcommand_parser", None) or self) or one_sentence(message)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        sentence = _unknown_name(message) or _unknown_field(message, parser) or one_sentence(message)
         if sentence.startswith("unrecognized arguments: "):
             sentence += _nearest(sentence.split()[2], self)
         exit_with(sentence)
@@ -71,10 +78,14 @@ class InputParser(LightningArgumentParser):
 
 def shipped_config(name: str) -> str:
     """Return the path of a configuration that comes with the package; a file, or an unknown name, as it is."""
-    package = Path(__file__).parents[2]
-    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
-    path = folder / f"{name.removesuffix('.yaml')}.yaml"
+    path = _shipped() / f"{name.removesuffix('.yaml')}.yaml"
     return str(path) if not Path(name).is_file() and path.is_file() else name
+
+
+def _shipped() -> Path:
+    """The folder of the configurations that come with the package."""
+    package = Path(__file__).parents[2]
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
 
 
 def _with_paths(arguments: Sequence[str]) -> Iterator[str]:
@@ -122,6 +133,19 @@ def one_sentence(message: str) -> str:
         else:
             parts[-1] += f" {line}"
     return " ".join(part for part in parts if part and "NoneType" not in part)
+
+
+def _unknown_name(message: str) -> str | None:
+    """Name a command or a configuration that there is not, with the nearest there is; ``None`` for another mistake."""
+    if found := _NO_COMMAND.search(message):
+        hint = f"take one of {', '.join(COMMANDS)}."
+        return f"There is no command {found[1]!r}{_did_you_mean(difflib.get_close_matches(found[1], COMMANDS), hint)}"
+    if found := _NO_CONFIG.search(message):
+        shipped = sorted(str(path.relative_to(_shipped()).with_suffix("")) for path in _shipped().rglob("*.yaml"))
+        near = difflib.get_close_matches(found[1].removesuffix(".yaml"), shipped, n=1)
+        hint = f"give a file, or one that comes with the package: {', '.join(shipped)}."
+        return f"There is no config {found[1]!r}{_did_you_mean(near, hint)}"
+    return None
 
 
 def _unknown_field(message: str, parser: Any) -> str | None:

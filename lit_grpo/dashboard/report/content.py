@@ -14,8 +14,6 @@ from lit_grpo.dashboard.report.folder import RunRecords
 from lit_grpo.dashboard.specification import Panel, Section, explain, sections
 from lit_grpo.terminal import visible
 
-LIMITS = frozenset({"memory/capacity_gib", "memory/kv_tokens_budget"})
-"""Metrics that others must stay below; lines of their own kind."""
 MAX_OWN = 40
 MAX_SAMPLES = 400
 MAX_CHARACTERS = 4_000  # of a text
@@ -134,7 +132,7 @@ def _panel(panel: Panel, columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {
         "title": panel.title,
         "metrics": names,
-        "limits": [name for name in names if name in LIMITS],
+        "limits": [name for name in names if (known := explain(name)) and known[1].limit],
         "stacked": panel.stacked,
         "about": [{"name": name, **_meaning(name)} for name in names],
     }

@@ -1,0 +1,212 @@
+"""Every command that the pages tell, run from their text: in the pages' order, in one folder, on small policies.
+
+A command may need what one before it has left, so a single one cannot be run alone; all of a page's first ones can.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import sys
+import webbrowser
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import random_policy, save_tokenizer
+from test_docs import FENCE, PAGES, ROOT, commands
+from test_from_trl import PLAIN
+from test_readme import block
+
+from lit_grpo.__main__ import start
+
+pytestmark = pytest.mark.integration
+
+STANDS_FOR = {
+    "Qwen/Qwen3-0.6B": "own_model",  # no network
+    "NAME": "arithmetic",
+    "CONFIG.yaml": "trl.yaml",
+    "FOLDER": "folder_of_a_checkpoint",
+    "...": "own_task",
+}
+"""What stands in the pages for something of the reader's, and what it is here."""
+CONFIGS = {
+    "own_task": ("own-task", "--trainer.max_steps 1 --data.batch_size 2 --rollout_timeline.every_n_updates 0"),
+    "arithmetic": (
+        "arithmetic",
+        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
+        "--data.validation.init_args.num_rows 8",
+    ),
+    "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
+}
+"""The run of a config, and what is added so that it takes a second or two."""
+NOT_RUN = {
+    **dict.fromkeys(
+        (
+            "lit_grpo fit --config configs/arithmetic.yaml --config configs/generators/vllm.yaml",
+            "lit_grpo fit --config arithmetic --config generators/vllm",
+        ),
+        ("needs vLLM", "integration/test_doctor.py::test_what_comes_with_the_package_has_no_fault"),
+    ),
+    **dict.fromkeys(
+        (
+            "lit_grpo fit --config configs/arithmetic.yaml --config configs/generators/vllm_servers.yaml",
+            "lit_grpo fit --config arithmetic --config generators/vllm_servers",
+        ),
+        ("starts vLLM twice", "integration/test_serve.py::test_the_check_up_finds_no_fault_in_a_run_on_named_servers"),
+    ),
+    **dict.fromkeys(
+        (
+            "lit_grpo serve --policy Qwen/Qwen3-1.7B --port 8000",
+            "lit_grpo serve --policy Qwen/Qwen3-1.7B --port 8000 --num-slots 128",
+        ),
+        ("does not end, and needs vLLM", "integration/test_serve.py::test_it_hands_its_token_over_in_a_private_file"),
+    ),
+    "lit_grpo dashboard --wandb ENTITY/PROJECT": (
+        "needs an account and a network",
+        "integration/test_boards.py::test_a_workspace_names_only_metrics_that_there_are",
+    ),
+    "lit_grpo doctor": (
+        "is without the reader's arguments",
+        "integration/test_doctor.py::test_what_comes_with_the_package_has_no_fault",
+    ),
+    "benchmarks.make_tiny": ("takes minutes", "test_tiny.py::test_a_freshly_made_one_starts_in_the_same_range"),
+    "benchmarks.demo": (
+        "takes minutes",
+        "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",
+    ),
+    "benchmarks.NAME": ("takes minutes", "integration/test_benchmarks.py::test_the_other_benchmarks_run"),
+}
+"""Commands that are not run, why, and the test that runs their like."""
+OTHERS = {
+    "make demo",
+    "make test",
+    "make install",
+    "python3 -m venv .venv && . .venv/bin/activate",
+    'pip install ".[plots]"',
+    'pip install -e ".[vllm]"',
+}
+"""What else stands in the pages' blocks: it installs, which CI does from the Makefile."""
+
+
+def told() -> dict[str, list[str]]:
+    """Each command of the pages as they write it, with what it is told."""
+    found = [(module, arguments) for page in PAGES for module, arguments in commands(page)]
+    return {" ".join([module, *arguments]): arguments for module, arguments in found}
+
+
+def ours(arguments: Sequence[str]) -> list[str]:
+    """The arguments with what stands for something put in, and what keeps a run short."""
+    names = re.compile("|".join(map(re.escape, STANDS_FOR)))
+    here = [names.sub(lambda match: STANDS_FOR[match[0]], each) for each in arguments]
+    if here[0] in ("fit", "doctor") and "--config" in here:
+        here += CONFIGS[plain(here[here.index("--config") + 1])][1].split()
+    return here
+
+
+def plain(config: str) -> str:
+    """The name of a config, which may be given by its path."""
+    return config.removeprefix("configs/").removesuffix(".yaml")
+
+
+def to_run() -> list[list[str]]:
+    """What can run here, each once."""
+    here = [ours(arguments) for command, arguments in told().items() if command not in NOT_RUN]
+    return list({tuple(arguments): arguments for arguments in here}.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the reader stands: a checkout, with a task and a model of their own."""
+    place = tmp_path_factory.mktemp("reader")
+    shutil.copytree(ROOT / "configs", place / "configs")
+    for name in ("my_prompts.jsonl", "my_rewards.py"):
+        (place / name).write_text(block(name))
+    shutil.copy(place / "my_prompts.jsonl", place / "my_heldout.jsonl")
+    (place / "trl.yaml").write_text(yaml.safe_dump({**PLAIN, "max_steps": 3}))
+    random_policy(max_position_embeddings=2048).save_pretrained(place / "own_model")  # pyright: ignore[reportCallIssue]
+    save_tokenizer(place / "own_model")
+    with chdir(place):
+        yield place
+
+
+@pytest.mark.parametrize("told", to_run(), ids=lambda told: " ".join(told)[:80])
+def test_a_command_does_what_its_page_says(
+    told: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(sys, "argv", ["lit_grpo", *told])
+    code = exit_code()
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, ""), said.out
+    assert len(opened) == ("--open" in told)
+    assert [each for each in map(str, recwarn) if "DeprecationWarning" not in each] == []  # those are not shown
+    check(*told, said=said.out)
+
+
+def exit_code() -> Any:
+    try:
+        start()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+def check(name: str, *told: str, said: str) -> None:
+    """Look for what the command is for."""
+    values = dict(zip(told, [*told[1:], ""], strict=True))
+    match name:
+        case "fit" if "--help" in told:
+            assert "--model.num_generations" in said and "--trainer.accelerator" not in said
+        case "fit":
+            run = Path("runs", CONFIGS[plain(values["--config"])][0])
+            with (run / "metrics.csv").open(newline="") as file:
+                (*_, last) = csv.DictReader(file)
+            assert int(last["step"]) >= int(values["--trainer.max_steps"]) and last["loss"]
+            assert is_policy(run / "policy") and str(run) in said
+        case "doctor":
+            assert "pass checkpoint" in said and "\nfail" not in said
+        case "fit-check":
+            assert f"it fits into {values['--memory'].removesuffix('GiB')} GiB" in said
+        case "predict":
+            rows = Path(said.split()[-1].rstrip(".")).read_text().splitlines()
+            assert len(rows) == len(Path(values["--data.predict"]).read_text().splitlines()) == 8
+        case "export":
+            assert is_policy(Path(told[1]))
+        case "report":
+            page = Path(values.get("--output", f"{told[0]}/report.html"))
+            assert page.read_text().rstrip().endswith("</html>") and str(page) in said
+        case "simulate":
+            assert all(plan in said for plan in ("fcfs", "short_last"))
+            assert "--output" not in told or Path(values["--output"]).stat().st_size > 10_000
+        case "from-trl":
+            assert yaml.safe_load(said)["model"]["policy"] == PLAIN["model_name_or_path"]
+        case other:
+            pytest.fail(f"nothing is known of {other}")
+
+
+def is_policy(folder: Path) -> bool:
+    return {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+
+
+def test_the_tables_name_what_the_pages_have_and_tests_that_there_are() -> None:
+    assert NOT_RUN.keys() <= told().keys()
+    for _, test in NOT_RUN.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
+    blocks = [code for page in PAGES for language, code in FENCE.findall(page.read_text()) if language == "bash"]
+    lines = {
+        line.split("  #")[0].split("; with")[0].strip()
+        for code in blocks
+        for line in code.replace("\\\n", "").splitlines()
+    }
+    assert {line for line in lines if "python -m " not in line} == OTHERS
