@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.dashboard.tensorboard import png_summary
 from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
@@ -81,7 +82,7 @@ class RolloutTimeline(pl.Callback):
             if isinstance(logger, WandbLogger):
                 logger.log_image("timeline", [str(path)], step)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("timeline", figure, step)
+                logger.experiment.file_writer.add_summary(png_summary("timeline", path.read_bytes()), step)
 
 
 def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:

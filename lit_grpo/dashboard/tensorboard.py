@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,16 @@ def scalars(values: Mapping[str, float]) -> Any:
 
     summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it at import
     return summary(value=[summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+
+
+def png_summary(tag: str, png: bytes) -> Any:
+    """Make a summary of a picture as it is: drawing it anew takes as long as the first time."""
+    from tensorboard.compat.proto import summary_pb2
+
+    summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+    width, height = struct.unpack(">II", png[16:24])  # of the header
+    image = summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+    return summary(value=[summary.Value(tag=tag, image=image)])
 
 
 def layout() -> dict[str, dict[str, list[Any]]]:

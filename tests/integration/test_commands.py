@@ -74,7 +74,10 @@ NOT_RUN = {
         "is without the reader's arguments",
         "integration/test_doctor.py::test_what_comes_with_the_package_has_no_fault",
     ),
-    "benchmarks.make_tiny": ("takes minutes", "test_tiny.py::test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped"),
+    "benchmarks.make_tiny": (
+        "takes minutes",
+        "test_tiny.py::test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped",
+    ),
     "benchmarks.demo": (
         "takes minutes",
         "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",
