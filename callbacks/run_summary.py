@@ -35,7 +35,7 @@ class RunSummary(pl.Callback):
         self._passed: list[tuple[int, float]] = []  # (update, pass@1)
         self._rewards: list[tuple[int, float]] = []
         self._peak_gib = 0.0
-        self._began, self._version = time.monotonic(), 0
+        self._began, self._version, self._read_at = time.monotonic(), 0, 0
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print what the run is."""
@@ -48,26 +48,25 @@ class RunSummary(pl.Callback):
         """Do that, and begin to count."""
         self.on_validation_start(trainer, pl_module)
         self._version, self._trains = trainer.global_step, True
+        self._read_at = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the memory of the update before."""
-        self._read_memory(trainer)
+        """Read the metrics of the update before."""
+        self._read(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read that of the last."""
-        self._read_memory(trainer)
+        """Read those of the last."""
+        self._read(trainer)
 
-    def _read_memory(self, trainer: pl.Trainer) -> None:
-        self._peak_gib = max(self._peak_gib, float(trainer.callback_metrics.get("peak_GiB", 0.0)))
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Read the reward."""
-        reward = float(trainer.callback_metrics.get("reward", math.nan))
-        self._rewards = [*self._rewards[:1], (trainer.global_step, reward)]
+    def _read(self, trainer: pl.Trainer) -> None:
+        """Read what has been logged of an update; once, for Lightning puts all metrics together each time."""
+        if trainer.global_step == self._read_at:
+            return
+        metrics, self._read_at = trainer.callback_metrics, trainer.global_step
+        self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
+        self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics.get("reward", math.nan)))]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read pass@1."""
@@ -82,8 +81,8 @@ class RunSummary(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Print what came of it, if anything did."""
         stopped = isinstance(exception, Stopped | KeyboardInterrupt)
+        self._read(trainer)
         if self._rewards:
-            self._read_memory(trainer)
             self._tell(trainer, "stopped" if stopped else "failed")
 
     def _tell(self, trainer: pl.Trainer, how: str) -> None:

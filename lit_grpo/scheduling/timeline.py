@@ -96,8 +96,13 @@ def draw_timeline(timelines: Sequence[Timeline], unit: str = "decode steps", slo
     num_slots = slot_limit or max(max((span.slot for span in each.spans), default=0) + 1 for each in timelines)
     with_kv = any(each.kv is not None for each in timelines)
     heights = [1.0 if len(timelines) > 1 else 1.6] * len(timelines) + [0.8] * (1 + with_kv)
-    figure = Figure(figsize=(11, 1.5 * sum(heights) + 0.8), dpi=110, layout="constrained")
+    width, height = 11.0, 1.5 * sum(heights) + 0.8
+    figure = Figure(figsize=(width, height), dpi=110)
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    has_legend = any(each.name or each.phases or each.prefills for each in timelines)
+    edges = {"left": 0.75 / width, "right": 1 - (2.0 if has_legend else 0.2) / width}
+    # by hand, for a layout that is found by drawing draws twice
+    figure.subplots_adjust(**edges, bottom=0.5 / height, top=1 - 0.3 / height, hspace=0.25)
     for axis, each in zip(axes, timelines, strict=False):
         _draw_slots(axis, each, num_slots)
     curves = axes[len(timelines) :]
