@@ -60,7 +60,10 @@ def test_what_a_display_costs_is_measured_beside_a_run_without_one(tmp_path: Pat
     result, _ = run_quick("display_cost", tmp_path / "result.json")
     check_result(result, "display_cost")
     (row,) = result["rows"]
-    assert 0 < row["shown_s"] < row["seconds"] and row["at_the_start_s"] > 0
+    shown = ("MetricsCSV", "TensorBoard", "WandB", "RunSummary", "GRPOProgressBar", "SampleLogger", "RolloutTimeline")
+    assert {name for name in row if name.endswith("_ms")} == {f"{name}_ms" for name in shown}
+    assert 0 < row["share"] < 1 and row["seconds"] > 0 and row["at_the_start_s"] > 0
+    assert sum(row[f"{name}_ms"] for name in shown) == pytest.approx(1000 * row["share"] * row["seconds"] / 2)
     assert result["settings"]["steps"] == 2
 
 
