@@ -55,6 +55,7 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
         ("april:batches=2", "mode april has no field 'batches'; it has batches_in_work, refill"),
         ("april:batches_in_work=0.5", "batches_in_work must be a number of at least 1, not 0.5"),
         ("april:batches_in_work=many", "batches_in_work must be a number of at least 1, not 'many'"),
+        ("april:unit=[", "mode april sets unit to '.', which is no value"),
         ("april:max_staleness=1.5", "max_staleness must be a whole number of at least 0, not 1.5"),
         ("april:max_staleness=0", "which max_staleness 0 never lets out; give a max_staleness of 1 or more"),
         ("april:leftovers=finish", "leave completions unfinished, and leftovers 'finish' allows none"),
@@ -162,10 +163,17 @@ def test_an_interrupted_rollout_leaves_the_buffer_as_it_was() -> None:
     buffer, (a0, a1) = RolloutBuffer(PARTS), group_requests([A], 2, SAMPLING, 7)
     buffer.open([a0, a1])
     buffer.ask(a1.after(tokens(6, version=0)))
-    before, snapshot = repr(buffer.state_dict()), buffer.snapshot()
+    before = repr(buffer.state_dict())
+    buffer.begin()
     buffer.renew(9)
     buffer.finish(a0.after(tokens(4)).ended("stop"))
     buffer.close()
-    assert repr(buffer.state_dict()) != before
-    buffer.restore(snapshot)
+    assert buffer.take() and repr(buffer.state_dict()) == before  # what a checkpoint has until it is learnt from
+    buffer.undo()
     assert repr(buffer.state_dict()) == before
+    buffer.begin()
+    buffer.finish(a0.after(tokens(4)).ended("stop"))
+    buffer.close()
+    buffer.take()
+    buffer.learnt()
+    assert repr(buffer.state_dict()) != before

@@ -36,8 +36,8 @@ class _Open:
 
     @property
     def num_ended(self) -> int:
-        """Completions that have ended and are not out."""
-        return len(self.completions) + (len(self.due.rollouts) if self.due is not None and not self.is_out else 0)
+        """Completions that have ended and have not been learnt from."""
+        return len(self.completions) + (0 if self.due is None else len(self.due.rollouts))
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class RolloutBuffer:
     def __init__(self, rule: ReleaseRule = SYNCHRONOUS) -> None:
         self.rule = rule
         self._groups: dict[GroupKey, _Open] = {}  # in the order of arrival
+        self._before: dict[GroupKey, _Open] | None = None
 
     def __len__(self) -> int:
         """Return the number of groups that are open."""
@@ -209,6 +210,7 @@ class RolloutBuffer:
 
     def learnt(self) -> None:
         """All that was given out has been learnt from."""
+        self._before = None
         for key, group in list(self._groups.items()):
             if group.is_out and group.due is not None:
                 group.learnt += [replace(rollout, kept=False, learnt=True) for rollout in group.due.rollouts]
@@ -216,26 +218,34 @@ class RolloutBuffer:
                 if not group.unfinished and not group.completions:
                     del self._groups[key]
 
-    def snapshot(self) -> dict[GroupKey, Any]:
-        """Return what :meth:`restore` takes."""
-        return {
-            key: replace(group, unfinished=dict(group.unfinished), completions=dict(group.completions))
-            for key, group in self._groups.items()
-        }
+    # ---- rollouts that come to nothing ----------------------------------------------------------------
 
-    def restore(self, snapshot: dict[GroupKey, Any]) -> None:
-        """Be as at an earlier moment."""
-        self._groups = snapshot
+    def begin(self) -> None:
+        """A rollout begins: until it has been learnt from, checkpoints have what there was before it.
+
+        So a run that is cut off in it, or in the update, takes both again, and comes to the same. Where a release waits
+        for all, there is nothing before it: the prompts are drawn again.
+        """
+        if self.rule.leftovers != "finish":
+            self._before = {
+                key: replace(group, unfinished=dict(group.unfinished), completions=dict(group.completions))
+                for key, group in self._groups.items()
+            }
+
+    def undo(self) -> None:
+        """Be as before the rollout."""
+        self._groups, self._before = self._before or {}, None
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All open groups, as plain values and tensors."""
-        return {"groups": [_group_state(group) for group in self._groups.values()]}
+        groups = self._groups if self._before is None else self._before
+        return {"groups": [_group_state(group) for group in groups.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what had been kept."""
-        self._groups = {}
+        self._groups, self._before = {}, None
         for saved in state["groups"]:
             group = _group(saved)
             self._groups[group.prompt.prompt_id, group.prompt.visit] = group

@@ -130,7 +130,7 @@ class RolloutLoop:
         Raises:
             ValueError: Nothing is left to decode before ``until`` is met.
         """
-        before = {} if self.buffer.rule.leftovers == "finish" else self.buffer.snapshot()
+        self.buffer.begin()
         renewal = self.buffer.renew(self.generator.version)
         rollout = _Rollout(self, self.buffer.unfinished)
         rollout.stats.num_discarded, rollout.stats.num_continued = renewal.num_discarded, renewal.num_continued
@@ -138,7 +138,7 @@ class RolloutLoop:
             rollout.run(until)
         except BaseException:
             rollout.abandon()
-            self.buffer.restore(before)
+            self.buffer.undo()
             raise
         return rollout.stats
 

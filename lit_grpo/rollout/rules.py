@@ -189,7 +189,10 @@ def make_mode(spec: str) -> RolloutMode:
         field, _, value = part.partition("=")
         if field not in known and "." not in name:
             raise ValueError(f"rollout_scheduler.mode {name} has no field {field!r}; it has {', '.join(known)}.")
-        values[field] = yaml.safe_load(value)
+        try:
+            values[field] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"rollout_scheduler.mode {name} sets {field} to {value!r}, which is no value.") from None
     try:
         if name in MODES:
             return replace(MODES[name], **values)

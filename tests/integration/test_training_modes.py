@@ -69,7 +69,11 @@ def even_sum(completion: str) -> float:
 
 
 def train(
-    policy_folder: Path, mode: str, folder: Path, checkpoint: str | None = None
+    policy_folder: Path,
+    mode: str,
+    folder: Path,
+    checkpoint: str | None = None,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> tuple[Trained, GRPOModule, RolloutScheduler]:
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
     folder.mkdir(exist_ok=True)
@@ -85,7 +89,14 @@ def train(
     )
     trained, scheduler = Trained(), RolloutScheduler(mode=mode)
     trainer = make_trainer(
-        scheduler, WeightSync(), trained, Checkpoints(folder), max_steps=UPDATES, max_epochs=-1, default_root_dir=folder
+        scheduler,
+        WeightSync(),
+        trained,
+        Checkpoints(folder),
+        *callbacks,
+        max_steps=UPDATES,
+        max_epochs=-1,
+        default_root_dir=folder,
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return trained, module, scheduler
@@ -153,6 +164,34 @@ def describe(rollouts: Sequence[Rollout]) -> list[Any]:
         (c.request.key, c.token_ids_T.tolist(), c.versions_T.tolist(), c.trained_T.tolist(), c.logprobs_T.tolist())
         for c in (rollout.completion for rollout in rollouts)
     ]
+
+
+class Interrupt(pl.Callback):
+    """Ends the run in an update, once its rollout has been given out, and saves a checkpoint as an ended run does."""
+
+    def __init__(self, at: int, path: Path) -> None:
+        self.at, self.path = at, path
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("mode", ["april", "sortedrl_partial:batches_in_work=3,max_staleness=2"])
+def test_an_update_that_is_cut_off_is_taken_again_with_its_rollout(
+    policy_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    trained, module, _ = train(policy_folder, mode, tmp_path / "whole")
+    checkpoint = tmp_path / "cut-off.ckpt"
+    with pytest.raises(InterruptedError):
+        train(policy_folder, mode, tmp_path / "cut", callbacks=[Interrupt(3, checkpoint)])
+    again, resumed, _ = train(policy_folder, mode, tmp_path / "again", str(checkpoint))
+    assert list(again.batches) == list(range(3, UPDATES))
+    for number, batch in again.batches.items():
+        assert describe(batch) == describe(trained.batches[number])
+    for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_masked_leftovers_are_not_learnt_from(policy_folder: Path, tmp_path: Path) -> None:
