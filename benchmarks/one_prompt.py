@@ -17,8 +17,9 @@ from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.learner import Learner, Settings
+from lit_grpo.update.learner import Learner
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.settings import Settings
 
 POINTS = (0, 8, 32, 64)
 

@@ -106,7 +106,7 @@ class Faults(pl.Callback):
 
     Args:
         servers: The servers of the run.
-        kinds: What happens, each as often, in orders that are drawn.
+        kinds: What happens, in orders that are drawn; those of servers while both are up.
         seed: Of what happens when.
     """
 
@@ -126,10 +126,10 @@ class Faults(pl.Callback):
             self.coming = self.random.sample(self.kinds, len(self.kinds))
         is_whole = len(pl_module.generator._fleet.alive) == 2  # one has to be left
         possible = [kind for kind in self.coming if is_whole or kind not in OF_SERVERS]
-        if not possible:
-            return
-        kind = possible[0]
-        self.coming.remove(kind)
+        if possible:
+            self.coming.remove(kind := possible[0])
+        else:  # however long a server takes to come back, faults go on
+            kind = self.random.choice([kind for kind in self.kinds if kind not in OF_SERVERS])
         self.next = version + self.random.randint(2, 7)
         self.counts[kind] += 1
         number = self.random.randrange(2)

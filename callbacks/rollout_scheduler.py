@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.data import PromptDataModule
-from lit_grpo.data.loaders import PromptLoader
+from lit_grpo.data.module import training_loader
 from lit_grpo.faults import Phases
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
-from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rewards.function import can_score
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
-from lit_grpo.rollout.rules import make_mode
+from lit_grpo.rollout.pump import RolloutPump
+from lit_grpo.rollout.rules import check_generator, make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
-from lit_grpo.scheduling.plans.plan import BLIND, make_plan
-from lit_grpo.types import Key, Prompt, PromptBatch, SamplingParams
+from lit_grpo.scheduling.plans.plan import BLIND, check_probe, make_plan
+from lit_grpo.types import Key, Prompt, PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.update.arriving import check_arriving
 
 PREDICTION_POINTS = (0, 8, 32, 64)
 
@@ -54,7 +58,8 @@ class RolloutScheduler(pl.Callback):
             rollouts so far: one of ``prediction_points``, time slices, or 0, which is no probe.
         mode: How rollouts and updates take turns (:data:`lit_grpo.rollout.rules.MODES`). ``synchronous`` is on-policy,
             and waits for the longest completion of a batch; ``april``, ``sortedrl``, ``sortedrl_partial`` and
-            ``chunked`` do not. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
+            ``chunked`` do not. ``periodic`` and ``asynchronous`` decode during updates, on servers, in the order of
+            the plan without predictions. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
             (``april:batches_in_work=3,max_staleness=4``), and a mode of your own is its class path.
     """
 
@@ -75,7 +80,7 @@ class RolloutScheduler(pl.Callback):
         self._points: Points = ()
         self._num_slots = 0
         if probe_tokens != "auto":
-            self._points = _check_probe(probe_tokens, plan, predict_lengths)
+            self._points = check_probe(probe_tokens, plan, predict_lengths)
         self.plan = plan
         self.predict_lengths = predict_lengths
         self.prediction_points = prediction_points
@@ -84,6 +89,7 @@ class RolloutScheduler(pl.Callback):
         self._buffer = RolloutBuffer()
         self._predicted: dict[Key, float] = {}  # of the groups that are open between two batches
         self._rewards: RewardRunner | None = None
+        self._pump: RolloutPump | None = None
         self._started = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -97,20 +103,33 @@ class RolloutScheduler(pl.Callback):
                 function.check_columns(rows[0].columns)
         if self.predict_lengths and self._lengths is None:
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
+        if stage == "fit":
+            self._check_overlap(pl_module)
         if stage == "fit" and self._turns.carries:
             learning = pl_module.settings
-            self._turns.check(learning.num_iterations * learning.num_minibatches, pl_module.sampling.max_tokens)
             if self._turns.unit == "completion" and learning.advantages.estimator == "dcpo":
                 raise ValueError(
                     "advantages.estimator dcpo remembers each visit of a prompt, and rollout_scheduler.mode "
                     f"{self.mode} lets its group leave in parts; add unit=group, or take another estimator."
                 )
-            loader = _loader(trainer)
+            loader = training_loader(_data(trainer))
             loader.on_demand = True
-            self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations)
+            steps = learning.num_iterations * learning.num_minibatches
+            self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, steps)
+
+    def _check_overlap(self, module: GRPOModule) -> None:
+        """Check that the mode goes with the run's updates and its generator."""
+        turns, learning, generator = self._turns, module.settings, module.generator
+        turns.check(learning.num_iterations * learning.num_minibatches, module.sampling.max_tokens)
+        check_generator(self.mode, turns, generator)
+        if turns.overlap == "within":
+            check_arriving(learning, module.ranks.size)
+        if turns.at_sync == "keep":
+            generator.keeps_kv = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def state_dict(self) -> dict[str, Any]:
         """What each rank has learnt of lengths, and has sampled and not yet learnt from; all ranks ask together."""
+        self._stop_pump()
         own = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
@@ -156,11 +175,14 @@ class RolloutScheduler(pl.Callback):
             self._lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
         self._num_slots = pl_module.generator.capacity().slots
-        listeners = self._listeners(trainer, pl_module.phases)
-        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         progress = batch_idx / trainer.num_training_batches
         if self._turns.carries:
             batch.prompts = self._open(trainer, pl_module)
+        if self._turns.overlap != "none":
+            self._begin_beside(trainer, pl_module, batch, progress)
+            return
+        listeners = self._listeners(trainer, pl_module.phases)
+        loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         stats = self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
         if self._turns.carries:
             self._carry(batch, stats)
@@ -175,9 +197,11 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Learn from the lengths, and forget the batch, now that the update has been made."""
         assert isinstance(pl_module, GRPOModule)
+        if self._pump is not None:
+            self._end_beside(self._pump, pl_module, batch)
         self._buffer.learnt()
         if self._lengths is not None:
-            if self._choice is not None:
+            if self._choice is not None and self._pump is None:
                 outcome, limit = self._lengths.outcome(), pl_module.sampling.max_tokens
                 self._choice.learn(outcome, limit, self._num_slots, self._lengths.informative)
                 pl_module.log_dict(self._choice.metrics())
@@ -207,14 +231,68 @@ class RolloutScheduler(pl.Callback):
         """Free the generator's memory and stop the reward functions' threads."""
         if self._started:
             assert isinstance(pl_module, GRPOModule)
+            self._stop_pump()
             pl_module.generator.close()
             if self._rewards is not None:
                 self._rewards.close()
             self._rewards, self._started = None, False
 
+    # ---- decoding beside an update ------------------------------------------------------------------
+
+    def _begin_beside(self, trainer: pl.Trainer, module: GRPOModule, batch: PromptBatch, progress: float) -> None:
+        """Let decoding begin, and the batch be of what is ready, or of what is going to be."""
+        assert self._rewards is not None
+        self._pump = self._pump or RolloutPump(self._rewards, drains=self._turns.at_sync == "drain")
+        self._tell_state(trainer, progress)
+        listeners = [*self._heard_by(trainer), Rewarding(self._rewards, waits=False)]
+        requests = group_requests(batch.prompts, module.num_generations, module.sampling, module.sampling_seed)
+        self._buffer.open(requests)
+        self._pump.start(RolloutLoop(module.generator, self._buffer, self.plan, listeners=listeners))
+        if self._turns.overlap == "within":
+            batch.arriving = self._arrivals(self._pump, module.phases, batch)
+            return
+        with module.phases.of("rollout"):
+            batch.groups = self._pump.take(module.phases.move)
+        batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
+
+    def _arrivals(self, pump: RolloutPump, phases: Phases, batch: PromptBatch) -> Iterator[list[RolloutGroup]]:
+        """Yield groups as they become whole, and let the batch have them in the order of its prompts in the end."""
+        arrivals = pump.arrivals(phases.move)
+        while True:
+            with phases.of("rollout"):
+                groups = next(arrivals, None)
+            if groups is None:
+                break
+            batch.groups += groups
+            yield groups
+        places = {(prompt.prompt_id, prompt.visit): place for place, prompt in enumerate(batch.prompts)}
+        batch.groups.sort(key=lambda group: places[group.key])
+
+    def _end_beside(self, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:
+        """Stop decoding, and log what was done beside the update."""
+        stats = pump.stop()
+        assert stats is not None
+        self._describe(batch, stats)
+        if self._turns.carries:
+            self._carry(batch, stats)
+        batch.metrics |= pump.metrics(stats)
+        if self._rewards is not None:
+            batch.metrics |= self._rewards.metrics.take()
+        module.log_anew("rollout", batch.metrics)
+
+    def _stop_pump(self) -> None:
+        """Stop decoding, where a run is broken off; whatever goes wrong then is not the reason."""
+        if self._pump is not None and self._pump.runs:
+            with contextlib.suppress(Exception):
+                self._pump.stop()
+            if not self._turns.carries:
+                self._buffer.undo()
+
+    # ---- decoding before an update ------------------------------------------------------------------
+
     def _open(self, trainer: pl.Trainer, module: GRPOModule) -> list[Prompt]:
         """Take the prompts that the mode wants beside those that are open; on all ranks equally many."""
-        loader = _loader(trainer)
+        loader = training_loader(_data(trainer))
         wanted = self._turns.num_wanted(len(self._buffer), loader.batch_size)
         return loader.draw(int(module.ranks.max(wanted)))
 
@@ -230,9 +308,12 @@ class RolloutScheduler(pl.Callback):
         }
 
     def _listeners(self, trainer: pl.Trainer, phases: Phases) -> list[Listener]:
+        rewarding = [] if self._rewards is None else [Rewarding(self._rewards)]
+        return [_Moving(phases), *self._heard_by(trainer), *rewarding]
+
+    def _heard_by(self, trainer: pl.Trainer) -> list[Listener]:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        heard_by = [callback for callback in callbacks if isinstance(callback, Listener)]
-        return [_Moving(phases), *heard_by, *([] if self._rewards is None else [Rewarding(self._rewards)])]
+        return [callback for callback in callbacks if isinstance(callback, Listener)]
 
     def _choose_points(self) -> None:
         """Choose the points of the next rollout."""
@@ -256,7 +337,8 @@ class RolloutScheduler(pl.Callback):
         if self._started:
             return
         module.generator.start(PolicySpec(module.policy, module.tokenizer))
-        if module.rewards and not (trainer.predicting and not _can_score(module, _prompts(trainer)["predict"])):
+        rows = _prompts(trainer)["predict"][:1] if trainer.predicting else []
+        if module.rewards and all(can_score(module.rewards, row) for row in rows):
             self._rewards = RewardRunner(
                 module.rewards, module.on_reward_error, module.reward_timeout_s, module.reward_workers
             )
@@ -272,19 +354,27 @@ class RolloutScheduler(pl.Callback):
         sampling: SamplingParams,
         progress: float = 0.0,
     ) -> RolloutStats:
-        if self._rewards is not None:
-            epoch = trainer.current_epoch + progress
-            self._rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
+        self._tell_state(trainer, progress)
         phase = "validation" if trainer.validating else "rollout"
         with module.phases.of(phase), trainer.precision_plugin.forward_context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, module.sampling_seed)
+        self._describe(batch, stats)
+        return stats
+
+    def _tell_state(self, trainer: pl.Trainer, progress: float) -> None:
+        """Let reward functions know where training stands."""
+        if self._rewards is not None:
+            epoch = trainer.current_epoch + progress
+            self._rewards.state = TrainerState(trainer.global_step, trainer.max_steps, epoch)
+
+    def _describe(self, batch: PromptBatch, stats: RolloutStats) -> None:
+        """Let the batch say how its rollout went."""
         batch.metrics, batch.predicted = stats.metrics(), stats.predicted
         batch.spans, batch.clock = stats.spans, stats.clock
         for message in stats.messages:
             rank_zero_warn(message)
         if self._rewards is not None:
             batch.metrics["num_reward_errors"] = float(self._rewards.num_errors)
-        return stats
 
 
 class _Moving(Listener):
@@ -300,46 +390,10 @@ class _Moving(Listener):
         self._phases.begin("reward")
 
 
-def _check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> Points:
-    """Return the points that a user has named, or none."""
-    points = (probe_tokens,) if isinstance(probe_tokens, int) else tuple(probe_tokens)
-    if points == (0,):
-        return ()
-    if not points or min(points) < 1 or list(points) != sorted(set(points)):
-        raise ValueError(
-            f"probe_tokens must be auto, 0 for no probe, or ascending numbers of tokens from 1 on, not {probe_tokens}."
-        )
-    if plan in BLIND or (len(points) == 1 and not predict_lengths):
-        why = f"the plan {plan} does not follow lengths" if plan in BLIND else "predict_lengths is false"
-        raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
-    return points
-
-
-def _can_score(module: GRPOModule, prompts: list[Prompt]) -> bool:
-    try:
-        for function in module.rewards:
-            function.check_columns(prompts[0].columns)
-    except ValueError:
-        return False
-    return True
-
-
-def _loader(trainer: pl.Trainer) -> PromptLoader:
-    """The loader of training prompts.
-
-    Raises:
-        ValueError: It is not ours.
-    """
-    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    loader = data.train_dataloader() if isinstance(data, PromptDataModule) else None
-    if not isinstance(loader, PromptLoader):
-        raise ValueError(
-            "rollout_scheduler.mode takes prompts as it needs them, from lit_grpo.data.PromptDataModule; with a "
-            "dataloader of your own take synchronous."
-        )
-    return loader
-
-
 def _prompts(trainer: pl.Trainer) -> dict[str, list[Prompt]]:
     """The prompts that the data module has loaded, by split."""
-    return getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(_data(trainer), "prompts", {})
+
+
+def _data(trainer: pl.Trainer) -> Any:
+    return trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]

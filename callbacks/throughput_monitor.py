@@ -77,29 +77,31 @@ class ThroughputMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Begin the update phase, with what the rollout has brought on all ranks."""
-        assert isinstance(pl_module, GRPOModule)
+        """Begin the update phase."""
         self._update_start = time.perf_counter()
-        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
-        local = torch.tensor([batch.metrics["rollout/tokens"], len(batch.rollouts), prompt_tokens])
-        tokens, completions, self._prompt_tokens = pl_module.ranks.sum(local).tolist()
-        self._sampled = {"num_tokens": tokens, "num_completions": completions}
-        pl_module.log_dict({name: self._totals[name] + value for name, value in self._sampled.items()})
-        self._is_counted = False
+        self._batch: PromptBatch | None = batch  # whose rollouts have not been counted yet
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Count the batch: one that is broken off before its first step is sampled again."""
-        if not self._is_counted:
-            self._is_counted = True
-            for name, value in self._sampled.items():
-                self._totals[name] += value
+        """Count what the rollout has brought, on all ranks; a batch that is broken off before is sampled again."""
+        assert isinstance(pl_module, GRPOModule)
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
+        learnt = sum(rollout.completion.num_sampled for rollout in batch.rollouts)
+        local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(batch.rollouts), prompt_tokens])
+        tokens, completions, self._prompt_tokens = pl_module.ranks.sum(local).tolist()
+        self._sampled = {"num_tokens": tokens, "num_completions": completions}
+        for name, value in self._sampled.items():
+            self._totals[name] += value
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
         """Log the batch's throughput."""
         assert isinstance(pl_module, GRPOModule)
-        update_s, rollout_s = time.perf_counter() - self._update_start, batch.metrics["time/rollout_s"]
+        rollout_s = batch.metrics["time/rollout_s"]
+        update_s = time.perf_counter() - self._update_start - (rollout_s if batch.arriving is not None else 0.0)
         seconds = pl_module.phases.take()
         step_s, aside_s = sum(seconds.values()), {name: seconds.get(name, 0.0) for name in ("validation", "checkpoint")}
         self._totals["time/total_s"] += step_s
@@ -109,8 +111,8 @@ class ThroughputMonitor(pl.Callback):
         flops = self._flops_per_token * (self._prompt_tokens + tokens + 3 * learnt)
         pl_module.log_dict(
             {
-                "time/total_s": self._totals["time/total_s"],
-                "perf/rollout_tokens_per_s": tokens / rollout_s,
+                **self._totals,
+                "perf/rollout_tokens_per_s": tokens / batch.metrics.get("time/generation_s", rollout_s),
                 "perf/update_tokens_per_s": tokens / update_s,
                 "perf/tokens_per_s": tokens / both_s,
                 "perf/tokens_per_s_per_device": tokens / both_s / trainer.world_size,

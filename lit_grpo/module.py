@@ -49,11 +49,12 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
-from lit_grpo.update.learner import Learner, Settings
+from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.support import prefix_refusal
+from lit_grpo.update.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -318,20 +319,21 @@ class GRPOModule(EvaluationModule):
             self._learn(batch)
 
     def _learn(self, batch: PromptBatch) -> None:
+        update = None if batch.arriving is None else self.learner.learn_as_they_come(batch.arriving)
         if not batch.groups:
             raise RuntimeError(
                 "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
             )
-        rewards, ranks = self.learner.rewards(batch.groups), self.ranks
-        logs = rollout_metrics(batch.groups, rewards, self.policy_version, ranks)
-        if sentence := self._collapse.sentence(logs, self.policy_version):
+        rewards, version = self.learner.rewards(batch.groups), self.policy_version - (update is not None)
+        logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
+        if sentence := self._collapse.sentence(logs, version):
             self.ranks.warn(sentence)
         self._check_rewards(logs["frac_no_reward"])
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
         if not batch.carried:
             check_minibatches(self.settings.num_minibatches, len(batch.groups))
-        self.log_anew("update", self.learner.learn(batch.groups))
+        self.log_anew("update", self.learner.learn(batch.groups) if update is None else update)
         self.log("step", float(self.policy_version))
         batch.trained = True
 

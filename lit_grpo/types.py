@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -287,7 +287,8 @@ class PromptBatch:
     decoded which completion when, by the steps of ``clock``, and ``predicted`` how many tokens were expected of each
     (by ``Request.key``).
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint. A batch is
-    ``carried`` where a mode has filled it with what was open: of any number of groups then, and parts of them.
+    ``carried`` where a mode has filled it with what was open: of any number of groups then, and parts of them. Where
+    its groups are learnt from while others still decode, ``arriving`` gives them, and adds them to ``groups``.
 
     It is no dataclass, because Lightning copies those field by field to convert their tensors.
     """
@@ -301,6 +302,7 @@ class PromptBatch:
         self.predicted: Mapping[Key, float] = {}
         self.trained = False
         self.carried = False
+        self.arriving: Iterator[list[RolloutGroup]] | None = None
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Return itself: rollouts stay on the host, micro-batches move to the device."""

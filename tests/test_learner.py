@@ -17,12 +17,13 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
 from lit_grpo.update.batches.microbatch import least_tokens
-from lit_grpo.update.learner import Learner, Settings
+from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.settings import Settings
 
 NAN = math.nan
 OF_SOMETHING = ("sampling/", "advantages/")  # NaN where there is nothing to measure

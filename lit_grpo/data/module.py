@@ -247,3 +247,18 @@ def _rename(row: Row, columns: dict[str, str], place: str) -> Row:
             )
     kept = {column: value for column, value in row.items() if column not in columns.values()}
     return kept | {name: row[column] for name, column in columns.items()}
+
+
+def training_loader(data: object) -> PromptLoader:
+    """Return the loader of training prompts of a data module.
+
+    Raises:
+        ValueError: It is not ours.
+    """
+    loader = data.train_dataloader() if isinstance(data, PromptDataModule) else None
+    if not isinstance(loader, PromptLoader):
+        raise ValueError(
+            "rollout_scheduler.mode takes prompts as it needs them, from lit_grpo.data.PromptDataModule; with a "
+            "dataloader of your own take synchronous."
+        )
+    return loader

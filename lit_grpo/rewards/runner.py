@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
@@ -72,7 +72,8 @@ class RewardRunner:
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._workers = asyncio.Semaphore(num_workers)
-        self._pending: list[tuple[RolloutGroup, Future[list[Values]]]] = []
+        self._pending: dict[int, tuple[RolloutGroup, Future[list[Values]]]] = {}  # in the order of arrival
+        self._numbers = itertools.count()
         self._warned: set[str] = set()
         # Two loops: one that keeps time, and one for the users' coroutines, which may block it.
         self._keeper: LoopThread | None = None
@@ -84,10 +85,10 @@ class RewardRunner:
             self._workers = asyncio.Semaphore(self._num_workers)
             self._keeper = LoopThread("lit_grpo-rewards")
         surroundings = Surroundings(self.state, self.metrics.log)
-        self._pending.append((group, self._keeper.submit(self._score(group, surroundings))))
+        self._pending[next(self._numbers)] = group, self._keeper.submit(self._score(group, surroundings))
 
-    def gather(self) -> None:
-        """Wait for the submitted groups and write the rewards of their rollouts.
+    def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
+        """Wait for submitted groups, or for these among them, and write the rewards of their rollouts.
 
         ``rollout.rewards`` holds each function's value by name, ``None`` where it does not apply;
         ``rollout.reward`` is the weighted sum of those that apply, NaN where none with a weight does.
@@ -96,7 +97,9 @@ class RewardRunner:
             RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
                 rollouts. Groups before it have their rewards, the others are dropped.
         """
-        pending, self._pending = self._pending, []
+        keys = None if groups is None else {group.key for group in groups}
+        numbers = [number for number, (group, _) in list(self._pending.items()) if keys is None or group.key in keys]
+        pending = [self._pending.pop(number) for number in numbers]
         try:
             for group, future in pending:
                 self._write(group, future.result())
@@ -111,9 +114,9 @@ class RewardRunner:
 
     def close(self) -> None:
         """Drop what has not been gathered and stop the threads; a later :meth:`submit` starts them again."""
-        for _, future in self._pending:
+        for _, future in self._pending.values():
             future.cancel()
-        self._pending = []
+        self._pending = {}
         for thread in (self._keeper, self._coroutines):
             if thread is not None:
                 thread.stop()

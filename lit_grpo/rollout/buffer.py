@@ -33,6 +33,7 @@ class _Open:
     is_out: bool = False  # what was due has been given out, and not been learnt from yet
     learnt: list[Rollout] = field(default_factory=list)  # in parts that have left before
     num_restarts: int = 0
+    oldest: int | None = None  # version of what it had when the policy that samples now began to
 
     @property
     def num_ended(self) -> int:
@@ -64,6 +65,7 @@ class RolloutBuffer:
         self.rule = rule
         self._groups: dict[GroupKey, _Open] = {}  # in the order of arrival
         self._before: dict[GroupKey, _Open] | None = None
+        self._version = 0  # of the policy that samples
 
     def __len__(self) -> int:
         """Return the number of groups that are open."""
@@ -105,6 +107,11 @@ class RolloutBuffer:
         """What is asked for, in the order of arrival."""
         return [request for group in self._groups.values() for request in group.unfinished.values()]
 
+    @property
+    def asks(self) -> bool:
+        """Whether anything is asked for."""
+        return any(group.unfinished for group in self._groups.values())
+
     def finish(self, completion: Completion) -> RolloutGroup | None:
         """Take a completion; return its group if it is whole now."""
         group = self._groups[completion.request.group]
@@ -130,6 +137,7 @@ class RolloutBuffer:
             ValueError: A prefix was sampled by a version that is yet to come.
         """
         num_discarded = num_continued = 0
+        self._version = version
         for group in self._groups.values():
             lost = [request for request in group.unfinished.values() if self._is_lost(request.prefix, version)]
             stale = [each for each in group.completions.values() if self._is_stale(each, version)]
@@ -149,6 +157,7 @@ class RolloutBuffer:
                 num_continued += request.prefix.num_tokens
                 if self.rule.leftovers == "mask" and request.prefix.num_tokens:
                     group.unfinished[path] = request.after(request.prefix.masked())
+            group.oldest = _oldest(group)
         return Renewal(num_discarded, num_continued)
 
     def _is_lost(self, prefix: Trajectory, version: int) -> bool:
@@ -170,7 +179,7 @@ class RolloutBuffer:
     def ready(self, num_steps: int = 0) -> bool:
         """Whether there is enough for a release, after so many decode steps of a rollout."""
         rule, groups = self.rule, self._groups.values()
-        if not any(group.unfinished for group in groups):
+        if not self.asks:
             return True
         if rule.num_steps is not None:
             return num_steps >= rule.num_steps and any(group.num_ended for group in groups)
@@ -180,10 +189,27 @@ class RolloutBuffer:
             enough = sum(group.due is not None for group in groups) >= rule.num_groups
         else:
             return False  # it waits for all
-        most = rule.max_restarts
-        return enough and not (
-            most is not None and any(group.unfinished and group.num_restarts > most for group in groups)
-        )
+        return enough and not any(group.unfinished and self._is_due_now(group) for group in groups)
+
+    def _is_due_now(self, group: _Open) -> bool:
+        """Whether it would lose tokens after this release, and may not."""
+        rule = self.rule
+        if rule.max_restarts is None or group.num_restarts < rule.max_restarts:
+            return False
+        if rule.leftovers == "discard":
+            return True
+        return group.oldest is not None and self._version + rule.num_updates - group.oldest > rule.max_staleness
+
+    def whole(self) -> list[RolloutGroup]:
+        """Make groups of what a checkpoint had of groups that are whole and were not scored; return them."""
+        if self.rule.releases_parts:
+            return []
+        waiting = [group for group in self._groups.values() if group.completions and not group.unfinished]
+        return [_close(group) for group in waiting if group.due is None]
+
+    def has_due(self) -> bool:
+        """Whether a group is whole, and has not been given out."""
+        return any(group.due is not None and not group.is_out for group in self._groups.values())
 
     def close(self) -> list[RolloutGroup]:
         """Make groups of what has ended, where groups leave in parts; return them, to be scored."""
@@ -194,10 +220,14 @@ class RolloutBuffer:
     def take(self) -> list[RolloutGroup]:
         """Release what is due, in the order of arrival: where the rule says so many groups, no more of them.
 
+        Those that would be too old at the next release, and may not lose tokens, come first.
+
         What has left in earlier parts of a group is among its members, ``learnt`` and not ``kept``.
         """
         due = [(key, group) for key, group in self._groups.items() if group.due is not None]
         waits = self.rule.num_steps is None and self.rule.max_staleness > 0  # what is over may be learnt from later
+        if waits and self.rule.num_groups is not None:
+            due.sort(key=lambda item: not self._is_due_now(item[1]))
         chosen = due[: self.rule.num_groups] if waits else due
         released = []
         for key, group in chosen:
@@ -269,7 +299,18 @@ def _close(group: _Open) -> RolloutGroup:
     return group.due
 
 
+def _oldest(group: _Open) -> int | None:
+    """The version of the oldest token that it has, and has not been learnt from."""
+    due = [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
+    having = (*(request.prefix for request in group.unfinished.values()), *group.completions.values(), *due)
+    return min((each.oldest_version for each in having if each.oldest_version is not None), default=None)
+
+
 def _group_state(group: _Open) -> dict[str, Any]:
+    """As plain values; what has not been scored yet is whole again when it is loaded."""
+    if group.due is not None and not any(rollout.rewards for rollout in group.due.rollouts):
+        ended = {rollout.completion.request.path: rollout.completion for rollout in group.due.rollouts}
+        group = replace(group, due=None, completions=group.completions | ended)
     return {
         "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids)},
         "unfinished": [_request_state(request) for request in group.unfinished.values()],

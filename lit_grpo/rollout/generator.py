@@ -118,6 +118,11 @@ class Decoder(Protocol):
         ...
 
 
+def decodes_beside_updates(generator: object) -> bool:
+    """Whether it can decode while the policy is updated: it says that it ``has_own_devices``."""
+    return getattr(generator, "has_own_devices", False)
+
+
 @runtime_checkable
 class Generator(Decoder, Protocol):
     """Decodes with a policy's weights, which it is sent.

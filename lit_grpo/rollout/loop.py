@@ -67,18 +67,18 @@ class Stepped(Listener):
 class Rewarding(Listener):
     """Scores each group as soon as it is whole, while others still decode."""
 
-    def __init__(self, runner: RewardRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: RewardRunner, waits: bool = True) -> None:
+        self._runner, self._waits = runner, waits
 
     def whole(self, group: RolloutGroup) -> None:
         """Begin to score."""
         self._runner.submit(group)
 
     def end(self, failed: bool) -> None:
-        """Wait for the rewards, or drop what is being scored."""
+        """Wait for the rewards, where it is to, or drop what is being scored."""
         if failed:
             self._runner.close()
-        else:
+        elif self._waits:
             self._runner.gather()
 
 
@@ -131,14 +131,30 @@ class RolloutLoop:
             ValueError: Nothing is left to decode before ``until`` is met.
         """
         self.buffer.begin()
+        try:
+            return self.decode(until)
+        except BaseException:
+            self.buffer.undo()
+            raise
+
+    def decode(
+        self, until: Callable[[int], bool], admits: Callable[[], bool] = lambda: True, closes: bool = True
+    ) -> RolloutStats:
+        """Decode as :meth:`run`, and leave to the buffer whatever has come of it, on an exception too.
+
+        Args:
+            until: See :meth:`run`.
+            admits: Whether requests that wait may begin.
+            closes: Whether groups that leave in parts are to be scored at the end.
+        """
         renewal = self.buffer.renew(self.generator.version)
-        rollout = _Rollout(self, self.buffer.unfinished)
+        rollout = _Rollout(self, self.buffer.unfinished, admits)
         rollout.stats.num_discarded, rollout.stats.num_continued = renewal.num_discarded, renewal.num_continued
         try:
             rollout.run(until)
+            rollout.end(closes)
         except BaseException:
             rollout.abandon()
-            self.buffer.undo()
             raise
         return rollout.stats
 
@@ -146,8 +162,9 @@ class RolloutLoop:
 class _Rollout:
     """One run of the loop."""
 
-    def __init__(self, loop: RolloutLoop, requests: Sequence[Request]) -> None:
+    def __init__(self, loop: RolloutLoop, requests: Sequence[Request], admits: Callable[[], bool]) -> None:
         self._start = time.perf_counter()
+        self._admits = admits
         self._generator, self._buffer = loop.generator, loop.buffer
         self._lengths, self._listeners = loop.lengths, loop.listeners
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
@@ -166,6 +183,7 @@ class _Rollout:
         """Decode until that is so."""
         for listener in self._listeners:
             listener.begin(self._flight)
+        self._tell(self._buffer.whole())
         self._submit(self._requests)
         self._generator.expect({request.group: request.prompt for request in self._requests}.values())
         self.stats.scheduling_s = time.perf_counter() - self._start
@@ -184,11 +202,12 @@ class _Rollout:
             self._take(events)
             self.stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
-        self._put_back()
-        for group in self._buffer.close():
+
+    def _tell(self, groups: Iterable[RolloutGroup]) -> None:
+        """Let listeners know of groups that are to be scored."""
+        for group in groups:
             for listener in self._listeners:
                 listener.whole(group)
-        self._end()
 
     def abandon(self) -> None:
         """Leave the generator as if nothing had been asked of it."""
@@ -213,6 +232,8 @@ class _Rollout:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
         flight = self._flight
         if not self._capacity.free_slots or not len(self._plan) or not flight.asks_memory_again():
+            return
+        if not self._admits():
             return
         offered = self._plan.admit(self._capacity.free_slots, lambda job: job.key not in flight or flight.take(job))
         jobs = [job for job in offered if job.key in flight]
@@ -341,8 +362,11 @@ class _Rollout:
         if prompts:
             self._generator.release(prompts.values())
 
-    def _end(self) -> None:
+    def end(self, closes: bool) -> None:
         """Wait for the rewards, tell the last lengths, and add up."""
+        self._put_back()
+        if closes:
+            self._tell(self._buffer.close())
         decoded = time.perf_counter()
         for listener in self._listeners:
             listener.end(failed=False)

@@ -9,9 +9,13 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from lit_grpo.rollout.generator import decodes_beside_updates
+
 Refill = Literal["always", "when_empty"]
 Unit = Literal["group", "completion"]
 Leftovers = Literal["finish", "keep", "mask", "discard"]
+Overlap = Literal["none", "within", "across"]
+AtSync = Literal["recompute", "keep", "drain"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class ReleaseRule:
             from their beginnings (``discard``).
         max_staleness: Policy updates that may lie between the version that sampled the oldest token of a completion and
             the one that learns from it, the time that it waits for its release included. What is older is sampled anew.
-        max_restarts: How often a group may lose tokens; from then on a release waits for it.
+        max_restarts: How often a group may lose tokens; from then on a release waits for it where it would lose more.
+        num_updates: Policy updates from one release to the next.
     """
 
     num_groups: int | None = None
@@ -36,6 +41,7 @@ class ReleaseRule:
     leftovers: Leftovers = "finish"
     max_staleness: int = 0
     max_restarts: int | None = None
+    num_updates: int = 1
 
     @property
     def releases_parts(self) -> bool:
@@ -55,7 +61,8 @@ class RolloutMode:
 
     Args:
         batches_in_work: Batches of prompts that are open at a time, 1 or more: those above 1 keep slots busy while the
-            longest completions of a batch are still being decoded.
+            longest completions of a batch are still being decoded. By default ``max_staleness + 1``: as many as can be
+            learnt from before they are too old.
         refill: Whether new prompts join at every update (``always``), or only once every open one has been learnt from
             (``when_empty``; SortedRL's grouped loading).
         unit: What an update waits for: a batch of whole groups (``group``), or as many completions of any groups
@@ -66,33 +73,43 @@ class RolloutMode:
             which only those that are still to come are learnt from (``mask``); or they begin anew (``discard``).
         max_staleness: Policy updates that may lie between the oldest token of a completion and the update that learns
             from it, waiting included; what would be older is sampled anew. 0 is on-policy.
-        max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions.
+        max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions
+            before they would lose more. With 0 nothing is lost: updates wait.
         tokens_per_update: A rollout ends after so many decode steps, whatever has ended then.
+        overlap: What is decoded during an update: nothing (``none``); groups of its own batch, while it learns from
+            those that are whole, with one optimizer step at the end (``within``; on-policy); or the next batches
+            (``across``). Both need a generator with devices of its own.
+        at_sync: What becomes of completions that are being decoded when new weights come: they go on, and their keys
+            and values are computed anew (``recompute``) or stay those of the old weights (``keep``, vLLM alone); or
+            the weights wait for them, while nothing else begins (``drain``).
 
     Raises:
         ValueError: The fields contradict each other.
     """
 
-    batches_in_work: float = 1.0
+    batches_in_work: float | None = None
     refill: Refill = "always"
     unit: Unit = "group"
     leftovers: Leftovers = "finish"
     max_staleness: int = 0
     max_restarts: int = 2
     tokens_per_update: int | None = None
+    overlap: Overlap = "none"
+    at_sync: AtSync = "recompute"
 
     def __post_init__(self) -> None:
-        for name, choices in (("refill", Refill), ("unit", Unit), ("leftovers", Leftovers)):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
-        _check_number("batches_in_work", self.batches_in_work, 1, int | float)
+        if self.batches_in_work is not None:
+            _check_number("batches_in_work", self.batches_in_work, 1, int | float)
         for name, least in (("max_staleness", 0), ("max_restarts", 0), ("tokens_per_update", 1)):
             if not (name == "tokens_per_update" and self.tokens_per_update is None):
                 _check_number(name, getattr(self, name), least, int)
         goes_on, steps = self.leftovers in ("keep", "mask"), self.tokens_per_update
-        if self.leftovers == "finish" and (self.batches_in_work > 1 or steps is not None or self.unit == "completion"):
+        if self.leftovers == "finish" and (self.num_batches > 1 or steps is not None or self.unit == "completion"):
             raise ValueError(
-                f"batches_in_work {self.batches_in_work:g}, unit {self.unit!r} and tokens_per_update {steps} leave "
+                f"batches_in_work {self.num_batches:g}, unit {self.unit!r} and tokens_per_update {steps} leave "
                 "completions unfinished, and leftovers 'finish' allows none: take keep, mask or discard."
             )
         if goes_on and not self.max_staleness:
@@ -105,14 +122,20 @@ class RolloutMode:
                 f"tokens_per_update {steps} with leftovers 'discard' would never end a completion that is longer: take "
                 "keep or mask."
             )
+        _check_overlap(self)
+
+    @property
+    def num_batches(self) -> float:
+        """Batches of prompts that are open at a time."""
+        return self.max_staleness + 1 if self.batches_in_work is None else self.batches_in_work
 
     @property
     def carries(self) -> bool:
         """Whether prompts stay open from one update to the next."""
         return self.leftovers != "finish"
 
-    def rule(self, num_prompts: int, num_generations: int) -> ReleaseRule:
-        """Return what the buffer waits for, where a batch is of so many prompts and completions each."""
+    def rule(self, num_prompts: int, num_generations: int, num_updates: int = 1) -> ReleaseRule:
+        """Return what the buffer waits for, where a batch is of so many prompts, completions each, and updates."""
         if not self.carries:
             return SYNCHRONOUS
         steps, by_completion = self.tokens_per_update, self.unit == "completion"
@@ -123,13 +146,14 @@ class RolloutMode:
             leftovers=self.leftovers,
             max_staleness=self.max_staleness,
             max_restarts=self.max_restarts,
+            num_updates=num_updates,
         )
 
     def num_wanted(self, num_open: int, num_prompts: int) -> int:
         """Return how many prompts are to be opened, where so many are open and a batch is of ``num_prompts``."""
         if self.refill == "when_empty" and num_open:
             return 0
-        return max(math.ceil(self.batches_in_work * num_prompts) - num_open, 0)
+        return max(math.ceil(self.num_batches * num_prompts) - num_open, 0)
 
     def check(self, steps_per_batch: int, max_tokens: int) -> None:
         """Check that it goes with a run's updates.
@@ -151,6 +175,39 @@ class RolloutMode:
                 f"The mode's tokens_per_update is {self.tokens_per_update}, and sampling.max_tokens is {max_tokens}, "
                 "so every completion would end in one rollout; give less, or take the mode synchronous."
             )
+        if self.overlap == "within" and steps_per_batch > 1:
+            raise ValueError(
+                f"The mode's overlap is within, which takes one optimizer step once a batch is whole, and "
+                f"model.num_iterations x model.num_minibatches is {steps_per_batch}; set both to 1."
+            )
+
+
+CHOICES = {"refill": Refill, "unit": Unit, "leftovers": Leftovers, "overlap": Overlap, "at_sync": AtSync}
+
+
+def _check_overlap(mode: RolloutMode) -> None:
+    if mode.overlap == "within" and mode.carries:
+        raise ValueError(
+            f"overlap 'within' learns from one batch as it becomes whole, and leftovers {mode.leftovers!r} keeps "
+            "prompts for later ones; take overlap across, or leftovers finish."
+        )
+    if mode.overlap == "across" and mode.leftovers not in ("keep", "mask"):
+        raise ValueError(
+            f"overlap 'across' decodes while weights change, and leftovers {mode.leftovers!r} lets nothing go on; take "
+            "keep or mask."
+        )
+    if mode.overlap == "across" and mode.tokens_per_update is not None:
+        raise ValueError(
+            f"tokens_per_update {mode.tokens_per_update} ends a rollout, and with overlap 'across' none ends; leave it "
+            "out, or take overlap none."
+        )
+    if mode.overlap == "across" and mode.num_batches > mode.max_staleness + 1:
+        raise ValueError(
+            f"batches_in_work {mode.num_batches:g} is more than max_staleness {mode.max_staleness} allows: the last of "
+            f"them would be too old when its turn comes; give at most {mode.max_staleness + 1}, or leave it out."
+        )
+    if mode.at_sync == "drain" and mode.overlap != "across":
+        raise ValueError("at_sync 'drain' waits for what is decoded beside an update; take overlap across with it.")
 
 
 def _check_number(name: str, value: Any, least: int, kind: Any) -> None:
@@ -168,6 +225,8 @@ MODES: dict[str, RolloutMode] = {
     "chunked": RolloutMode(
         batches_in_work=2, unit="completion", leftovers="keep", max_staleness=16, tokens_per_update=1024
     ),
+    "periodic": RolloutMode(overlap="within"),
+    "asynchronous": RolloutMode(leftovers="keep", max_staleness=2, max_restarts=0, overlap="across"),
 }
 """Modes by name: docs/modes.md says where each comes from."""
 
@@ -199,6 +258,26 @@ def make_mode(spec: str) -> RolloutMode:
         return _own(name)(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rollout_scheduler.mode {spec}: {error}") from None
+
+
+def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
+    """Check that a generator can do what a mode asks of it.
+
+    Raises:
+        ValueError: It decodes on the policy's device, or drops keys and values that are to be kept.
+    """
+    name = type(generator).__name__
+    if mode.overlap != "none" and not decodes_beside_updates(generator):
+        others = ", ".join(name for name, other in MODES.items() if other.overlap == "none")
+        raise ValueError(
+            f"rollout_scheduler.mode {spec} decodes while the policy is updated, and {name} decodes on the policy's "
+            f"device: take model.generator vllm_servers, or a mode that takes turns ({others})."
+        )
+    if mode.at_sync == "keep" and not hasattr(generator, "keeps_kv"):
+        raise ValueError(
+            f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
+            "at_sync=recompute, or a generator of vLLM's."
+        )
 
 
 def _own(path: str) -> type[RolloutMode]:

@@ -60,6 +60,11 @@ class RolloutStats:
         """1 - sum(active slots x step time) / (slots x rollout time)."""
         return 1.0 - self.active_slot_s / self.slot_s if self.slot_s else 0.0
 
+    @property
+    def decoded_s(self) -> float:
+        """Seconds in the generator's steps."""
+        return float(np.array(self.clock.ended).sum() - np.array(self.clock.began).sum())
+
     def add_step(self, events: StepEvents, capacity: Capacity, began_s: float, ended_s: float) -> None:
         """Add a step, with the seconds from the rollout's beginning to its own and to its end."""
         elapsed_s = ended_s - began_s

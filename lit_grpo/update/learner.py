@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,61 +15,26 @@ from lit_grpo.faults import BrokenBatches
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
-from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.arriving import Arriving
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Before, Step, measure, minibatches, missing_logprob, taking_part_and_learnt
 from lit_grpo.update.budget import TokenBudget, estimate_tokens
-from lit_grpo.update.logprobs.checkpointing import Checkpointing, check_mode
+from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
 from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
-from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
 from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.settings import Optimization, Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass
-class Settings:
-    """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
-
-    ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name, and
-    ``shares_prefix`` says whether prompts are computed once for all of their completions.
-    """
-
-    objective: Objective
-    advantages: Advantages
-    weights: dict[str, float]
-    temperature: float
-    max_tokens: int
-    num_iterations: int = 1
-    num_minibatches: int = 1
-    max_tokens_per_micro_batch: int | Literal["auto"] = 8192
-    max_grad_norm: float = 1.0
-    gradient_checkpointing: Checkpointing = False
-    max_skipped_updates: int = 3
-    shares_prefix: bool = True
-
-
-class Optimization(Protocol):
-    """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
-
-    policy_version: int
-
-    def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
-        """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
-        ...
-
-    def take_step(self) -> float:
-        """Take the step and count it; return the learning rate that it had."""
-        ...
 
 
 class Learner:
@@ -129,14 +93,29 @@ class Learner:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for problem in filter(None, self.ranks.gather(missing_logprob(rollouts))):
             raise ValueError(problem)  # on every rank, so that none waits for another
-        before = self._before(rollouts)
-        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
-        for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
-            rollout.advantage = advantage
+        advantages_R, before = self.prepare(groups, metrics)
         for some, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
             self._update(self._step_on(some, advantages_R[places].tolist(), before), metrics)
+        return self._end(metrics, advantages_R)
+
+    def learn_as_they_come(self, arriving: Iterable[Sequence[RolloutGroup]]) -> dict[str, float]:
+        """Take one step on groups that become whole one after another; return what to log of them.
+
+        It is the step that :meth:`learn` takes on all of them, but for rounding: gradients add up over a provisional
+        denominator, and are divided by the true one in the end. The settings have to allow it
+        (:func:`lit_grpo.update.arriving.check_arriving`). Raises what :meth:`learn` does.
+        """
+        sums = Arriving(self, TokenMetrics())
+        for groups in arriving:
+            sums.add(groups)
+        step, advantages_R = sums.finish()
+        self._take_step(step, sums.metrics)
+        return self._end(sums.metrics, advantages_R)
+
+    def _end(self, metrics: TokenMetrics, advantages_R: torch.Tensor) -> dict[str, float]:
+        """Remember what a batch has shown; return what to log."""
         logs = metrics.compute(self.ranks.sum, self.ranks.max)
-        self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(rollouts))))
+        self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(advantages_R))))
         self.state.history.commit()
         return logs | advantage_metrics(torch.cat(self.ranks.gather(advantages_R))) | self.state.coefficients()
 
@@ -156,6 +135,15 @@ class Learner:
             self.reference.load_state_dict(state["reference"])
 
     # ---- before the first step ----------------------------------------------------------------------
+
+    def prepare(self, groups: Sequence[RolloutGroup], metrics: TokenMetrics) -> tuple[torch.Tensor, Before]:
+        """Give each rollout its advantage; return them, and what the updates on the rollouts compare with."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        before = self._before(rollouts)
+        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
+        for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
+            rollout.advantage = advantage
+        return advantages_R, before
 
     def _before(self, rollouts: Sequence[Rollout]) -> Before:
         """Measure what all updates on the rollouts compare with, before the first of them.
@@ -206,7 +194,7 @@ class Learner:
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
         place, temperature = ("logprobs", "entropy").index(what), self.settings.temperature
         while True:
-            max_tokens = self._max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
+            max_tokens = self.max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
             values: dict[Key, torch.Tensor] | None = None
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
@@ -223,9 +211,9 @@ class Learner:
             short = self.budget is not None and bool(self.ranks.max(float(values is None)))
             if values is not None and not short:
                 return values
-            self._halve_budget(with_tokens)
+            self.halve_budget(with_tokens)
 
-    def _halve_budget(self, rollouts: Sequence[Rollout]) -> None:
+    def halve_budget(self, rollouts: Sequence[Rollout]) -> None:
         """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""
         assert self.budget is not None
         least = int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))
@@ -265,10 +253,14 @@ class Learner:
     def _update(self, step: Step, metrics: TokenMetrics) -> None:
         """Take one optimizer step. Without a gradient (nothing to learn) it counts, and changes no weight."""
         before = copy.deepcopy(vars(metrics))
-        while not self._accumulate(self._micro_batches(step), step, metrics):
-            self._halve_budget(step.rollouts)
+        while not self.accumulate(self._micro_batches(step), step, metrics):
+            self.halve_budget(step.rollouts)
             vars(metrics).update(copy.deepcopy(before))
             step.loss_sum = step.entropy_sum = 0.0
+        self._take_step(step, metrics)
+
+    def _take_step(self, step: Step, metrics: TokenMetrics) -> None:
+        """Take the optimizer's step with the gradient that there is."""
         if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
             metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
         version = self.optimization.policy_version
@@ -300,19 +292,23 @@ class Learner:
                 f"the learning rate, or look for extreme rewards{where}."
             )
 
-    def _accumulate(self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics) -> bool:
+    def accumulate(
+        self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics, first: bool = True, last: bool = True
+    ) -> bool:
         """Gather the step's gradient; return whether the memory of all ranks sufficed, where the budget is open.
 
-        A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
+        The gradient begins anew with the ``first`` micro-batches of a step, and ranks exchange it in the ``last``. A
+        rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
         beforehand, and exchange in the backward pass of an empty micro-batch.
         """
-        self.policy.zero_grad()
+        if first:
+            self.policy.zero_grad()
         is_open, short = self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
             for index, micro_batch in enumerate(micro_batches):
-                is_last = index == len(micro_batches) - 1
+                is_last = last and index == len(micro_batches) - 1
                 if is_open and is_last and self.ranks.max(float(short)):
                     return False
                 try:
@@ -329,11 +325,11 @@ class Learner:
 
     def _micro_batches(self, step: Step) -> MicroBatches:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
-        max_tokens = self._max_tokens(step.rollouts)
+        max_tokens = self.max_tokens(step.rollouts)
         micro_batches = make_micro_batches(step.rollouts, step.advantages, max_tokens, self.settings.shares_prefix)
         return micro_batches.and_empty(int(self.ranks.max(len(micro_batches))) - len(micro_batches))
 
-    def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
+    def max_tokens(self, rollouts: Sequence[Rollout]) -> int:
         """The token budget of micro-batches; where it is open, estimated the first time, the same on every rank."""
         settings = self.settings
         if settings.max_tokens_per_micro_batch != "auto":

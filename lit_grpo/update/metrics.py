@@ -52,7 +52,8 @@ class TokenMetrics:
 
     def add_kl(self, kl_N: torch.Tensor) -> None:
         """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
-        self._kl = (float(kl_N.sum()), float(kl_N.numel()))
+        total, count = self._kl or (0.0, 0.0)
+        self._kl = total + float(kl_N.sum()), count + kl_N.numel()
 
     def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor) -> None:
         """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths.
@@ -81,6 +82,10 @@ class TokenMetrics:
                 f"token, where weight_sync.max_logprob_gap allows {limit}, so it is not learnt from: the generator's "
                 "weights changed after the last sync, or it samples otherwise than the trainer computes."
             )
+
+    def scale_loss(self, scale: float) -> None:
+        """The shares of the loss so far were by another denominator."""
+        self._sums["loss"] *= scale
 
     def finish_update(self, **values: float) -> None:
         """Count an optimizer step, with values that are the same on every rank."""

@@ -74,6 +74,8 @@ def train(
     folder: Path,
     checkpoint: str | None = None,
     callbacks: Sequence[pl.Callback] = (),
+    generator: Any = None,
+    **settings: Any,
 ) -> tuple[Trained, GRPOModule, RolloutScheduler]:
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
     folder.mkdir(exist_ok=True)
@@ -81,11 +83,12 @@ def train(
     data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
     module = make_module(
         policy_folder,
-        generator=SlotGenerator(6),
+        generator=generator or SlotGenerator(6),
         num_generations=GROUP,
         optimizer=sgd(0.5),
         sampling=SamplingParams(max_tokens=24),
         rewards=[RewardSpec(f"{__file__}:even_sum")],
+        **settings,
     )
     trained, scheduler = Trained(), RolloutScheduler(mode=mode)
     trainer = make_trainer(

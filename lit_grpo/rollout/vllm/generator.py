@@ -54,6 +54,10 @@ class EngineGenerator(Versioned, ABC):
         num_slots: How many completions an engine decodes at a time.
         adapters: How LoRA adapters travel: ``merged`` or ``alone``.
         arguments: The user's arguments for vLLM.
+
+    Attributes:
+        keeps_kv: Whether requests that were stopped go on with the keys and values of the weights that they were
+            sampled with, as far as engines still have them.
     """
 
     def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
@@ -70,6 +74,8 @@ class EngineGenerator(Versioned, ABC):
         self._policy: PolicySpec | None = None
         self._made_for = ""
         self._salt = ""
+        self.keeps_kv = False
+        self._salts: dict[Key, str] = {}  # of requests that were stopped
         self._streams = Streams()
 
     # ---- what kinds of engines differ in ----------------------------------------------------------
@@ -207,7 +213,7 @@ class EngineGenerator(Versioned, ABC):
             check_fits(request, room.context, room.figure(min))
         for number, request in enumerate(requests):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
-            self._send(self._streams.open(request, tokens, self._salt))
+            self._send(self._streams.open(request, tokens, self._salts.pop(request.key, self._salt)))
 
     def _send(self, stream: Stream) -> None:
         self._streams.give_ticket(stream)
@@ -248,4 +254,6 @@ class EngineGenerator(Versioned, ABC):
         """Stop these requests and hand them back, with what they have come to as their prefixes."""
         stopped = self._streams.close(keys)
         self._withdraw([stream for stream in stopped if stream.ticket is not None])
+        if self.keeps_kv:
+            self._salts |= {stream.request.key: stream.salt for stream in stopped if stream.token_ids}
         return [stream.so_far for stream in stopped]

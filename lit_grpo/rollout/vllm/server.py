@@ -48,6 +48,8 @@ class VLLMServerGenerator(EngineGenerator):
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
     """
 
+    has_own_devices = True
+
     def __init__(
         self,
         num_slots: int = 64,

@@ -71,3 +71,22 @@ def _parse_options(name: str, settings: str) -> dict[str, float]:
         except ValueError:
             raise ValueError(f"The plan {name} sets {option} to {value!r}: give a number.") from None
     return options
+
+
+def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> tuple[int, ...]:
+    """Return the points that a user has named as ``probe_tokens``, or none.
+
+    Raises:
+        ValueError: They are none, or change nothing.
+    """
+    points = (probe_tokens,) if isinstance(probe_tokens, int) else tuple(probe_tokens)
+    if points == (0,):
+        return ()
+    if not points or min(points) < 1 or list(points) != sorted(set(points)):
+        raise ValueError(
+            f"probe_tokens must be auto, 0 for no probe, or ascending numbers of tokens from 1 on, not {probe_tokens}."
+        )
+    if plan in BLIND or (len(points) == 1 and not predict_lengths):
+        why = f"the plan {plan} does not follow lengths" if plan in BLIND else "predict_lengths is false"
+        raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
+    return points

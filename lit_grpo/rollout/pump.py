@@ -1,0 +1,196 @@
+"""Decoding in a thread of its own, while the policy is updated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from lit_grpo.rewards import RewardRunner
+
+_LOOK_S = 1.0  # after which whoever waits is told that time has passed
+
+
+class RolloutPump:
+    """Runs a rollout loop in a thread, and gives out groups that are whole and scored while it goes on.
+
+    The thread owns generator and buffer but for the moments between two of its steps, in which whoever asks has them:
+    so each has one owner at a time. It decodes with one policy version; for another it is stopped, and started again.
+
+    Args:
+        rewards: Scores groups.
+        drains: What is being decoded at a stop ends before it, and nothing else begins; else it is set aside.
+
+    Attributes:
+        waited_s: Seconds that were spent in waiting for it, since the last :meth:`start`.
+    """
+
+    # What is unfinished is in the generator from a start to a stop alone, so a sync, a validation and a checkpoint find
+    # it as between two rollouts.
+
+    def __init__(self, rewards: RewardRunner, drains: bool = False) -> None:
+        self._rewards, self._drains = rewards, drains
+        self._turn = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._loop: RolloutLoop | None = None
+        self._stats: RolloutStats | None = None
+        self._error: BaseException | None = None
+        self._at_rest = False  # the thread is between two steps, and lets others look
+        self._num_guests = 0  # who look, or want to
+        self._stopping = False
+        self._wanted: Callable[[], bool] | None = None  # what somebody waits for
+        self.waited_s = self._began = self._ran_s = 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has been started, and not been stopped."""
+        return self._thread is not None
+
+    def start(self, loop: RolloutLoop) -> None:
+        """Begin to decode what the loop's buffer asks for, and what it will ask for."""
+        assert self._thread is None, "it runs already"
+        self._loop, self._stats, self._error = loop, None, None
+        self._at_rest = self._stopping = False
+        self.waited_s, self._began = 0.0, time.perf_counter()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="lit_grpo-rollout", daemon=True)
+        self._thread.start()
+
+    def take(self, tick: Callable[[], None]) -> list[RolloutGroup]:
+        """Wait for a release of the buffer, with its rewards; ``tick`` is called every now and then.
+
+        Raises:
+            Exception: Whatever went wrong in the thread.
+            RewardError: A reward function failed.
+        """
+        assert self._loop is not None, "start comes first"
+        buffer, began = self._loop.buffer, time.perf_counter()
+        self._wait(buffer.ready, tick)
+        with self._between_steps():
+            for part in buffer.close():
+                self._rewards.submit(part)
+            groups = buffer.take()
+        self._rewards.gather(groups)
+        self.waited_s += time.perf_counter() - began
+        return groups
+
+    def arrivals(self, tick: Callable[[], None]) -> Iterator[list[RolloutGroup]]:
+        """Yield groups as they become whole, with their rewards, until all have come; ``tick`` as in :meth:`take`."""
+        assert self._loop is not None, "start comes first"
+        buffer = self._loop.buffer
+        while len(buffer):
+            began = time.perf_counter()
+            self._wait(buffer.has_due, tick)
+            with self._between_steps():
+                groups = buffer.take()
+            self._rewards.gather(groups)
+            self.waited_s += time.perf_counter() - began
+            yield groups
+
+    def stop(self) -> RolloutStats | None:
+        """Decode no more; what is unfinished is the buffer's. Return what was done since the start.
+
+        Raises:
+            Exception: Whatever went wrong in the thread.
+        """
+        if self._thread is None:
+            return None
+        asked = time.perf_counter()
+        with self._turn:
+            self._stopping = True
+            self._turn.notify_all()
+        self._thread.join()
+        self.waited_s += time.perf_counter() - asked
+        self._ran_s = time.perf_counter() - self._began
+        self._thread = None
+        self._raise()
+        return self._stats
+
+    def metrics(self, stats: RolloutStats) -> dict[str, float]:
+        """Say how far decoding and the update overlapped, from a start to its stop.
+
+        ``time/rollout_s`` are the seconds in which nothing but decoding went on, and ``perf/overlap`` the share of the
+        shorter of both that the other hid.
+        """
+        decoded_s = stats.decoded_s
+        updated_s = self._ran_s - self.waited_s
+        hidden_s = max(decoded_s - self.waited_s, 0.0)
+        return {
+            "time/rollout_s": self.waited_s,
+            "time/generation_s": decoded_s,
+            "perf/overlap": min(hidden_s / max(min(decoded_s, updated_s), 1e-9), 1.0),
+        }
+
+    # ---- between the threads ------------------------------------------------------------------------
+
+    def _run(self, loop: RolloutLoop) -> None:
+        try:
+            self._stats = loop.decode(self._is_over, admits=lambda: not self._stopping, closes=False)
+        except BaseException as error:
+            self._error = error
+        with self._turn:
+            self._at_rest = self._stopping = True
+            self._turn.notify_all()
+
+    def _is_over(self, num_steps: int) -> bool:
+        """Let others look between two steps, and rest as long as there is nothing to decode."""
+        assert self._loop is not None
+        with self._turn:
+            self._at_rest = True
+            self._look()
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._stopping or not (self._num_guests or self._is_idle()))
+            self._turn.wait_for(lambda: not self._num_guests)
+            self._at_rest = False
+            return self._stopping and not (self._drains and self._decodes())
+
+    def _decodes(self) -> bool:
+        assert self._loop is not None
+        capacity = self._loop.generator.capacity()
+        return capacity.free_slots < capacity.slots
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is asked for; somebody may wait for just that."""
+        assert self._loop is not None
+        self._look()
+        return not self._loop.buffer.asks
+
+    def _look(self) -> None:
+        """See whether what somebody waits for has come."""
+        if self._wanted is not None and self._wanted():
+            self._wanted = None
+            self._turn.notify_all()
+
+    def _wait(self, wanted: Callable[[], bool], tick: Callable[[], None]) -> None:
+        with self._turn:
+            self._wanted = wanted
+            self._turn.notify_all()
+            while self._wanted is not None and not self._stopping:
+                self._turn.wait(_LOOK_S)
+                tick()
+            self._wanted = None
+        self._raise()
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Have generator and buffer while the thread rests."""
+        with self._turn:
+            self._num_guests += 1
+            self._turn.wait_for(lambda: self._at_rest)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._num_guests -= 1
+                self._turn.notify_all()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

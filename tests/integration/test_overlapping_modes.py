@@ -1,0 +1,122 @@
+"""Modes that decode on servers while the policy is updated: nothing is lost, nothing is older than it may be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hand_made import SERVER_ARGUMENTS, StepRecorder, flat, relative_error, save_policy_for_vllm, weights_of
+from test_training_modes import (
+    UPDATES,
+    Interrupt,
+    Trained,
+    check_log_probs,
+    check_staleness,
+    check_stream,
+    train,
+)
+
+from lit_grpo.rollout.generator import GenerationError
+from lit_grpo.rollout.rules import make_mode
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy_for_vllm(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[VLLMServerGenerator]:
+    """Two servers, which go on from one run to the next."""
+    generator = VLLMServerGenerator(3, num_servers=2, server_args=SERVER_ARGUMENTS | {"dtype": "float32"})
+    yield generator
+    generator.close()
+
+
+@pytest.mark.parametrize(
+    "mode", ["asynchronous", "asynchronous:at_sync=drain", "asynchronous:max_staleness=1,unit=completion"]
+)
+def test_nothing_is_lost_and_every_token_is_of_its_version(
+    folder: Path, tmp_path: Path, servers: Any, mode: str
+) -> None:
+    trained, _, scheduler = train(folder, mode, tmp_path, generator=servers)
+    assert list(trained.batches) == list(range(UPDATES))
+    check_staleness(trained, make_mode(mode).max_staleness)
+    check_log_probs(trained)
+    check_stream(trained, scheduler)
+    assert all(log["rollout/discarded_tokens"] == 0 for log in trained.logs)  # it waits rather than throw away
+    assert all(0 <= log["perf/overlap"] <= 1 for log in trained.logs)
+    if "drain" in mode:
+        assert all(len(rollout.completion.versions_T.unique()) == 1 for rollout in trained.rollouts)
+
+
+def test_kept_keys_and_values_change_nothing_but_log_probs(folder: Path, tmp_path: Path, servers: Any) -> None:
+    trained, _, scheduler = train(folder, "asynchronous:at_sync=keep", tmp_path, generator=servers)
+    servers.keeps_kv = False
+    check_staleness(trained, 2)
+    check_stream(trained, scheduler)
+    with pytest.raises(AssertionError):  # those of the old weights show: the policy is changed much by each update
+        check_log_probs(trained)
+
+
+def test_a_periodic_run_takes_the_steps_of_a_synchronous_one(folder: Path, tmp_path: Path, servers: Any) -> None:
+    runs = []
+    for mode in ("synchronous", "periodic"):
+        recorder = StepRecorder()
+        trained, module, _ = train(folder, mode, tmp_path / mode, callbacks=[recorder], generator=servers)
+        check_log_probs(trained)
+        runs.append((trained, module, recorder))
+    (one, first, expected), (other, second, actual) = runs
+    assert relative_error(flat(actual.gradients[0]), flat(expected.gradients[0])) < 1e-6
+    for number, batch in one.batches.items():
+        tokens = [
+            [(r.completion.request.key, r.completion.token_ids_T.tolist()) for r in b]
+            for b in (batch, other.batches[number])
+        ]
+        assert tokens[0] == tokens[1]
+    assert relative_error(weights_of(second), weights_of(first)) < 1e-5
+    for name in ("reward", "loss", "update/tokens", "staleness/max", "completions/mean_length"):
+        assert actual.logs[0][name] == pytest.approx(expected.logs[0][name], rel=1e-5), name
+
+
+def test_a_run_that_is_cut_off_beside_its_decoding_goes_on_with_all_it_had(
+    folder: Path, tmp_path: Path, servers: Any
+) -> None:
+    checkpoint = tmp_path / "cut-off.ckpt"
+    cut = Trained()
+    with pytest.raises(InterruptedError):
+        train(folder, "asynchronous", tmp_path / "cut", callbacks=[Interrupt(3, checkpoint), cut], generator=servers)
+    assert not any(thread.name == "lit_grpo-rollout" for thread in threading.enumerate())
+    trained, _, scheduler = train(folder, "asynchronous", tmp_path / "again", str(checkpoint), generator=servers)
+    assert list(trained.batches) == list(range(3, UPDATES))
+    del cut.batches[3]  # its update was not taken
+    trained.batches = cut.batches | trained.batches
+    trained.policies = cut.policies | trained.policies
+    check_staleness(trained, 2)
+    check_log_probs(trained)
+    check_stream(trained, scheduler)
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "periodic"])
+def test_what_fails_in_the_thread_ends_the_run(
+    folder: Path, tmp_path: Path, servers: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = servers.step, []
+
+    def fails(*_: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 20:
+            raise GenerationError("the lights went out")
+        return step()
+
+    monkeypatch.setattr(servers, "step", fails)
+    with pytest.raises(GenerationError, match="the lights went out"):
+        train(folder, mode, tmp_path, generator=servers)
+    assert set(calls) == {"lit_grpo-rollout"}
+    assert not any(thread.name == "lit_grpo-rollout" for thread in threading.enumerate())

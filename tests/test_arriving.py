@@ -1,0 +1,114 @@
+"""Learning from groups one after another is learning from all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_made import Batches, StepRecorder, fit, flat, make_module, make_trainer, random_groups, relative_error
+
+from lit_grpo.module import GRPOModule
+from lit_grpo.types import PromptBatch, RolloutGroup
+from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.objective.controllers import EntropyBonus
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
+
+REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 0.0, 2.0], [0.25, 0.5]]
+OBJECTIVES = {
+    "dapo": Objective(entropy=EntropyBonus(0.01)),
+    "grpo": Objective("grpo", kl=KLTerm(0.05)),
+    "dr_grpo": Objective("dr_grpo", mask_truncated=True),
+    "gspo": Objective("gspo"),
+    "luspo": Objective("luspo"),
+    "corrected": Objective(correction=Correction("token_truncate")),
+    "kl in the reward": Objective(kl=KLTerm(0.05, place="reward")),
+}
+
+
+class Arrivals(Batches):
+    """Gives the groups of each batch one after another, in another order."""
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for batch in super().__iter__():
+            groups, batch.groups = batch.groups, []
+            batch.arriving = self._arriving(batch, groups)
+            yield batch
+
+    def _arriving(self, batch: PromptBatch, groups: list[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
+        for places in ([3], [], [0, 4], [2], [1]):
+            yield [groups[place] for place in places]
+        batch.groups = groups
+
+
+def as_they_come(module: GRPOModule, *batches: Sequence[RolloutGroup]) -> StepRecorder:
+    recorder = StepRecorder()
+    make_trainer(recorder).fit(module, train_dataloaders=Arrivals(batches))
+    return recorder
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("max_tokens", [24, 8192])
+def test_the_gradient_is_that_of_all_groups_together(policy_folder: Path, name: str, max_tokens: int) -> None:
+    settings: dict[str, Any] = {"objective": OBJECTIVES[name], "max_tokens_per_micro_batch": max_tokens}
+    module = make_module(policy_folder, **settings)
+    module.configure_model()
+    groups = random_groups(module.policy, REWARDS)
+    together = fit(make_module(policy_folder, **settings), groups)
+    arrived = as_they_come(make_module(policy_folder, **settings), groups)
+    assert relative_error(flat(arrived.gradients[0]), flat(together.gradients[0])) < 1e-6
+    for key, value in together.logs[0].items():
+        assert arrived.logs[0][key] == pytest.approx(value, rel=1e-4, abs=1e-7, nan_ok=True), key
+
+
+def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_grpo.update.budget import TokenBudget
+
+    module = make_module(policy_folder)
+    module.configure_model()
+    groups = random_groups(module.policy, REWARDS)
+    together = fit(make_module(policy_folder), groups)
+    module = make_module(policy_folder, max_tokens_per_micro_batch="auto")
+    monkeypatch.setattr("lit_grpo.update.learner.estimate_tokens", lambda *_: 40)
+    add_gradient, calls = module.add_gradient, []
+
+    def fails_once(compute_loss: Any, exchange: bool) -> None:
+        calls.append(exchange)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        add_gradient(compute_loss, exchange)
+
+    module.add_gradient = fails_once
+    arrived = as_they_come(module, groups)
+    assert isinstance(module.learner.budget, TokenBudget) and module.learner.budget.tokens < 40
+    assert relative_error(flat(arrived.gradients[0]), flat(together.gradients[0])) < 1e-6
+    assert arrived.logs[0]["loss"] == pytest.approx(together.logs[0]["loss"], rel=1e-4)
+    assert not any(calls)  # one rank has nobody to exchange with
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"advantages": Advantages("reinforce_plus_plus")},
+            "advantages.estimator reinforce_plus_plus compares rewards",
+        ),
+        ({"objective": Objective(top_entropy_quantile=0.5)}, "objective.top_entropy_quantile 0.5 compares tokens"),
+        (
+            {"objective": Objective("grpo", entropy=EntropyBonus(0.1))},
+            "objective.entropy counts by tokens, and objective.normalization sequence does not",
+        ),
+        ({"max_tokens_per_micro_batch": "auto"}, "max_tokens_per_micro_batch auto has several ranks agree"),
+    ],
+)
+def test_what_needs_all_groups_beforehand_is_refused(
+    policy_folder: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"and model.{sentence}.*take a mode with overlap none"):
+        check_arriving(make_module(policy_folder, **settings).settings, num_ranks=2)
+    check_arriving(make_module(policy_folder).settings, num_ranks=2)
