@@ -124,8 +124,8 @@ class RolloutScheduler(pl.Callback):
         check_generator(self.mode, turns, generator)
         if turns.overlap == "within":
             check_arriving(learning, module.ranks.size)
-        if turns.at_sync == "keep":
-            generator.keeps_kv = True  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(generator, "keeps_kv"):
+            generator.keeps_kv = turns.at_sync == "keep"  # pyright: ignore[reportAttributeAccessIssue]
 
     def state_dict(self) -> dict[str, Any]:
         """What each rank has learnt of lengths, and has sampled and not yet learnt from; all ranks ask together."""

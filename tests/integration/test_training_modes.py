@@ -54,7 +54,10 @@ class Trained(pl.Callback):
         self.batches[version] = list(batch.rollouts)
         assert all(rollout.kept for rollout in batch.rollouts)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        self.batches[max(self.batches)] = list(batch.rollouts)  # of one that was learnt from as it came, they are here
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     @property
