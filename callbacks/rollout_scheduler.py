@@ -303,6 +303,7 @@ class RolloutScheduler(pl.Callback):
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self._buffer}
         batch.metrics |= {
             "rollout/open_prompts": float(len(self._buffer) - len(batch.groups)),
+            "rollout/waiting_groups": float(self._buffer.num_waiting),
             "rollout/continued_tokens": float(stats.num_continued),
             "rollout/discarded_tokens": float(stats.num_discarded),
         }

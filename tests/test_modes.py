@@ -9,7 +9,11 @@ import torch
 from test_buffer import SAMPLING, A, B, tokens
 
 from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
-from lit_grpo.rollout.rules import MODES, SYNCHRONOUS, ReleaseRule, RolloutMode, make_mode
+from lit_grpo.rollout.rules import MODES, SYNCHRONOUS, ReleaseRule, RolloutMode, check_generator, make_mode
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,15 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
         ("synchronous:unit=completion", "leave completions unfinished, and leftovers 'finish' allows none"),
         ("sortedrl:unit=token", "unit must be one of group, completion, not 'token'"),
         ("sortedrl:tokens_per_update=9", "would never end a completion that is longer: take keep or mask"),
+        ("april:overlap=beside", "overlap must be one of none, within, across, not 'beside'"),
+        ("april:overlap=within", "overlap 'within' learns from one batch as it becomes whole, and leftovers 'keep'"),
+        ("synchronous:overlap=across", "overlap 'across' decodes while weights change, and leftovers 'finish' lets"),
+        ("sortedrl:overlap=across", "overlap 'across' decodes while weights change, and leftovers 'discard' lets"),
+        ("chunked:overlap=across", "tokens_per_update 1024 ends a rollout, and with overlap 'across' none ends"),
+        ("asynchronous:batches_in_work=4", "batches_in_work 4 is more than max_staleness 2 allows.*give at most 3"),
+        ("asynchronous:max_staleness=0", "which max_staleness 0 never lets out; give a max_staleness of 1 or more"),
+        ("april:at_sync=drain", "at_sync 'drain' waits for what is decoded beside an update; take overlap across"),
+        ("april:at_sync=drop", "at_sync must be one of recompute, keep, drain, not 'drop'"),
     ],
 )
 def test_a_mode_that_means_nothing_is_refused(spec: str, sentence: str) -> None:
@@ -76,6 +89,60 @@ def test_a_mode_has_to_go_with_the_updates() -> None:
         make_mode("april:max_staleness=3").check(4, 16)
     with pytest.raises(ValueError, match=r"tokens_per_update is 16, and sampling\.max_tokens is 16"):
         make_mode("chunked:tokens_per_update=16").check(1, 16)
+
+
+def test_what_may_be_open_follows_from_how_old_it_may_be() -> None:
+    assert make_mode("asynchronous:max_staleness=4").num_wanted(3, 4) == 17
+    assert make_mode("periodic").num_wanted(0, 4) == 4 and not make_mode("periodic").carries
+    make_mode("periodic").check(1, 16)
+    with pytest.raises(ValueError, match=r"overlap is within, which takes one optimizer step .* is 2; set both to 1"):
+        make_mode("periodic").check(2, 16)
+
+
+def test_a_mode_that_decodes_beside_updates_needs_a_generator_that_can() -> None:
+    for spec in ("periodic", "asynchronous:max_staleness=1"):
+        with pytest.raises(ValueError, match=f"mode {spec} decodes while .* SlotGenerator .*.synchronous, april"):
+            check_generator(spec, make_mode(spec), SlotGenerator())
+        with pytest.raises(
+            ValueError, match=r"VLLMGenerator decodes on the policy's device: take model.generator vllm_s"
+        ):
+            check_generator(spec, make_mode(spec), VLLMGenerator())
+        check_generator(spec, make_mode(spec), VLLMServerGenerator())
+    with pytest.raises(ValueError, match="keeps keys and values over a sync, and SlotGenerator drops them; take at_s"):
+        check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), SlotGenerator())
+    check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), VLLMGenerator())
+
+
+PACED = make_mode("asynchronous:max_staleness=2").rule(1, 1)
+
+
+def test_a_release_waits_for_what_would_be_too_old_after_it_and_gives_it_out_first() -> None:
+    buffer, (a, b, c) = RolloutBuffer(PACED), group_requests([A, B, Prompt("c", (3,), "")], 1, SAMPLING, 7)
+    buffer.open([a, b, c])
+    assert PACED.max_restarts == 0
+    buffer.ask(c.after(tokens(4, version=1)))  # the last of them has been begun first
+    assert buffer.renew(2) == Renewal(0, 1)
+    buffer.finish(b.after(tokens(5, version=2)).ended("stop"))
+    assert buffer.ready()
+    buffer.renew(3)
+    assert not buffer.ready()  # at version 4 its oldest token would be 3 updates old
+    buffer.finish(c.after(tokens(4, version=1)).ended("stop"))
+    assert buffer.ready()
+    assert [group.prompt.prompt_id for group in buffer.take()] == ["c"]
+
+
+def test_what_a_checkpoint_has_unscored_is_whole_again() -> None:
+    rule = ReleaseRule(1, leftovers="keep", max_staleness=1)
+    buffer, (a0, b0) = RolloutBuffer(rule), group_requests([A, B], 1, SAMPLING, 7)
+    buffer.open([a0, b0])
+    scored = buffer.finish(a0.after(tokens(4)).ended("stop"))
+    assert scored is not None
+    scored.rollouts[0].rewards = {"right": 1.0}
+    buffer.finish(b0.after(tokens(5)).ended("stop"))
+    other = RolloutBuffer(rule)
+    other.load_state_dict(buffer.state_dict())
+    assert [group.prompt.prompt_id for group in other.whole()] == ["b"] and other.whole() == []
+    assert other.num_waiting == 2
 
 
 PARTS = ReleaseRule(num_completions=3, leftovers="keep", max_staleness=1)

@@ -207,9 +207,10 @@ class RolloutBuffer:
         waiting = [group for group in self._groups.values() if group.completions and not group.unfinished]
         return [_close(group) for group in waiting if group.due is None]
 
-    def has_due(self) -> bool:
-        """Whether a group is whole, and has not been given out."""
-        return any(group.due is not None and not group.is_out for group in self._groups.values())
+    @property
+    def num_waiting(self) -> int:
+        """Groups, or parts of them, that are due and have not been given out."""
+        return sum(group.due is not None and not group.is_out for group in self._groups.values())
 
     def close(self) -> list[RolloutGroup]:
         """Make groups of what has ended, where groups leave in parts; return them, to be scored."""

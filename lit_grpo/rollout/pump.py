@@ -86,7 +86,7 @@ class RolloutPump:
         buffer = self._loop.buffer
         while len(buffer):
             began = time.perf_counter()
-            self._wait(buffer.has_due, tick)
+            self._wait(lambda: buffer.num_waiting > 0, tick)
             with self._between_steps():
                 groups = buffer.take()
             self._rewards.gather(groups)

@@ -56,9 +56,10 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("vllm/sleep_s", "vllm/freed_gib", "vllm/device_in_use_asleep_gib"), "vLLM in process on a GPU"),
     **dict.fromkeys(("sync/logprob_gap", "sync/relative_gap", "sync/rounding"), "vLLM"),
     **dict.fromkeys(
-        (f"rollout/{name}" for name in ("open_prompts", "continued_tokens", "discarded_tokens")),
+        (f"rollout/{name}" for name in ("open_prompts", "waiting_groups", "continued_tokens", "discarded_tokens")),
         "rollout_scheduler.mode other than synchronous",
     ),
+    **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }
