@@ -17,6 +17,7 @@ from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
+from lit_grpo.rollout.pruning import Pruner
 from lit_grpo.rollout.rules import make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
@@ -54,7 +55,8 @@ class RolloutScheduler(pl.Callback):
             rollouts so far: one of ``prediction_points``, time slices, or 0, which is no probe.
         mode: How rollouts and updates take turns (:data:`lit_grpo.rollout.rules.MODES`). ``synchronous`` is on-policy,
             and waits for the longest completion of a batch; ``april``, ``sortedrl``, ``sortedrl_partial`` and
-            ``chunked`` do not. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
+            ``chunked`` do not; ``pruned`` stops completions early, by the rewards that are foretold of them. Fields of
+            :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
             (``april:batches_in_work=3,max_staleness=4``), and a mode of your own is its class path.
     """
 
@@ -72,6 +74,9 @@ class RolloutScheduler(pl.Callback):
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
         self.probe_tokens = probe_tokens
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
+        self._pruner: Pruner | None = None
+        if self._turns.prune_at is not None:
+            self._pruner = Pruner(self._turns.prune_at, self._turns.keep, self._turns.positive_share)
         self._points: Points = ()
         self._num_slots = 0
         if probe_tokens != "auto":
@@ -95,6 +100,10 @@ class RolloutScheduler(pl.Callback):
                 continue
             for function in pl_module.rewards:
                 function.check_columns(rows[0].columns)
+        if stage == "fit":
+            self._turns.check_pruning(
+                pl_module.sampling.max_tokens, pl_module.num_generations, predicts=self.predict_lengths
+            )
         if self.predict_lengths and self._lengths is None:
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
         if stage == "fit" and self._turns.carries:
@@ -114,6 +123,8 @@ class RolloutScheduler(pl.Callback):
         own = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
+        if self._pruner is not None:
+            own["pruning"] = self._pruner.state_dict()
         own |= {"buffer": self._buffer.state_dict(), "predicted": list(self._predicted.items())}
         return {"mode": self.mode, "ranks": Ranks().gather(own)}
 
@@ -136,6 +147,8 @@ class RolloutScheduler(pl.Callback):
             self._lengths.load_state_dict(own["lengths"])
         if self._choice is not None and "probe" in own:
             self._choice.load_state_dict(own["probe"])
+        if self._pruner is not None and "pruning" in own:
+            self._pruner.load_state_dict(own["pruning"])
         self._buffer.load_state_dict(own["buffer"])
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
@@ -156,7 +169,7 @@ class RolloutScheduler(pl.Callback):
             self._lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
         self._num_slots = pl_module.generator.capacity().slots
-        listeners = self._listeners(trainer, pl_module.phases)
+        listeners = self._listeners(trainer, pl_module.phases) + ([] if self._pruner is None else [self._pruner])
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         progress = batch_idx / trainer.num_training_batches
         if self._turns.carries:
@@ -164,6 +177,8 @@ class RolloutScheduler(pl.Callback):
         stats = self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
         if self._turns.carries:
             self._carry(batch, stats)
+        if self._pruner is not None:
+            batch.metrics |= self._pruner.metrics()
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -176,6 +191,9 @@ class RolloutScheduler(pl.Callback):
         """Learn from the lengths, and forget the batch, now that the update has been made."""
         assert isinstance(pl_module, GRPOModule)
         self._buffer.learnt()
+        if self._pruner is not None:
+            self._pruner.learn(batch.groups, pl_module.pass_threshold)
+            pl_module.log_dict(self._pruner.quality())
         if self._lengths is not None:
             if self._choice is not None:
                 outcome, limit = self._lengths.outcome(), pl_module.sampling.max_tokens
@@ -238,6 +256,9 @@ class RolloutScheduler(pl.Callback):
         """Choose the points of the next rollout."""
         if self._lengths is None or self._choice is None or self.plan in BLIND:
             return
+        if self._pruner is not None and self._pruner.head.proven:
+            self._points = (self._pruner.at,)  # so that nobody goes on whom a comparison could stop
+            return
         correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points if point}
         self._points = self._choice.points(correlations)
 
@@ -250,6 +271,8 @@ class RolloutScheduler(pl.Callback):
             )
         if len(self._points) == 1:
             points = sorted({*points, *self._points})
+        if self._pruner is not None:
+            points = sorted({*points, self._pruner.at})
         return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
 
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:

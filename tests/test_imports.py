@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
         *UTILITIES,
         *("policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
     },
+    "rollout.pruning": {*UTILITIES, "scheduling", "scheduling.lengths", "rollout"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},

@@ -322,10 +322,12 @@ class _Rollout:
 
     def _stop(self, key: Key) -> Request:
         """Take a request out of work, and return it with what it has come to."""
-        if not self._flight.is_active(key):
-            return self._flight.drop(key)
-        (request,) = self._generator.abort([key])
-        self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
+        if self._flight.is_active(key):
+            (request,) = self._generator.abort([key])
+            self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
+        else:
+            request = self._flight.drop(key)
+        self._count(key, request.prefix.num_tokens)
         return request
 
     # ---- the end ------------------------------------------------------------------------------------

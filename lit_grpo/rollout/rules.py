@@ -68,6 +68,10 @@ class RolloutMode:
             from it, waiting included; what would be older is sampled anew. 0 is on-policy.
         max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions.
         tokens_per_update: A rollout ends after so many decode steps, whatever has ended then.
+        prune_at: Once all completions of a group have so many tokens or have ended, some are dropped
+            (:class:`lit_grpo.rollout.pruning.Pruner`); None drops nobody.
+        keep: Share of those that are still decoded then that goes on.
+        positive_share: Of successes, that a group is to have then.
 
     Raises:
         ValueError: The fields contradict each other.
@@ -80,8 +84,12 @@ class RolloutMode:
     max_staleness: int = 0
     max_restarts: int = 2
     tokens_per_update: int | None = None
+    prune_at: int | None = None
+    keep: float = 0.5
+    positive_share: float = 0.5
 
     def __post_init__(self) -> None:
+        self._check_pruning()
         for name, choices in (("refill", Refill), ("unit", Unit), ("leftovers", Leftovers)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
@@ -105,6 +113,19 @@ class RolloutMode:
                 f"tokens_per_update {steps} with leftovers 'discard' would never end a completion that is longer: take "
                 "keep or mask."
             )
+
+    def _check_pruning(self) -> None:
+        if self.prune_at is not None:
+            _check_number("prune_at", self.prune_at, 1, int)
+            if self.leftovers != "finish":
+                raise ValueError(
+                    f"prune_at {self.prune_at} compares the completions of one rollout, and leftovers "
+                    f"{self.leftovers!r} spreads a group over several: take finish, or leave prune_at out."
+                )
+        for name in ("keep", "positive_share"):
+            _check_number(name, getattr(self, name), 0, int | float)
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is a share, so it must be at most 1, not {getattr(self, name)}.")
 
     @property
     def carries(self) -> bool:
@@ -152,6 +173,36 @@ class RolloutMode:
                 "so every completion would end in one rollout; give less, or take the mode synchronous."
             )
 
+    def check_pruning(self, max_tokens: int, num_generations: int, predicts: bool) -> None:
+        """Check that completions can be dropped, if they are to be.
+
+        Args:
+            max_tokens: Of a completion.
+            num_generations: Completions of a group.
+            predicts: Whether hidden states are looked at, which lengths are predicted from.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        if self.prune_at is None:
+            return
+        if self.prune_at > max_tokens - 2:
+            raise ValueError(
+                f"The mode's prune_at is {self.prune_at}, and sampling.max_tokens is {max_tokens}: "
+                f"{max(max_tokens - 2, 0)} is the largest that leaves anything to save; give less "
+                "(rollout_scheduler.mode pruned:prune_at=...)."
+            )
+        if num_generations < 3:
+            raise ValueError(
+                f"The mode's prune_at needs groups of 3 or more, of which two stay, and num_generations is "
+                f"{num_generations}; give more, or take the mode synchronous."
+            )
+        if not predicts:
+            raise ValueError(
+                "The mode's prune_at foretells success from hidden states, and rollout_scheduler.predict_lengths is "
+                "false: set it to true."
+            )
+
 
 def _check_number(name: str, value: Any, least: int, kind: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
@@ -168,6 +219,7 @@ MODES: dict[str, RolloutMode] = {
     "chunked": RolloutMode(
         batches_in_work=2, unit="completion", leftovers="keep", max_staleness=16, tokens_per_update=1024
     ),
+    "pruned": RolloutMode(prune_at=512, keep=0.5, positive_share=0.5),
 }
 """Modes by name: docs/modes.md says where each comes from."""
 
