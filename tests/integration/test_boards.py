@@ -59,6 +59,13 @@ ONLY_ELSEWHERE = {
         (f"rollout/{name}" for name in ("open_prompts", "continued_tokens", "discarded_tokens")),
         "rollout_scheduler.mode other than synchronous",
     ),
+    **dict.fromkeys(
+        (
+            *(f"rollout/pruned_{name}" for name in ("completions", "tokens_saved")),
+            *(f"pruning/{name}" for name in ("active", "auc", "calibration_error", "reward_shift")),
+        ),
+        "rollout_scheduler.mode pruned",
+    ),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }
