@@ -166,7 +166,7 @@ def test_chances_are_those_of_a_plain_histogram() -> None:
         kind = random.randint(0, 4, 200)
         success = (random.rand(200) < true[kind]).astype(int)
         seen.append(np.column_stack([kind, success]))
-        teach(head, np.stack([shown(true[each]) for each in kind]), success, np.arange(200) // 8)
+        teach(head, np.stack([shown(float(true[each])) for each in kind]), success, np.arange(200) // 8)
     rows = np.concatenate(seen)
     plain = [rows[rows[:, 0] == kind, 1].mean() for kind in range(4)]
     assert head.chances(np.stack([shown(each) for each in true])) == pytest.approx(plain, abs=0.04)
