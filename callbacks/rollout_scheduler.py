@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,15 +16,15 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.function import can_score
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop
+from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop, Stepped
+from lit_grpo.rollout.pruning import Pruner
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rules import check_generator, make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
 from lit_grpo.scheduling.plans.plan import BLIND, check_probe, make_plan
-from lit_grpo.types import Key, Prompt, PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.types import Key, Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.arriving import check_arriving
 
 PREDICTION_POINTS = (0, 8, 32, 64)
@@ -59,7 +58,8 @@ class RolloutScheduler(pl.Callback):
         mode: How rollouts and updates take turns (:data:`lit_grpo.rollout.rules.MODES`). ``synchronous`` is on-policy,
             and waits for the longest completion of a batch; ``april``, ``sortedrl``, ``sortedrl_partial`` and
             ``chunked`` do not. ``periodic`` and ``asynchronous`` decode during updates, on servers, in the order of
-            the plan without predictions. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
+            the plan without predictions; ``pruned`` stops completions early, by the rewards that are foretold of
+            them. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
             (``april:batches_in_work=3,max_staleness=4``), and a mode of your own is its class path.
     """
 
@@ -77,6 +77,9 @@ class RolloutScheduler(pl.Callback):
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
         self.probe_tokens = probe_tokens
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
+        self._pruner: Pruner | None = None
+        if self._turns.prune_at is not None:
+            self._pruner = Pruner(self._turns.prune_at, self._turns.keep, self._turns.positive_share)
         self._points: Points = ()
         self._num_slots = 0
         if probe_tokens != "auto":
@@ -101,10 +104,10 @@ class RolloutScheduler(pl.Callback):
                 continue
             for function in pl_module.rewards:
                 function.check_columns(rows[0].columns)
+        if stage == "fit":
+            self._check_turns(pl_module)
         if self.predict_lengths and self._lengths is None:
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
-        if stage == "fit":
-            self._check_overlap(pl_module)
         if stage == "fit" and self._turns.carries:
             learning = pl_module.settings
             if self._turns.unit == "completion" and learning.advantages.estimator == "dcpo":
@@ -117,10 +120,11 @@ class RolloutScheduler(pl.Callback):
             steps = learning.num_iterations * learning.num_minibatches
             self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, steps)
 
-    def _check_overlap(self, module: GRPOModule) -> None:
+    def _check_turns(self, module: GRPOModule) -> None:
         """Check that the mode goes with the run's updates and its generator."""
         turns, learning, generator = self._turns, module.settings, module.generator
-        turns.check(learning.num_iterations * learning.num_minibatches, module.sampling.max_tokens)
+        steps, max_tokens = learning.num_iterations * learning.num_minibatches, module.sampling.max_tokens
+        turns.check(steps, max_tokens, module.num_generations, self.predict_lengths)
         check_generator(self.mode, turns, generator)
         if turns.overlap == "within":
             check_arriving(learning, module.ranks.size)
@@ -133,6 +137,8 @@ class RolloutScheduler(pl.Callback):
         own = {} if self._lengths is None else {"lengths": self._lengths.state_dict()}
         if self._choice is not None:
             own["probe"] = self._choice.state_dict()
+        if self._pruner is not None:
+            own["pruning"] = self._pruner.state_dict()
         own |= {"buffer": self._buffer.state_dict(), "predicted": list(self._predicted.items())}
         return {"mode": self.mode, "ranks": Ranks().gather(own)}
 
@@ -155,6 +161,8 @@ class RolloutScheduler(pl.Callback):
             self._lengths.load_state_dict(own["lengths"])
         if self._choice is not None and "probe" in own:
             self._choice.load_state_dict(own["probe"])
+        if self._pruner is not None and "pruning" in own:
+            self._pruner.load_state_dict(own["pruning"])
         self._buffer.load_state_dict(own["buffer"])
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
@@ -181,11 +189,13 @@ class RolloutScheduler(pl.Callback):
         if self._turns.overlap != "none":
             self._begin_beside(trainer, pl_module, batch, progress)
             return
-        listeners = self._listeners(trainer, pl_module.phases)
+        listeners = self._listeners(trainer, pl_module.phases) + ([] if self._pruner is None else [self._pruner])
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
         stats = self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
         if self._turns.carries:
             self._carry(batch, stats)
+        if self._pruner is not None:
+            batch.metrics |= self._pruner.metrics()
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -200,6 +210,9 @@ class RolloutScheduler(pl.Callback):
         if self._pump is not None:
             self._end_beside(self._pump, pl_module, batch)
         self._buffer.learnt()
+        if self._pruner is not None:
+            self._pruner.learn(batch.groups, pl_module.pass_threshold)
+            pl_module.log_dict(self._pruner.quality())
         if self._lengths is not None:
             if self._choice is not None and self._pump is None:
                 outcome, limit = self._lengths.outcome(), pl_module.sampling.max_tokens
@@ -249,24 +262,11 @@ class RolloutScheduler(pl.Callback):
         self._buffer.open(requests)
         self._pump.start(RolloutLoop(module.generator, self._buffer, self.plan, listeners=listeners))
         if self._turns.overlap == "within":
-            batch.arriving = self._arrivals(self._pump, module.phases, batch)
+            batch.arriving = self._pump.arriving(batch, module.phases)
             return
         with module.phases.of("rollout"):
             batch.groups = self._pump.take(module.phases.move)
         batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
-
-    def _arrivals(self, pump: RolloutPump, phases: Phases, batch: PromptBatch) -> Iterator[list[RolloutGroup]]:
-        """Yield groups as they become whole, and let the batch have them in the order of its prompts in the end."""
-        arrivals = pump.arrivals(phases.move)
-        while True:
-            with phases.of("rollout"):
-                groups = next(arrivals, None)
-            if groups is None:
-                break
-            batch.groups += groups
-            yield groups
-        places = {(prompt.prompt_id, prompt.visit): place for place, prompt in enumerate(batch.prompts)}
-        batch.groups.sort(key=lambda group: places[group.key])
 
     def _end_beside(self, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:
         """Stop decoding, and log what was done beside the update."""
@@ -310,7 +310,8 @@ class RolloutScheduler(pl.Callback):
 
     def _listeners(self, trainer: pl.Trainer, phases: Phases) -> list[Listener]:
         rewarding = [] if self._rewards is None else [Rewarding(self._rewards)]
-        return [_Moving(phases), *self._heard_by(trainer), *rewarding]
+        moving = Stepped(lambda _: phases.move(), lambda: phases.begin("reward"))
+        return [moving, *self._heard_by(trainer), *rewarding]
 
     def _heard_by(self, trainer: pl.Trainer) -> list[Listener]:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -319,6 +320,9 @@ class RolloutScheduler(pl.Callback):
     def _choose_points(self) -> None:
         """Choose the points of the next rollout."""
         if self._lengths is None or self._choice is None or self.plan in BLIND:
+            return
+        if self._pruner is not None and self._pruner.head.proven:
+            self._points = (self._pruner.at,)  # so that nobody goes on whom a comparison could stop
             return
         correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points if point}
         self._points = self._choice.points(correlations)
@@ -332,6 +336,8 @@ class RolloutScheduler(pl.Callback):
             )
         if len(self._points) == 1:
             points = sorted({*points, *self._points})
+        if self._pruner is not None:
+            points = sorted({*points, self._pruner.at})
         return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
 
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
@@ -376,19 +382,6 @@ class RolloutScheduler(pl.Callback):
             rank_zero_warn(message)
         if self._rewards is not None:
             batch.metrics["num_reward_errors"] = float(self._rewards.num_errors)
-
-
-class _Moving(Listener):
-    """Notes where a rollout stands."""
-
-    def __init__(self, phases: Phases) -> None:
-        self._phases = phases
-
-    def step(self, events: StepEvents) -> None:
-        self._phases.move()
-
-    def end(self, failed: bool) -> None:
-        self._phases.begin("reward")
 
 
 def _prompts(trainer: pl.Trainer) -> dict[str, list[Prompt]]:

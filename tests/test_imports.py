@@ -30,8 +30,9 @@ ROOMS: dict[str, set[str]] = {
     "rollout.weights": {*UTILITIES, "policy"},
     "rollout": {
         *UTILITIES,
-        *("policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
+        *("faults", "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
     },
+    "rollout.pruning": {*UTILITIES, "scheduling", "scheduling.lengths", "rollout"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},

@@ -312,6 +312,27 @@ def test_a_listener_may_leave_a_request_out_of_its_group(slots: int) -> None:
     assert listener.heard == ["a0 stop", "a1 stop", "whole a 2", "b0 stop", "whole b 1", "end"]
 
 
+class DropsAtOnce(Listener):
+    """Drops samples of a group at the first step."""
+
+    def __init__(self, *samples: int) -> None:
+        self.samples = samples
+
+    def step(self, events: StepEvents) -> Answer:
+        samples, self.samples = self.samples, ()
+        return Answer(drop=[("a", 0, (sample,)) for sample in samples])
+
+
+@pytest.mark.parametrize(("samples", "num_steps"), [((0,), 1 + 5 + 5 + 3), ((1, 2), 2 + 3), ((0, 1, 2), 1 + 3)])
+def test_a_slot_that_a_listener_frees_is_filled_and_what_was_dropped_while_it_waited_takes_none(
+    samples: tuple[int, ...], num_steps: int
+) -> None:
+    generator = FakeGenerator(1, {"a": [2, 5, 5, 3]})
+    (group,), stats = controller(generator, listeners=[DropsAtOnce(*samples)]).collect(prompts("a"), 4, SAMPLING, 0)
+    assert len(group.rollouts) == 4 - len(samples) and stats.num_steps == num_steps
+    assert sum(stats.lengths) == stats.num_tokens == num_steps
+
+
 def test_a_listener_may_ask_for_more_of_a_group() -> None:
     more = Request(prompts("b")[0], (2,), SAMPLING)
     listener = Once(Answer(submit=[more]))

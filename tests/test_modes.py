@@ -53,7 +53,7 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("aprill", "give one of synchronous, april, sortedrl, .*asynchronous, or the class path of"),
+        ("aprill", "give one of synchronous, april, sortedrl, .*asynchronous.*, or the class path of"),
         ("no.such.Mode", "it cannot be loaded .No module named 'no'.; give one of"),
         ("collections.Counter", "or the class path of a RolloutMode"),
         ("april:batches=2", "mode april has no field 'batches'; it has batches_in_work, refill"),

@@ -396,6 +396,6 @@ def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
     try:
         for function in functions:
             function.check_columns(prompt.columns)
+        return True
     except ValueError:
         return False
-    return True

@@ -11,7 +11,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.flight import Flight
-from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
+from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.scheduling.plans.probing import Probing
 from lit_grpo.scheduling.plans.queue import Queue
@@ -54,10 +54,14 @@ class Listener:
 
 
 class Stepped(Listener):
-    """Calls a function with the number of tokens after each step, for displays."""
+    """Calls a function with the number of tokens after each step, for displays, and another at the end."""
 
-    def __init__(self, call: Callable[[int], None]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[int], None], at_end: Callable[[], None] = lambda: None) -> None:
+        self._call, self._at_end = call, at_end
+
+    def end(self, failed: bool) -> None:
+        """Call the other."""
+        self._at_end()
 
     def step(self, events: StepEvents) -> None:
         """Pass the number on."""
@@ -235,11 +239,16 @@ class _Rollout:
             return
         if not self._admits():
             return
-        offered = self._plan.admit(self._capacity.free_slots, lambda job: job.key not in flight or flight.take(job))
-        jobs = [job for job in offered if job.key in flight]
-        for job in offered:
-            if job.key not in flight:  # it was stopped while it waited
+        jobs: list[Job] = []
+        while offered := self._plan.admit(
+            self._capacity.free_slots - len(jobs), lambda job: job.key not in flight or flight.take(job)
+        ):
+            stopped = [job for job in offered if job.key not in flight]  # while they waited
+            jobs += [job for job in offered if job.key in flight]
+            for job in stopped:
                 self._plan.finish(job, 0)
+            if not stopped:
+                break
         if jobs:
             requests = [flight.request(job.key) for job in jobs]
             self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
@@ -343,10 +352,13 @@ class _Rollout:
 
     def _stop(self, key: Key) -> Request:
         """Take a request out of work, and return it with what it has come to."""
-        if not self._flight.is_active(key):
-            return self._flight.drop(key)
-        (request,) = self._generator.abort([key])
-        self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
+        if self._flight.is_active(key):
+            (request,) = self._generator.abort([key])
+            self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
+            self._capacity = self._generator.capacity()
+        else:
+            request = self._flight.drop(key)
+        self._count(key, request.prefix.num_tokens)
         return request
 
     # ---- the end ------------------------------------------------------------------------------------

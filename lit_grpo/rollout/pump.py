@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.stats import RolloutStats
-from lit_grpo.types import RolloutGroup
+from lit_grpo.types import PromptBatch, RolloutGroup
 
 if TYPE_CHECKING:
+    from lit_grpo.faults import Phases
     from lit_grpo.rewards import RewardRunner
 
 _LOOK_S = 1.0  # after which whoever waits is told that time has passed
@@ -92,6 +93,19 @@ class RolloutPump:
             self._rewards.gather(groups)
             self.waited_s += time.perf_counter() - began
             yield groups
+
+    def arriving(self, batch: PromptBatch, phases: Phases) -> Iterator[list[RolloutGroup]]:
+        """Yield groups as in :meth:`arrivals`; the batch has all in the end, in the order of its prompts."""
+        arrivals = self.arrivals(phases.move)
+        while True:
+            with phases.of("rollout"):
+                groups = next(arrivals, None)
+            if groups is None:
+                break
+            batch.groups += groups
+            yield groups
+        places = {(prompt.prompt_id, prompt.visit): place for place, prompt in enumerate(batch.prompts)}
+        batch.groups.sort(key=lambda group: places[group.key])
 
     def stop(self) -> RolloutStats | None:
         """Decode no more; what is unfinished is the buffer's. Return what was done since the start.

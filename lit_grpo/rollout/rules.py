@@ -82,6 +82,10 @@ class RolloutMode:
         at_sync: What becomes of completions that are being decoded when new weights come: they go on, and their keys
             and values are computed anew (``recompute``) or stay those of the old weights (``keep``, vLLM alone); or
             the weights wait for them, while nothing else begins (``drain``).
+        prune_at: Once all completions of a group have so many tokens or have ended, some are dropped
+            (:class:`lit_grpo.rollout.pruning.Pruner`); None drops nobody.
+        keep: Share of those that are still decoded then that goes on.
+        positive_share: Of successes, that a group is to have then.
 
     Raises:
         ValueError: The fields contradict each other.
@@ -96,8 +100,12 @@ class RolloutMode:
     tokens_per_update: int | None = None
     overlap: Overlap = "none"
     at_sync: AtSync = "recompute"
+    prune_at: int | None = None
+    keep: float = 0.5
+    positive_share: float = 0.5
 
     def __post_init__(self) -> None:
+        self._check_pruning()
         for name, choices in CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
@@ -129,6 +137,24 @@ class RolloutMode:
         """Batches of prompts that are open at a time."""
         return self.max_staleness + 1 if self.batches_in_work is None else self.batches_in_work
 
+    def _check_pruning(self) -> None:
+        if self.prune_at is not None:
+            _check_number("prune_at", self.prune_at, 1, int)
+            if self.leftovers != "finish":
+                raise ValueError(
+                    f"prune_at {self.prune_at} compares the completions of one rollout, and leftovers "
+                    f"{self.leftovers!r} spreads a group over several: take finish, or leave prune_at out."
+                )
+            if self.overlap != "none":
+                raise ValueError(
+                    f"prune_at {self.prune_at} looks at hidden states, which overlap {self.overlap!r} does without: "
+                    "take overlap none, or leave prune_at out."
+                )
+        for name in ("keep", "positive_share"):
+            _check_number(name, getattr(self, name), 0, int | float)
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is a share, so it must be at most 1, not {getattr(self, name)}.")
+
     @property
     def carries(self) -> bool:
         """Whether prompts stay open from one update to the next."""
@@ -155,12 +181,14 @@ class RolloutMode:
             return 0
         return max(math.ceil(self.num_batches * num_prompts) - num_open, 0)
 
-    def check(self, steps_per_batch: int, max_tokens: int) -> None:
+    def check(self, steps_per_batch: int, max_tokens: int, num_generations: int = 2, predicts: bool = True) -> None:
         """Check that it goes with a run's updates.
 
         Args:
             steps_per_batch: Optimizer steps on one batch.
             max_tokens: Of a completion.
+            num_generations: Completions of a group.
+            predicts: Whether hidden states are looked at, which lengths are predicted from.
 
         Raises:
             ValueError: It does not.
@@ -180,6 +208,8 @@ class RolloutMode:
                 f"The mode's overlap is within, which takes one optimizer step once a batch is whole, and "
                 f"model.num_iterations x model.num_minibatches is {steps_per_batch}; set both to 1."
             )
+        if self.prune_at is not None:
+            _check_pruning(self.prune_at, max_tokens, num_generations, predicts)
 
 
 CHOICES = {"refill": Refill, "unit": Unit, "leftovers": Leftovers, "overlap": Overlap, "at_sync": AtSync}
@@ -210,6 +240,24 @@ def _check_overlap(mode: RolloutMode) -> None:
         raise ValueError("at_sync 'drain' waits for what is decoded beside an update; take overlap across with it.")
 
 
+def _check_pruning(prune_at: int, max_tokens: int, num_generations: int, predicts: bool) -> None:
+    if prune_at > max_tokens - 2:
+        raise ValueError(
+            f"The mode's prune_at is {prune_at}, and sampling.max_tokens is {max_tokens}: {max(max_tokens - 2, 0)} is "
+            "the largest that leaves anything to save; give less (rollout_scheduler.mode pruned:prune_at=...)."
+        )
+    if num_generations < 3:
+        raise ValueError(
+            f"The mode's prune_at needs groups of 3 or more, of which two stay, and num_generations is "
+            f"{num_generations}; give more, or take the mode synchronous."
+        )
+    if not predicts:
+        raise ValueError(
+            "The mode's prune_at foretells success from hidden states, and rollout_scheduler.predict_lengths is false: "
+            "set it to true."
+        )
+
+
 def _check_number(name: str, value: Any, least: int, kind: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
         raise ValueError(f"{name} must be a {'whole ' * (kind is int)}number of at least {least}, not {value!r}.")
@@ -227,6 +275,7 @@ MODES: dict[str, RolloutMode] = {
     ),
     "periodic": RolloutMode(overlap="within"),
     "asynchronous": RolloutMode(leftovers="keep", max_staleness=2, max_restarts=0, overlap="across"),
+    "pruned": RolloutMode(prune_at=512, keep=0.5, positive_share=0.5),
 }
 """Modes by name: docs/modes.md says where each comes from."""
 

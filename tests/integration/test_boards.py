@@ -60,6 +60,13 @@ ONLY_ELSEWHERE = {
         "rollout_scheduler.mode other than synchronous",
     ),
     **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
+    **dict.fromkeys(
+        (
+            *(f"rollout/pruned_{name}" for name in ("completions", "tokens_saved")),
+            *(f"pruning/{name}" for name in ("active", "auc", "calibration_error", "reward_shift")),
+        ),
+        "rollout_scheduler.mode pruned",
+    ),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }

@@ -1,0 +1,202 @@
+"""Which completions of a group go on once all have come to the same number of tokens."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import numpy as np
+
+from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.rollout.loop import Answer, Listener
+from lit_grpo.rollout.pruning.head import WINDOW, QualityHead
+from lit_grpo.scheduling.flight import Flight
+from lit_grpo.types import GroupKey, Key, RolloutGroup
+
+LEFT_WHOLE = 8  # one group in so many loses nobody, so that the head can be judged and the bias be measured
+MIN_SURVIVORS = 2  # fewer have no advantages
+STEPS = 100  # of a chance, in choosing: finer than any head knows it
+
+
+class Pruner(Listener):
+    """Drops completions of a group so that about a given share of the others succeed (ARRoL, arXiv 2603.24840).
+
+    Once every member of a group has come to ``at`` tokens or ended, ``keep`` of those still decoded go on: the subset
+    of that size with which the expected share of successes in the group is nearest to ``share``. The others are
+    dropped, and are no members. What has ended stays, and so do two members at least. Nobody is dropped before the
+    head is proven, nor ever in one group of eight, chosen by its name.
+
+    What is told of a rollout is no part of the state; it is learnt from in :meth:`learn`, once the update has been
+    made.
+
+    Args:
+        at: Tokens at which completions are compared.
+        keep: Share of those still decoded that goes on, rounded up.
+        share: Of successes, that survivors are to have.
+    """
+
+    def __init__(self, at: int, keep: float, share: float) -> None:
+        self.at, self.keep, self.share = at, keep, share
+        self.head = QualityHead()
+        self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
+        self._clear()
+
+    def begin(self, flight: Flight) -> None:
+        """Forget the last rollout."""
+        self._clear()
+        self._flight = flight
+
+    def step(self, events: StepEvents) -> Answer | None:
+        """Note who has come to the point or ended, and drop members of groups of which now all have."""
+        if not self._members:  # all requests of the rollout are in flight at its first step
+            for request in self._flight.requests:
+                self._members.setdefault(request.group, []).append(request.key)
+            self._awaited = {group: set(keys) for group, keys in self._members.items()}
+        arrived: list[Key] = []
+        for observation in events.observations:
+            if observation.num_tokens == self.at:
+                arrived += (keys := cast("Sequence[Key]", observation.keys))
+                for key, row in zip(keys, observation.features, strict=True):
+                    self._features.setdefault(key, row)
+        self._ended |= {completion.request.key: completion.num_tokens for completion in events.finished}
+        arrived += [completion.request.key for completion in events.finished]
+        dropped: list[Key] = []
+        for group in dict.fromkeys(key[:2] for key in arrived):
+            awaited = self._awaited.get(group, set())
+            awaited.difference_update(arrived)
+            if group in self._awaited and not awaited:
+                del self._awaited[group]
+                dropped += self._decide(group)
+        return Answer(drop=dropped) if dropped else None
+
+    def _decide(self, group: GroupKey) -> list[Key]:
+        """Return the members of a group that are to be dropped."""
+        members = sorted(self._members[group])
+        seen = [key for key in members if key in self._features and np.isfinite(self._features[key]).all()]
+        said = dict(zip(seen, self.head.chances(np.array([self._features[key] for key in seen])), strict=True))
+        stays = np.array([key in self._ended or key not in said for key in members])
+        size = max(math.ceil(self.keep * (~stays).sum()), MIN_SURVIVORS - int(stays.sum()))
+        if size >= (~stays).sum() or not self.head.has_learnt:
+            return []
+        chances = np.array([said.get(key, self.head.early_chance) for key in members])
+        kept = choose(chances, stays, size, self.share)
+        leaving = [key for key, stays_in in zip(members, kept, strict=True) if not stays_in]
+        if not self.head.proven or is_left_whole(group):
+            self._would_leave[group] = leaving
+            return []
+        had = {request.key: request.prefix.num_tokens for request in self._flight.requests} | self._flight.progress()
+        self._dropped |= {key: had[key] for key in leaving}
+        return leaving
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the rollout lost, and an estimate of what that saved.
+
+        A dropped completion is taken to have become as long as, in the mean, those that came to the point and went on.
+        """
+        went_on = [num_tokens for key, num_tokens in self._ended.items() if key in self._features]
+        expected = float(np.mean(went_on)) if went_on else 0.0
+        return {
+            "rollout/pruned_completions": float(len(self._dropped)),
+            "rollout/discarded_tokens": float(sum(self._dropped.values())),
+            "rollout/pruned_tokens_saved": sum(max(expected - had, 0.0) for had in self._dropped.values()),
+        }
+
+    def learn(self, groups: Sequence[RolloutGroup], pass_threshold: float) -> None:
+        """Learn from the rewards of the rollout; a success is a first reward of at least ``pass_threshold``."""
+        pruned = {key[:2] for key in self._dropped}
+        rows, early = [], []
+        for number, group in enumerate(groups):
+            for rollout in group.rollouts:
+                key, reward = rollout.completion.request.key, next(iter(rollout.rewards.values()))
+                if reward is None:
+                    continue
+                if key not in self._features:
+                    early.append(reward >= pass_threshold)
+                elif np.isfinite(self._features[key]).all():
+                    rows.append((self._features[key], reward >= pass_threshold, number, group.key not in pruned))
+            self._shift(group)
+        features, successes, numbers, whole = zip(*rows, strict=True) if rows else ([],) * 4
+        self.head.learn(*map(np.array, (features, successes, numbers, whole, early)))
+        self._clear()
+
+    def _shift(self, group: RolloutGroup) -> None:
+        """Note what pruning would have made of the mean reward of a group that was left whole."""
+        if (leaving := self._would_leave.get(group.key)) is None:
+            return
+        rewards = [rollout.reward for rollout in group.rollouts]
+        others = [each.reward for each in group.rollouts if each.completion.request.key not in leaving]
+        if np.isfinite([*rewards, *others]).all():
+            self._shifts = [*self._shifts, [float(np.mean(rewards)), float(np.mean(others))]][-WINDOW:]
+
+    def quality(self) -> dict[str, float]:
+        """Return how good the head is, and how far survivors' mean reward would be off that of their group."""
+        means = np.array(self._shifts).reshape(-1, 2).mean(0) if self._shifts else None
+        return self.head.metrics() | ({} if means is None else {"pruning/reward_shift": float(means[1] - means[0])})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learnt as plain values; a rollout under way is no part of it."""
+        return {"head": self.head.state_dict(), "shifts": self._shifts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+        self.head.load_state_dict(state["head"])
+        self._shifts = state["shifts"]
+
+    def _clear(self) -> None:
+        self._members: dict[GroupKey, list[Key]] = {}
+        self._awaited: dict[GroupKey, set[Key]] = {}  # members that are yet to come to the point
+        self._features: dict[Key, np.ndarray] = {}
+        self._ended: dict[Key, int] = {}  # with so many tokens
+        self._dropped: dict[Key, int] = {}  # likewise
+        self._would_leave: dict[GroupKey, list[Key]] = {}
+
+
+def is_left_whole(group: GroupKey) -> bool:
+    """Whether a group is one of those that lose nobody: the same in every run."""
+    return zlib.crc32(f"{group[0]}/{group[1]}".encode()) % LEFT_WHOLE == 0
+
+
+def choose(chances: np.ndarray, stays: np.ndarray, size: int, share: float) -> np.ndarray:
+    """Choose ``size`` members beside those that stay, so that the mean chance of all is nearest to ``share``.
+
+    Of all subsets of that size it is the best, with chances rounded to hundredths; among equals the one with more
+    chances far from a half, which are surer, and then with earlier members.
+
+    Args:
+        chances: Of success, shape (n,), of which few differ: time and memory grow with the kinds of them.
+        stays: Who stays anyway, shape (n,), bool.
+        size: How many of the others go on.
+        share: See above.
+
+    Returns:
+        Who stays then, shape (n,), bool.
+    """
+    hundredths = np.rint(STEPS * chances).astype(int).tolist()
+    others = sorted(
+        np.flatnonzero(~stays).tolist(), key=lambda row: (-abs(2 * hundredths[row] - STEPS), hundredths[row], row)
+    )
+    kinds = [(value, list(rows)) for value, rows in groupby(others, key=hundredths.__getitem__)]
+    reach = [[1] + [0] * size]  # of the last kinds, by how many are taken: a bit for each sum that they can have
+    for value, rows in reversed(kinds):
+        after = reach[-1]
+        reach.append([_union(after[n - k] << k * value for k in range(min(n, len(rows)) + 1)) for n in range(size + 1)])
+    wanted = STEPS * share * (size + stays.sum()) - sum(hundredths[row] for row in np.flatnonzero(stays))
+    sums = [total for total in range(reach[-1][size].bit_length()) if reach[-1][size] >> total & 1]
+    total = min(sums, key=lambda total: abs(total - wanted))
+    chosen = stays.copy()
+    for (value, rows), after in zip(kinds, reach[-2::-1], strict=True):
+        most = min(size, len(rows), total // value if value else size)
+        count = next(k for k in range(most, -1, -1) if after[size - k] >> (total - k * value) & 1)
+        chosen[rows[:count]] = True
+        size, total = size - count, total - count * value
+    return chosen
+
+
+def _union(sets: Any) -> int:
+    union = 0
+    for each in sets:
+        union |= each
+    return union

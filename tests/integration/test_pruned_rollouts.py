@@ -1,0 +1,103 @@
+"""Rollouts that stop completions early: real runs, in which members are dropped, and which resume exactly."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hand_made import Checkpoints, make_module, make_trainer, sgd
+from test_training_modes import Trained, check_log_probs, describe
+
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.cli.command_line import run
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.pruning.pruner import is_left_whole
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import SamplingParams
+
+pytestmark = pytest.mark.integration
+
+AT, BATCH, GROUP, UPDATES = 4, 6, 12, 5
+
+
+def early_sign(completion: str) -> float:
+    """A reward that shows at the point at which completions are compared: its last character there."""
+    return float(completion[AT - 1 : AT] > "4")
+
+
+def train(policy_folder: Path, folder: Path, checkpoint: str | None = None) -> tuple[Trained, GRPOModule]:
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(12)]
+    folder.mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
+    module = make_module(
+        policy_folder,
+        generator=SlotGenerator(12),
+        num_generations=GROUP,
+        optimizer=sgd(0.1),
+        sampling=SamplingParams(max_tokens=24),
+        rewards=[RewardSpec(f"{__file__}:early_sign")],
+    )
+    trained = Trained()
+    trainer = make_trainer(
+        RolloutScheduler(mode=f"pruned:prune_at={AT}"),
+        WeightSync(),
+        trained,
+        Checkpoints(folder),
+        max_steps=UPDATES,
+        max_epochs=-1,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return trained, module
+
+
+def test_members_are_dropped_once_the_head_is_proven_and_resuming_is_exact(policy_folder: Path, tmp_path: Path) -> None:
+    trained, module = train(policy_folder, tmp_path / "whole")
+    check_log_probs(trained)
+    first = next(n for n, log in enumerate(trained.logs) if log["pruning/active"]) + 1
+    assert 1 < first < UPDATES
+    for number, batch in trained.batches.items():
+        sizes: dict[tuple[str, int], int] = {}
+        for rollout in batch:
+            sizes[rollout.completion.request.group] = sizes.get(rollout.completion.request.group, 0) + 1
+        assert len(sizes) == BATCH and min(sizes.values()) >= 2
+        assert all(size == GROUP for group, size in sizes.items() if number < first or is_left_whole(group))
+        log = trained.logs[number]
+        assert log["rollout/pruned_completions"] == BATCH * GROUP - len(batch)
+        learnt = sum(rollout.completion.num_tokens for rollout in batch)
+        assert log["rollout/tokens"] == learnt + log["rollout/discarded_tokens"]
+        assert log["rollout/probe_tokens"] == AT or number < first
+    assert sum(log["rollout/pruned_completions"] for log in trained.logs[first:]) > 0
+    for version in (1, 3):
+        checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
+        again, resumed = train(policy_folder, tmp_path / f"from-{version}", checkpoint)
+        assert list(again.batches) == list(range(version, UPDATES))
+        for number, batch in again.batches.items():
+            assert describe(batch) == describe(trained.batches[number])
+        for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_demo_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.batch_size", "4", "--trainer.max_steps", "3", "--trainer.val_check_interval", "3"]
+    run(["fit", "--config", "arithmetic", "--rollout_scheduler.mode", "pruned:prune_at=24", *small])
+    with (tmp_path / "runs" / "arithmetic" / "metrics.csv").open(newline="") as file:
+        logged = [row for row in csv.DictReader(file) if row["rollout/pruned_completions"]]
+    assert len(logged) == 3 and all(row["pruning/active"] for row in logged)
+    assert 0 <= float(logged[-1]["pruning/auc"]) <= 1 and float(logged[-1]["pruning/calibration_error"]) < 1
+
+
+def test_a_point_beyond_the_limit_is_refused(policy_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    data = PromptDataModule(str(policy_folder), train=str(tmp_path / "prompts.jsonl"), batch_size=1)
+    module = make_module(policy_folder, rewards=[RewardSpec(f"{__file__}:early_sign")])
+    trainer = make_trainer(RolloutScheduler(mode="pruned"), WeightSync(), max_steps=1)
+    with pytest.raises(ValueError, match=r"prune_at is 512, and sampling\.max_tokens is \d+: .* give less"):
+        trainer.fit(module, datamodule=data)
