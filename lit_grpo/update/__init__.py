@@ -1,5 +1,6 @@
 """How groups become one optimizer step after another."""
 
-from lit_grpo.update.learner import Learner, Optimization, Settings
+from lit_grpo.update.learner import Learner
+from lit_grpo.update.settings import Optimization, Settings
 
 __all__ = ["Learner", "Optimization", "Settings"]

@@ -6,9 +6,8 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,61 +15,27 @@ from lit_grpo.faults import BrokenBatches
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
-from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.averaged import AveragedPolicy
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Before, Step, measure, minibatches, missing_logprob, taking_part_and_learnt
 from lit_grpo.update.budget import TokenBudget, estimate_tokens
-from lit_grpo.update.logprobs.checkpointing import Checkpointing, check_mode
+from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
 from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
-from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
-from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
+from lit_grpo.update.objective.proximal import interpolated_logprobs
+from lit_grpo.update.objective.tokens import Tokens, completion_sums, entropy_threshold
 from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.settings import Optimization, Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass
-class Settings:
-    """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
-
-    ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name, and
-    ``shares_prefix`` says whether prompts are computed once for all of their completions.
-    """
-
-    objective: Objective
-    advantages: Advantages
-    weights: dict[str, float]
-    temperature: float
-    max_tokens: int
-    num_iterations: int = 1
-    num_minibatches: int = 1
-    max_tokens_per_micro_batch: int | Literal["auto"] = 8192
-    max_grad_norm: float = 1.0
-    gradient_checkpointing: Checkpointing = False
-    max_skipped_updates: int = 3
-    shares_prefix: bool = True
-
-
-class Optimization(Protocol):
-    """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
-
-    policy_version: int
-
-    def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
-        """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
-        ...
-
-    def take_step(self) -> float:
-        """Take the step and count it; return the learning rate that it had."""
-        ...
 
 
 class Learner:
@@ -94,6 +59,8 @@ class Learner:
     ) -> None:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
         self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
+        decay = settings.objective.proximal_decay
+        self.averaged = None if decay is None else AveragedPolicy(policy, decay)
         self.budget: TokenBudget | None = None
         self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
         self._broken = BrokenBatches(folder)
@@ -145,6 +112,7 @@ class Learner:
         reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
         tokens = None if self.budget is None else self.budget.tokens
         counts = {"skipped": self._num_skipped, "budget": tokens}
+        counts["averaged"] = {} if self.averaged is None else self.averaged.state_dict()
         return {"objective_state": self.state.state_dict(), "reference": reference, "learner": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +122,8 @@ class Learner:
         self.budget = None if tokens is None else TokenBudget(tokens)
         if isinstance(self.reference, Reference):
             self.reference.load_state_dict(state["reference"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["learner"]["averaged"])
 
     # ---- before the first step ----------------------------------------------------------------------
 
@@ -161,12 +131,15 @@ class Learner:
         """Measure what all updates on the rollouts compare with, before the first of them.
 
         The reference is computed here and not beside the policy, so that it need not be on the device in a backward
-        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL).
+        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL), and
+        so does the average of the policy's weights.
         """
         old, reference, settings = None, None, self.settings
         if self.reference is not None:
             reference = self._measure(rollouts, "logprobs", self.reference.lend)
-        if settings.objective.correction.active and settings.num_iterations * settings.num_minibatches > 1:
+        if self.averaged is not None:
+            old = self._measure(rollouts, "logprobs", self.averaged.lend)
+        elif settings.objective.proximal_policy == "recomputed" and settings.updates_per_batch > 1:
             old = self._measure(rollouts, "logprobs")
         return Before(old, reference)
 
@@ -268,21 +241,31 @@ class Learner:
         while not self._accumulate(self._micro_batches(step), step, metrics):
             self._halve_budget(step.rollouts)
             vars(metrics).update(copy.deepcopy(before))
-            step.loss_sum = step.entropy_sum = 0.0
+            step.forget()
         if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
             metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
         version = self.optimization.policy_version
         grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm)
         skipped = bool(self.ranks.max(float(not math.isfinite(grad_norm + float(step.loss_sum)))))
         self._count_skipped(skipped, grad_norm, step, version)
-        lr = self.optimization.take_step()
+        size = self.settings.objective.step_size
+        scale = 1.0 if skipped or size.rule == "fixed" else size.scale(self._log_weights(step))
+        lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, version + 1)
-        metrics.finish_update(**{"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)})
+        if self.averaged is not None and not skipped:
+            self.averaged.follow()
+        scales = {} if size.rule == "fixed" else {"update/step_scale": scale}
+        metrics.finish_update(**{"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)} | scales)
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             entropy = float(self.ranks.sum(step.entropy_sum)) / step.totals.num_entropy_tokens
             self.state.entropy.update(entropy)
+
+    def _log_weights(self, step: Step) -> torch.Tensor:
+        """Log of policy / sampler of each completion that went through the policy, on all ranks."""
+        own = torch.cat([torch.empty(0, dtype=torch.float32), *step.log_weights]).cpu()
+        return torch.cat(self.ranks.gather(own))
 
     def _count_skipped(self, skipped: bool, grad_norm: float, step: Step, version: int) -> None:
         """Leave out what is not finite, so that the step changes no weight; give up after a few of them in a row."""
@@ -358,9 +341,11 @@ class Learner:
         step.loss_sum += loss.detach()
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
+        gap_N = tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
+        step.log_weights.append(completion_sums(gap_N, tokens.lengths_C))
         if metrics.num_updates == 0:  # the weights are still those that sampled
             fresh_N = micro_batch.versions_N == self.optimization.policy_version
-            metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C, fresh_N)
+            metrics.add_gap(gap_N, tokens.lengths_C, fresh_N)
         return loss
 
     def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
@@ -369,17 +354,20 @@ class Learner:
         logprobs_N, entropy_N = micro_batch_logprobs(
             self.policy, micro_batch, self.settings.temperature, objective.entropy.active
         )
-        old_logprobs_N = micro_batch.sampled_logprobs_N
-        if step.before.old is not None:
+        old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
+        if objective.proximal_policy == "sampled":
+            old_logprobs_N = sampled_logprobs_N
+        elif objective.proximal_policy == "interpolated":
+            of = sampled_logprobs_N, micro_batch.versions_N, self.optimization.policy_version
+            old_logprobs_N = interpolated_logprobs(logprobs_N, *of)
+        elif step.before.old is not None:  # else this is the only update on these rollouts
             old_logprobs_N = step.of(step.before.old, micro_batch)
-        elif objective.correction.active:  # before the only update on these rollouts
-            old_logprobs_N = logprobs_N.detach()
         reference_logprobs_N = None
         if step.before.reference is not None and objective.kl_in_loss:
             reference_logprobs_N = step.of(step.before.reference, micro_batch)
         return Tokens(
             logprobs_N,
-            micro_batch.sampled_logprobs_N,
+            sampled_logprobs_N,
             old_logprobs_N,
             entropy_N,
             micro_batch.advantages_C,

@@ -1,0 +1,55 @@
+"""What a learner is told, and what it leaves to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.logprobs.checkpointing import Checkpointing
+from lit_grpo.update.objective.objective import Objective
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Settings:
+    """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
+
+    ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name, and
+    ``shares_prefix`` says whether prompts are computed once for all of their completions.
+    """
+
+    objective: Objective
+    advantages: Advantages
+    weights: dict[str, float]
+    temperature: float
+    max_tokens: int
+    num_iterations: int = 1
+    num_minibatches: int = 1
+    max_tokens_per_micro_batch: int | Literal["auto"] = 8192
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: Checkpointing = False
+    max_skipped_updates: int = 3
+    shares_prefix: bool = True
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps on one batch."""
+        return self.num_iterations * self.num_minibatches
+
+
+class Optimization(Protocol):
+    """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
+
+    policy_version: int
+
+    def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
+        """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
+        ...
+
+    def take_step(self, scale: float = 1.0) -> float:
+        """Take the step at ``scale`` times the learning rate, and count it; return the rate that the schedule gave."""
+        ...
