@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +20,19 @@ from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.averaged import AveragedPolicy
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
-from lit_grpo.update.batches.step import Before, Step, measure, minibatches, missing_logprob, taking_part_and_learnt
+from lit_grpo.update.batches.step import (
+    Before,
+    Step,
+    log_baseline_weights,
+    measure,
+    minibatches,
+    missing_logprob,
+    taking_part_and_learnt,
+)
 from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.measurements import MEASUREMENTS
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
 from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
@@ -97,7 +107,7 @@ class Learner:
         for problem in filter(None, self.ranks.gather(missing_logprob(rollouts))):
             raise ValueError(problem)  # on every rank, so that none waits for another
         before = self._before(rollouts)
-        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
+        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics), rollouts)
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage = advantage
         for some, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
@@ -156,9 +166,11 @@ class Learner:
         metrics.add_kl(torch.cat([none, *kl]))
         return rewards.less([float(kl_T.sum()) * self.state.kl.beta for kl_T in kl])
 
-    def _advantages(self, rewards: GroupRewards) -> torch.Tensor:
+    def _advantages(self, rewards: GroupRewards, rollouts: Sequence[Rollout]) -> torch.Tensor:
         """Advantages of this rank's rollouts; from all ranks' rewards where the estimator needs them."""
         estimator, history = self.settings.advantages, self.state.history
+        if estimator.weighs_members:
+            rewards = replace(rewards, log_weights_R=log_baseline_weights(rollouts, self._measure(rollouts, "scores")))
         weights_K = torch.tensor(list(self.settings.weights.values()), dtype=torch.float64)
         if not estimator.needs_all_ranks:
             return estimator.compute(rewards, weights_K, history)
@@ -169,7 +181,7 @@ class Learner:
     def _measure(
         self,
         rollouts: Sequence[Rollout],
-        what: Literal["logprobs", "entropy"],
+        what: Literal["logprobs", "entropy", "scores"],
         lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
     ) -> dict[Key, torch.Tensor]:
         """Measure every token that is learnt from under the policy, or under a model that is lent for it.
@@ -177,7 +189,6 @@ class Learner:
         Where the budget is open and the memory of a rank runs out, all of them begin anew with half of it.
         """
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
-        place, temperature = ("logprobs", "entropy").index(what), self.settings.temperature
         while True:
             max_tokens = self._max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
             values: dict[Key, torch.Tensor] | None = None
@@ -185,7 +196,7 @@ class Learner:
                 with nullcontext(self.policy) if lend is None else lend() as model:
                     values = measure(
                         with_tokens,
-                        lambda micro_batch: micro_batch_logprobs(model, micro_batch, temperature)[place],
+                        lambda micro_batch: MEASUREMENTS[what](model, micro_batch, self.settings.temperature),
                         max_tokens,
                         self.device,
                         self.settings.shares_prefix,

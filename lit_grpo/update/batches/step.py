@@ -123,3 +123,25 @@ def measure(
         for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
             values[rollouts[row].completion.request.key] = part
     return values
+
+
+def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+    """Return the log of ``w^2 |grad log pi|^2`` of each rollout, for a baseline of least variance.
+
+    ``w`` is policy / sampler of the whole completion. The square of the gradient's norm is approximated by the sum of
+    its tokens', each with respect to the last hidden state: a token's score has mean 0 given those before, so that
+    products of two tokens' are 0 on average, and layers below are taken to stretch all tokens' gradients alike.
+
+    Args:
+        rollouts: Of whole groups; without a token to learn from a rollout counts nothing.
+        scores: Log-prob and squared norm of each token that is learnt from, shape (T, 2), by completion.
+    """
+    weights = []
+    for completion in (rollout.completion for rollout in rollouts):
+        if not completion.num_trained:
+            weights.append(-torch.inf)
+            continue
+        logprobs_T, squares_T = scores[completion.request.key].unbind(1)
+        log_ratio = float((logprobs_T - completion.logprobs_T[completion.trained_T]).sum())
+        weights.append(2 * log_ratio + float(squares_T.sum().log()))
+    return torch.tensor(weights, dtype=torch.float64)
