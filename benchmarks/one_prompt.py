@@ -159,7 +159,7 @@ class _PlainSteps:
         """Add a micro-batch's."""
         compute_loss().backward()
 
-    def take_step(self) -> float:
+    def take_step(self, scale: float = 1.0) -> float:
         """Keep the sum, and begin anew."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._policy.parameters()]
         self.gradient = torch.cat([gradient.flatten() for gradient in gradients])

@@ -53,6 +53,7 @@ from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.prefix.support import prefix_refusal
 from lit_grpo.update.settings import Settings
 
@@ -366,11 +367,12 @@ class GRPOModule(EvaluationModule):
         with cast("LightningOptimizer", self.optimizers()).toggle_model(sync_grad=exchange):
             self.manual_backward(compute_loss() * self.trainer.world_size)  # the strategy averages over ranks
 
-    def take_step(self) -> float:
-        """Take the optimizer's step and the scheduler's; return the learning rate that it had."""
+    def take_step(self, scale: float = 1.0) -> float:
+        """Take the optimizer's step, at ``scale`` times its learning rate, and the scheduler's; return the rate."""
         optimizer = cast("LightningOptimizer", self.optimizers())
         lr = optimizer.param_groups[0]["lr"]
-        optimizer.step()
+        with scaled_learning_rate(optimizer.param_groups, scale):
+            optimizer.step()
         if self.make_lr_scheduler is not None:
             cast(Any, self.lr_schedulers()).step()
         self.policy_version += 1

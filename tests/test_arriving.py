@@ -18,6 +18,7 @@ from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.step_size import StepSize
 
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 0.0, 2.0], [0.25, 0.5]]
 OBJECTIVES = {
@@ -27,6 +28,7 @@ OBJECTIVES = {
     "gspo": Objective("gspo"),
     "luspo": Objective("luspo"),
     "corrected": Objective(correction=Correction("token_truncate")),
+    "vcpo": Objective(step_size=StepSize("effective_samples"), off_policy_kl=0.5),
     "kl in the reward": Objective(kl=KLTerm(0.05, place="reward")),
 }
 

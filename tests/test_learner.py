@@ -23,6 +23,7 @@ from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.settings import Settings
 
 NAN = math.nan
@@ -34,19 +35,21 @@ class PlainSteps:
     """What a loop without any framework does; it keeps each step's gradient, and ``before_step`` may interrupt it."""
 
     def __init__(self, policy: torch.nn.Module, lr: float = 0.0) -> None:
-        self.policy_version, self.gradients = 0, list[torch.Tensor]()
+        self.policy_version, self.gradients, self.scales = 0, list[torch.Tensor](), list[float]()
         self.optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
         self.before_step: Callable[[], None] = lambda: None
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         compute_loss().backward()
 
-    def take_step(self) -> float:
+    def take_step(self, scale: float = 1.0) -> float:
         self.before_step()
         parameters: list[torch.Tensor] = self.optimizer.param_groups[0]["params"]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
-        self.optimizer.step()
+        self.scales.append(scale)
+        with scaled_learning_rate(self.optimizer.param_groups, scale):
+            self.optimizer.step()
         self.policy_version += 1
         return 0.0
 

@@ -24,6 +24,7 @@ EVERYTHING: dict[str, Any] = {
     "entropy": EntropyBonus(0.02),
     "top_entropy_quantile": 0.5,
     "off_policy_threshold": 0.1,
+    "off_policy_kl": 0.4,
 }
 
 
@@ -73,6 +74,7 @@ COMPOSED = {name: Objective(name) for name in RECIPES} | {
     )
     for name in RECIPES
 }
+COMPOSED["geometric"] = Objective(correction=Correction("geometric_mask", 0.9, 1.1))
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -35,8 +35,8 @@ class TrialOptimization:
         """As the module does."""
         self._module.add_gradient(compute_loss, exchange)
 
-    def take_step(self) -> float:
-        """Take the step alone."""
+    def take_step(self, scale: float = 1.0) -> float:
+        """Take the step alone, whole: a trial's batch is not stale."""
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group in groups:

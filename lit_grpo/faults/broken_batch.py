@@ -19,14 +19,55 @@ MOST_FILES = 3
 
 
 class BrokenBatches:
-    """Writes the first few of them.
+    """Counts updates that are left out, and writes the batches of the first few.
 
     Args:
         folder: Where to; None writes nothing.
+        most: So many updates in a row that are left out end the run.
+
+    Attributes:
+        num_skipped: Updates in a row that have been left out.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder, self._num_files = folder, 0
+    def __init__(self, folder: Path | None, most: int) -> None:
+        self._folder, self._num_files, self._most = folder, 0, most
+        self.num_skipped = 0
+
+    def count(
+        self,
+        skipped: bool,
+        version: int,
+        rank: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float],
+        grad_norm: float,
+        loss: float,
+    ) -> None:
+        """Count an update of a policy version; keep what one that is left out was to learn from.
+
+        Args:
+            skipped: Whether it is left out.
+            version: Of the policy.
+            rank: Of this process.
+            rollouts: What was to be learnt from.
+            advantages: One a rollout.
+            grad_norm: Of the gradient.
+            loss: Of this rank; either is not finite on some rank where the update is left out.
+
+        Raises:
+            FloatingPointError: Too many have been left out in a row.
+        """
+        self.num_skipped = self.num_skipped + 1 if skipped else 0
+        if not skipped:
+            return
+        about = {"grad_norm": grad_norm, "loss": loss}
+        where = self.keep(f"update-{version}-rank-{rank}", rollouts, advantages, about)
+        if self.num_skipped >= self._most:
+            raise FloatingPointError(
+                f"The policy collapsed at update {version}: the gradient's norm is {grad_norm} and the loss {loss}, "
+                f"not finite {self._most} times in a row (max_skipped_updates), and no weight has "
+                f"been touched since; lower the learning rate, or look for extreme rewards{where}."
+            )
 
     def keep(
         self, name: str, rollouts: Sequence[Rollout], advantages: Sequence[float], about: Mapping[str, float]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -73,16 +73,18 @@ class Arriving:
         self._num_tokens = self._num_sequences = 0
         learner.policy.zero_grad()
 
-    def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Take groups that are whole and scored."""
-        self._waiting += groups
-        rollouts = [rollout for group in self._waiting for rollout in group.rollouts]
-        if sum(map(num_row_tokens, rollouts)) >= self._learner.max_tokens(rollouts):
-            self._learn()
-
-    def finish(self) -> tuple[Step, torch.Tensor]:
-        """Return the step that all of them make, its gradient being there, and the advantages of the rollouts."""
+    def sum(self, arriving: Iterable[Sequence[RolloutGroup]]) -> tuple[Step, torch.Tensor]:
+        """Return the step that all groups make, its gradient being there, and the advantages of the rollouts."""
+        for groups in arriving:
+            self._waiting += groups
+            rollouts = [rollout for group in self._waiting for rollout in group.rollouts]
+            if sum(map(num_row_tokens, rollouts)) >= self._learner.max_tokens(rollouts):
+                self._learn()
         self._learn()
+        return self._step(), torch.cat([torch.empty(0), *self._advantages])
+
+    def _step(self) -> Step:
+        """Divide the gradient by the true denominator."""
         learner = self._learner
         if learner.ranks.size > 1:  # none knew which of its micro-batches was the last
             empty = MicroBatches(learner.settings.shares_prefix, [()])
@@ -99,15 +101,15 @@ class Arriving:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         self.metrics.scale_loss(scale)
-        step = Step(
+        return Step(
             [rollout for part in self._parts for rollout in part.rollouts],
             [advantage for part in self._parts for advantage in part.advantages],
             totals,
             Before(),
             entropy_sum=sum(part.entropy_sum for part in self._parts),
             loss_sum=sum(part.loss_sum for part in self._parts) * scale,
+            log_weights=[log_weight for part in self._parts for log_weight in part.log_weights],
         )
-        return step, torch.cat([torch.empty(0), *self._advantages])
 
     def _learn(self) -> None:
         """Add the gradient of what waits."""
@@ -147,7 +149,7 @@ class Arriving:
             vars(self.metrics).update(copy.deepcopy(self._before) | {"_kl": vars(self.metrics)["_kl"]})
             self._learner.policy.zero_grad()
             for part in self._parts:
-                part.loss_sum = part.entropy_sum = 0.0
+                part.forget()
             if all(self._accumulate(part) for part in self._parts):
                 return
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,19 +18,30 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.arriving import Arriving
+from lit_grpo.update.averaged import AveragedPolicy
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
-from lit_grpo.update.batches.step import Before, Step, measure, minibatches, missing_logprob, taking_part_and_learnt
+from lit_grpo.update.batches.step import (
+    Before,
+    Step,
+    log_baseline_weights,
+    measure,
+    minibatches,
+    missing_logprob,
+    taking_part_and_learnt,
+)
 from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.measurements import MEASUREMENTS
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
 from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.policy_loss import policy_loss
-from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
+from lit_grpo.update.objective.proximal import interpolated_logprobs
+from lit_grpo.update.objective.tokens import Tokens, completion_sums, entropy_threshold
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.settings import Optimization, Settings
 
@@ -58,10 +70,11 @@ class Learner:
     ) -> None:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference
         self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
+        decay = settings.objective.proximal_decay
+        self.averaged = None if decay is None else AveragedPolicy(policy, decay)
         self.budget: TokenBudget | None = None
         self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
-        self._broken = BrokenBatches(folder)
-        self._num_skipped = 0  # updates in a row
+        self._broken = BrokenBatches(folder, settings.max_skipped_updates)
 
     @property
     def device(self) -> torch.device:
@@ -105,12 +118,10 @@ class Learner:
         denominator, and are divided by the true one in the end. The settings have to allow it
         (:func:`lit_grpo.update.arriving.check_arriving`). Raises what :meth:`learn` does.
         """
-        sums = Arriving(self, TokenMetrics())
-        for groups in arriving:
-            sums.add(groups)
-        step, advantages_R = sums.finish()
-        self._take_step(step, sums.metrics)
-        return self._end(sums.metrics, advantages_R)
+        metrics = TokenMetrics()
+        step, advantages_R = Arriving(self, metrics).sum(arriving)
+        self._take_step(step, metrics)
+        return self._end(metrics, advantages_R)
 
     def _end(self, metrics: TokenMetrics, advantages_R: torch.Tensor) -> dict[str, float]:
         """Remember what a batch has shown; return what to log."""
@@ -122,17 +133,19 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: what the objective remembers, a reference that has moved, and what was found out."""
         reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
-        tokens = None if self.budget is None else self.budget.tokens
-        counts = {"skipped": self._num_skipped, "budget": tokens}
+        counts = {"skipped": self._broken.num_skipped, "budget": None if self.budget is None else self.budget.tokens}
+        counts["averaged"] = {} if self.averaged is None else self.averaged.state_dict()
         return {"objective_state": self.state.state_dict(), "reference": reference, "learner": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.state.load_state_dict(state["objective_state"])
-        self._num_skipped, tokens = state["learner"]["skipped"], state["learner"]["budget"]
+        self._broken.num_skipped, tokens = state["learner"]["skipped"], state["learner"]["budget"]
         self.budget = None if tokens is None else TokenBudget(tokens)
         if isinstance(self.reference, Reference):
             self.reference.load_state_dict(state["reference"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["learner"]["averaged"])
 
     # ---- before the first step ----------------------------------------------------------------------
 
@@ -140,7 +153,7 @@ class Learner:
         """Give each rollout its advantage; return them, and what the updates on the rollouts compare with."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         before = self._before(rollouts)
-        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics))
+        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics), rollouts)
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage = advantage
         return advantages_R, before
@@ -149,12 +162,15 @@ class Learner:
         """Measure what all updates on the rollouts compare with, before the first of them.
 
         The reference is computed here and not beside the policy, so that it need not be on the device in a backward
-        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL).
+        pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL), and
+        so does the average of the policy's weights.
         """
         old, reference, settings = None, None, self.settings
         if self.reference is not None:
             reference = self._measure(rollouts, "logprobs", self.reference.lend)
-        if settings.objective.correction.active and settings.num_iterations * settings.num_minibatches > 1:
+        if self.averaged is not None:
+            old = self._measure(rollouts, "logprobs", self.averaged.lend)
+        elif settings.objective.proximal_policy == "recomputed" and settings.updates_per_batch > 1:
             old = self._measure(rollouts, "logprobs")
         return Before(old, reference)
 
@@ -171,9 +187,11 @@ class Learner:
         metrics.add_kl(torch.cat([none, *kl]))
         return rewards.less([float(kl_T.sum()) * self.state.kl.beta for kl_T in kl])
 
-    def _advantages(self, rewards: GroupRewards) -> torch.Tensor:
+    def _advantages(self, rewards: GroupRewards, rollouts: Sequence[Rollout]) -> torch.Tensor:
         """Advantages of this rank's rollouts; from all ranks' rewards where the estimator needs them."""
         estimator, history = self.settings.advantages, self.state.history
+        if estimator.weighs_members:
+            rewards = replace(rewards, log_weights_R=log_baseline_weights(rollouts, self._measure(rollouts, "scores")))
         weights_K = torch.tensor(list(self.settings.weights.values()), dtype=torch.float64)
         if not estimator.needs_all_ranks:
             return estimator.compute(rewards, weights_K, history)
@@ -184,7 +202,7 @@ class Learner:
     def _measure(
         self,
         rollouts: Sequence[Rollout],
-        what: Literal["logprobs", "entropy"],
+        what: Literal["logprobs", "entropy", "scores"],
         lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
     ) -> dict[Key, torch.Tensor]:
         """Measure every token that is learnt from under the policy, or under a model that is lent for it.
@@ -192,7 +210,6 @@ class Learner:
         Where the budget is open and the memory of a rank runs out, all of them begin anew with half of it.
         """
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
-        place, temperature = ("logprobs", "entropy").index(what), self.settings.temperature
         while True:
             max_tokens = self.max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
             values: dict[Key, torch.Tensor] | None = None
@@ -200,7 +217,7 @@ class Learner:
                 with nullcontext(self.policy) if lend is None else lend() as model:
                     values = measure(
                         with_tokens,
-                        lambda micro_batch: micro_batch_logprobs(model, micro_batch, temperature)[place],
+                        lambda micro_batch: MEASUREMENTS[what](model, micro_batch, self.settings.temperature),
                         max_tokens,
                         self.device,
                         self.settings.shares_prefix,
@@ -256,7 +273,7 @@ class Learner:
         while not self.accumulate(self._micro_batches(step), step, metrics):
             self.halve_budget(step.rollouts)
             vars(metrics).update(copy.deepcopy(before))
-            step.loss_sum = step.entropy_sum = 0.0
+            step.forget()
         self._take_step(step, metrics)
 
     def _take_step(self, step: Step, metrics: TokenMetrics) -> None:
@@ -264,33 +281,26 @@ class Learner:
         if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
             metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
         version = self.optimization.policy_version
-        grad_norm = clip_gradient(self.policy, self.settings.max_grad_norm)
-        skipped = bool(self.ranks.max(float(not math.isfinite(grad_norm + float(step.loss_sum)))))
-        self._count_skipped(skipped, grad_norm, step, version)
-        lr = self.optimization.take_step()
+        parameters, max_norm = self.policy.parameters(), self.settings.max_grad_norm
+        grad_norm, loss = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)), float(step.loss_sum)
+        skipped = bool(self.ranks.max(float(not math.isfinite(grad_norm + loss))))
+        if skipped:
+            self.policy.zero_grad()
+        self._broken.count(skipped, version, self.ranks.own, step.rollouts, step.advantages, grad_norm, loss)
+        size, scale = self.settings.objective.step_size, 1.0
+        if size.rule != "fixed" and not skipped:
+            scale = size.scale(torch.cat(self.ranks.gather(torch.cat([torch.empty(0), *step.log_weights]).cpu())))
+        lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, version + 1)
-        metrics.finish_update(**{"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)})
+        if self.averaged is not None and not skipped:
+            self.averaged.follow()
+        scales = {} if size.rule == "fixed" else {"update/step_scale": scale}
+        metrics.finish_update(**{"grad_norm": grad_norm, "lr": lr, "update/skipped": float(skipped)} | scales)
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             entropy = float(self.ranks.sum(step.entropy_sum)) / step.totals.num_entropy_tokens
             self.state.entropy.update(entropy)
-
-    def _count_skipped(self, skipped: bool, grad_norm: float, step: Step, version: int) -> None:
-        """Leave out what is not finite, so that the step changes no weight; give up after a few of them in a row."""
-        self._num_skipped = self._num_skipped + 1 if skipped else 0
-        if not skipped:
-            return
-        self.policy.zero_grad()
-        loss, most = float(step.loss_sum), self.settings.max_skipped_updates
-        name = f"update-{version}-rank-{self.ranks.own}"
-        where = self._broken.keep(name, step.rollouts, step.advantages, {"grad_norm": grad_norm, "loss": loss})
-        if self._num_skipped >= most:
-            raise FloatingPointError(
-                f"The policy collapsed at update {version}: the gradient's norm is {grad_norm} and the loss {loss}, "
-                f"not finite {most} times in a row (max_skipped_updates), and no weight has been touched since; lower "
-                f"the learning rate, or look for extreme rewards{where}."
-            )
 
     def accumulate(
         self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics, first: bool = True, last: bool = True
@@ -354,9 +364,11 @@ class Learner:
         step.loss_sum += loss.detach()
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
+        gap_N = tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
+        step.log_weights.append(completion_sums(gap_N, tokens.lengths_C))
         if metrics.num_updates == 0:  # the weights are still those that sampled
             fresh_N = micro_batch.versions_N == self.optimization.policy_version
-            metrics.add_gap(tokens.logprobs_N.detach() - tokens.sampled_logprobs_N, tokens.lengths_C, fresh_N)
+            metrics.add_gap(gap_N, tokens.lengths_C, fresh_N)
         return loss
 
     def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
@@ -365,17 +377,20 @@ class Learner:
         logprobs_N, entropy_N = micro_batch_logprobs(
             self.policy, micro_batch, self.settings.temperature, objective.entropy.active
         )
-        old_logprobs_N = micro_batch.sampled_logprobs_N
-        if step.before.old is not None:
+        old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
+        if objective.proximal_policy == "sampled":
+            old_logprobs_N = sampled_logprobs_N
+        elif objective.proximal_policy == "interpolated":
+            of = sampled_logprobs_N, micro_batch.versions_N, self.optimization.policy_version
+            old_logprobs_N = interpolated_logprobs(logprobs_N, *of)
+        elif step.before.old is not None:  # else this is the only update on these rollouts
             old_logprobs_N = step.of(step.before.old, micro_batch)
-        elif objective.correction.active:  # before the only update on these rollouts
-            old_logprobs_N = logprobs_N.detach()
         reference_logprobs_N = None
         if step.before.reference is not None and objective.kl_in_loss:
             reference_logprobs_N = step.of(step.before.reference, micro_batch)
         return Tokens(
             logprobs_N,
-            micro_batch.sampled_logprobs_N,
+            sampled_logprobs_N,
             old_logprobs_N,
             entropy_N,
             micro_batch.advantages_C,
@@ -383,8 +398,3 @@ class Learner:
             reference_logprobs_N,
             micro_batch.versions_N,
         )
-
-
-def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
-    """Scale the gradient down to ``max_norm``, where that is not 0; return the norm that it had."""
-    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf))

@@ -35,6 +35,11 @@ class Settings:
     max_skipped_updates: int = 3
     shares_prefix: bool = True
 
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps on one batch."""
+        return self.num_iterations * self.num_minibatches
+
 
 class Optimization(Protocol):
     """What a learner leaves to the loop that it runs in; ``policy_version`` counts the steps that were taken."""
@@ -45,6 +50,6 @@ class Optimization(Protocol):
         """Add a loss's gradient to that of the step; with ``exchange`` it becomes the sum over ranks."""
         ...
 
-    def take_step(self) -> float:
-        """Take the step and count it; return the learning rate that it had."""
+    def take_step(self, scale: float = 1.0) -> float:
+        """Take the step at ``scale`` times the learning rate, and count it; return the rate that the schedule gave."""
         ...

@@ -40,6 +40,7 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.recipes import RECIPES
+from lit_grpo.update.objective.step_size import StepSize
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -68,6 +69,17 @@ ALL_UNIFORM = [[0.0] * 4, [1.0] * 4, [NAN] * 4, [0.7] * 4]
 RAGGED = [[1.0, 0.0, 0.5, 0.2, 0.9], [0.0, 1.0, 0.3], [], [1.0]]
 ADAPTIVE_KL = Objective(kl=KLTerm(0.1, "k1", place="reward", target=0.001, horizon=50))
 ADAPTIVE_ENTROPY = Objective(entropy=EntropyBonus(0.05, target=3.0, delta=0.01))
+VCPO = Objective(
+    "grpo",
+    epsilon=1.0,
+    epsilon_high=1e9,
+    correction=Correction("sequence_truncate", high=8.0),
+    step_size=StepSize("effective_samples"),
+)
+AVERAGED = Objective(
+    correction=Correction("geometric_truncate"), proximal="averaged", proximal_decay=0.8, off_policy_kl=0.3
+)
+INTERPOLATED = Objective(correction=Correction("token_truncate"), proximal="interpolated")
 CASES = {
     "token": Case([MIXED]),
     "sequence": Case([MIXED], {"objective": Objective("grpo")}),
@@ -92,6 +104,10 @@ CASES = {
     "kl_in_the_reward": Case([MIXED, RANK_0_MISSING], {"objective": ADAPTIVE_KL, "num_minibatches": 2}),
     "adaptive_entropy": Case([MIXED, RANK_1_UNIFORM], {"objective": ADAPTIVE_ENTROPY}),
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
+    "effective_samples": Case([MIXED, RANK_1_UNIFORM], {"objective": VCPO, "num_minibatches": 2}),
+    "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], {"objective": VCPO}),
+    "averaged": Case([MIXED, RANK_1_UNIFORM, MIXED], {"objective": AVERAGED, "num_minibatches": 2}),
+    "interpolated": Case([MIXED, MIXED], {"objective": INTERPOLATED, "num_minibatches": 2}),
     "ragged": Case([RAGGED, RAGGED[::-1]], {"num_minibatches": 2}),
     "ragged_over_the_batch": Case(
         [RAGGED, RAGGED[::-1]],

@@ -14,6 +14,7 @@ from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
     group_advantages,
+    least_variance_advantages,
     leave_one_out_advantages,
     median_advantages,
     per_reward_advantages,
@@ -22,7 +23,15 @@ from lit_grpo.update.advantages.functions import (
 from lit_grpo.update.advantages.smoothing import RewardHistory
 
 Estimator = Literal[
-    "grpo", "rloo", "mc_grpo", "ngrpo", "gdpo", "dcpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    "grpo",
+    "rloo",
+    "mc_grpo",
+    "ngrpo",
+    "gdpo",
+    "dcpo",
+    "least_variance",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
 ]
 ScaleBy = Literal["group", "batch", "mad", "none"]
 SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
@@ -32,6 +41,7 @@ SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
     "ngrpo": ("group", "none"),
     "gdpo": ("batch",),
     "dcpo": ("group",),
+    "least_variance": ("group", "none"),
     "reinforce_plus_plus": ("batch",),
     "reinforce_plus_plus_baseline": ("batch",),
 }
@@ -47,6 +57,7 @@ class GroupRewards:
 
     ``by_function_RK`` are the same by reward function, of which ``functions`` are the names. ``groups_R`` says which
     group each belongs to; a group may have any number of members, and ``prompt_ids`` has one entry a group.
+    ``log_weights_R`` say what each member counts in its group's baseline, where the estimator weighs them.
     """
 
     rewards_R: torch.Tensor
@@ -54,6 +65,7 @@ class GroupRewards:
     groups_R: torch.Tensor
     prompt_ids: Sequence[str]
     functions: Sequence[str] = ()
+    log_weights_R: torch.Tensor | None = None
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], functions: Sequence[str]) -> GroupRewards:
@@ -93,11 +105,12 @@ class Advantages:
     Args:
         estimator: ``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others), ``mc_grpo`` (minus the
             median), ``ngrpo`` (with a virtual member of the best reward), ``gdpo`` (each reward function normalised
-            by itself), ``dcpo`` (smoothed over the visits of a prompt), ``reinforce_plus_plus`` (minus the batch's
-            mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch).
+            by itself), ``dcpo`` (smoothed over the visits of a prompt), ``least_variance`` (minus the group's mean
+            weighted by squared importance weights and gradients), ``reinforce_plus_plus`` (minus the batch's mean) or
+            ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch).
         scale: What they are divided by: the standard deviation of the ``group`` or of the ``batch``, the
-            median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo and dcpo, ``none`` for
-            rloo, ``mad`` for mc_grpo and ``batch`` for the others.
+            median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo, dcpo and
+            least_variance, ``none`` for rloo, ``mad`` for mc_grpo and ``batch`` for the others.
         max_reward: The highest reward that a completion can get, for ``ngrpo``.
     """
 
@@ -126,6 +139,11 @@ class Advantages:
     def needs_all_ranks(self) -> bool:
         """Whether an advantage depends on other groups than its own, or on earlier visits on any rank."""
         return self.scaled_by == "batch" or self.estimator == "dcpo"
+
+    @property
+    def weighs_members(self) -> bool:
+        """Whether a baseline needs what each completion counts in it."""
+        return self.estimator == "least_variance"
 
     def check(self, num_generations: int, kl_place: Literal["loss", "reward"]) -> None:
         """Refuse groups and rewards that the estimator has no meaning for.
@@ -159,6 +177,8 @@ class Advantages:
             return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, weights_K)
         if self.estimator == "dcpo":
             return history.advantages(*of, rewards.prompt_ids)
+        if self.estimator == "least_variance":
+            return least_variance_advantages(*of, rewards.log_weights_R, scale)
         if self.estimator.startswith("reinforce_plus_plus"):
             return globally_normalized_advantages(*of, baseline=self.estimator.endswith("baseline"))
         functions = {"grpo": group_advantages, "rloo": leave_one_out_advantages, "mc_grpo": median_advantages}

@@ -48,6 +48,35 @@ def leave_one_out_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, sc
     return _scaled(centred_R, exact_R, groups_R, scale).to(rewards_R.dtype)
 
 
+def least_variance_advantages(
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,
+    log_weights_R: torch.Tensor | None,
+    scale: Literal["group", "none"] = "group",
+) -> torch.Tensor:
+    """Subtract from each reward its group's mean weighted by ``v = w^2 |grad log pi|^2``: ``b = sum v r / sum v``.
+
+    It is the baseline under which the gradient ``sum w (r - b) grad log pi`` of independent completions has the least
+    variance, where ``w`` is policy / sampler of the whole completion (VCPO, arXiv 2602.17616; its runs divide by the
+    group's deviation).
+
+    Args:
+        rewards_R: Of whole groups.
+        groups_R: The number of the group that each belongs to.
+        log_weights_R: ``log v``, up to a constant of each group; by default all alike.
+        scale: ``group`` divides by the group's deviation as :func:`group_advantages` does, ``none`` by nothing.
+    """
+    exact_R = rewards_R.double()
+    centred_R = less_group_mean(exact_R, groups_R)  # exactly 0 in a group whose rewards are all equal
+    if log_weights_R is not None:
+        known_R = log_weights_R.double().masked_fill(exact_R.isnan(), -torch.inf)
+        highest_P = known_R.new_full((_num_groups(groups_R),), -torch.inf).scatter_reduce(0, groups_R, known_R, "amax")
+        weights_R = (known_R - highest_P.nan_to_num(neginf=0.0)[groups_R]).exp()
+        total_R = _sums(weights_R, groups_R)
+        centred_R = centred_R - (_sums(weights_R * centred_R, groups_R) / total_R).nan_to_num(0.0)
+    return _scaled(centred_R, exact_R, groups_R, scale).to(rewards_R.dtype)
+
+
 def globally_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool) -> torch.Tensor:
     """Normalise over all completions of the step: ``A = (x - mean(x)) / (std(x) + 1e-4)`` (REINFORCE++).
 

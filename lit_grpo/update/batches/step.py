@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,8 @@ from lit_grpo.update.normalization import StepTotals
 class Before:
     """Log-probs of a batch's tokens before its first update, by completion; None where the objective does without.
 
-    Of tokens that are learnt from alone. ``old`` are the trainer's own, ``reference`` those of the KL term's reference.
+    Of tokens that are learnt from alone. ``old`` are the trainer's own, or under the average of its weights;
+    ``reference`` are those of the KL term's reference.
     """
 
     old: Mapping[Key, torch.Tensor] | None = None
@@ -30,7 +31,7 @@ class Step:
 
     ``rollouts`` and ``advantages`` are those that go through the policy. ``totals`` are of all ranks.
     ``kept`` are the tokens of high entropy, by completion; None where all count. ``entropy_sum`` and ``loss_sum``
-    add up while the step is computed.
+    add up while the step is computed, and ``log_weights`` gathers the log of policy / sampler of each completion.
     """
 
     rollouts: Sequence[Rollout]
@@ -40,6 +41,12 @@ class Step:
     kept: Mapping[Key, torch.Tensor] | None = None
     entropy_sum: torch.Tensor | float = 0.0
     loss_sum: torch.Tensor | float = 0.0
+    log_weights: list[torch.Tensor] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Begin anew with what is gathered while the step is computed."""
+        self.entropy_sum = self.loss_sum = 0.0
+        self.log_weights.clear()
 
     def of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""
@@ -116,3 +123,25 @@ def measure(
         for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
             values[rollouts[row].completion.request.key] = part
     return values
+
+
+def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch.Tensor]) -> torch.Tensor:
+    """Return the log of ``w^2 |grad log pi|^2`` of each rollout, for a baseline of least variance.
+
+    ``w`` is policy / sampler of the whole completion. The square of the gradient's norm is approximated by the sum of
+    its tokens', each with respect to the last hidden state: a token's score has mean 0 given those before, so that
+    products of two tokens' are 0 on average, and layers below are taken to stretch all tokens' gradients alike.
+
+    Args:
+        rollouts: Of whole groups; without a token to learn from a rollout counts nothing.
+        scores: Log-prob and squared norm of each token that is learnt from, shape (T, 2), by completion.
+    """
+    weights = []
+    for completion in (rollout.completion for rollout in rollouts):
+        if not completion.num_trained:
+            weights.append(-torch.inf)
+            continue
+        logprobs_T, squares_T = scores[completion.request.key].unbind(1)
+        log_ratio = float((logprobs_T - completion.logprobs_T[completion.trained_T]).sum())
+        weights.append(2 * log_ratio + float(squares_T.sum().log()))
+    return torch.tensor(weights, dtype=torch.float64)

@@ -41,12 +41,17 @@ def micro_batch_logprobs(
             )
         with shared_prefixes(model):
             return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient)
+    hidden_ND = predecessors(model, micro_batch)
+    return head_logprobs(model, hidden_ND, micro_batch.target_ids_N, temperature, entropy_gradient)
+
+
+def predecessors(model: PreTrainedModel, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return the last hidden states (N, D) that predict the completion tokens; inside ``shared_prefixes(model)``."""
     layout = SharedPrefix(micro_batch.groups, micro_batch.prompts)
     layout.compute_carried(model)
     kwargs = {"shared_prefix": layout} if micro_batch.groups else {}
     hidden_BTD = hidden_states(model, micro_batch.input_ids_BT, position_ids=micro_batch.position_ids_BT, **kwargs)
-    hidden_ND = layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, micro_batch.source_N)
-    return head_logprobs(model, hidden_ND, micro_batch.target_ids_N, temperature, entropy_gradient)
+    return layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, micro_batch.source_N)
 
 
 def head_logprobs(

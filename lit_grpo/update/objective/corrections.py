@@ -9,9 +9,18 @@ from typing import Literal, get_args
 
 import torch
 
-from lit_grpo.update.objective.tokens import completion_sums, spread
+from lit_grpo.update.objective.tokens import completion_means, completion_sums, spread
 
-CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CorrectionMode = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
+LARGEST_LOG_WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
@@ -20,9 +29,9 @@ class Correction:
 
     Args:
         mode: ``none`` takes probability ratios to the log-probs that the generator sampled with. The others take
-            them to the trainer's own log-probs before the first update on a batch, and weigh the loss by
-            trainer / generator: of each token or of the whole sequence, truncated to [low, high] (TIS) or
-            set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2).
+            them to a proximal policy, by default the trainer's own before the first update on a batch, and weigh the
+            loss by proximal / generator: of each token, of the whole sequence (the product) or its geometric mean,
+            truncated to [low, high] (TIS) or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2).
         low: The smallest weight; no bound by default.
         high: The largest weight.
     """
@@ -47,6 +56,11 @@ class Correction:
         """Whether there is anything to correct."""
         return self.mode != "none"
 
+    @property
+    def truncates(self) -> bool:
+        """Whether a weight outside of the bounds is cut, and not set to 0."""
+        return self.mode.endswith("truncate")
+
 
 @torch.no_grad()
 def correction_weights(
@@ -54,16 +68,19 @@ def correction_weights(
 ) -> torch.Tensor:
     """Return what each token's loss is multiplied by, shape N.
 
-    ``pi_trainer / pi_generator`` of the token, or of the completion (the product), truncated or masked. Sources: TIS,
-    F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); IcePop, Ling team
-    (2025); the modes are TRL's ``vllm_importance_sampling_mode``.
+    ``pi_old / pi_generator`` of the token, of the completion (the product) or the geometric mean of its tokens', with
+    its log in [-20, 20] (as in verl), truncated or masked. Sources: TIS, F. Yao et al., "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training" (2025); IcePop, Ling team (2025); the token and sequence modes are TRL's
+    ``vllm_importance_sampling_mode``; the geometric mean is that of verl's ``rollout_rs``, which masks and does not
+    weigh.
     """
-    log_ratio_N = old_logprobs_N - sampled_logprobs_N
-    if correction.mode.startswith("sequence"):
-        log_ratio_N = spread(completion_sums(log_ratio_N, lengths_C), lengths_C)
-    weights_N = log_ratio_N.exp()
+    log_ratio_N, level = old_logprobs_N - sampled_logprobs_N, correction.mode.partition("_")[0]
+    if level != "token":
+        gather = completion_sums if level == "sequence" else completion_means
+        log_ratio_N = spread(gather(log_ratio_N, lengths_C), lengths_C)
+    weights_N = log_ratio_N.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
     low, high = correction.low, correction.high
-    if correction.mode.endswith("truncate"):
+    if correction.truncates:
         return weights_N if low is None and high is None else weights_N.clamp(low, high)
     outside_N = torch.zeros_like(weights_N, dtype=torch.bool)
     if low is not None:
@@ -73,7 +90,18 @@ def correction_weights(
     return weights_N.masked_fill(outside_N, 0.0)
 
 
-LARGEST_LOG_WEIGHT = 20.0
+@torch.no_grad()
+def correction_metrics(weights_N: torch.Tensor, correction: Correction) -> dict[str, torch.Tensor]:
+    """Say what each token weighs, and whether a bound has cut its weight or left it out."""
+    metrics = {"correction/weight": weights_N, "correction/masked": (weights_N == 0).float()}
+    if not correction.truncates:
+        return metrics
+    cut_N = torch.zeros_like(weights_N, dtype=torch.bool)
+    if correction.low is not None:
+        cut_N |= weights_N <= correction.low
+    if correction.high is not None:
+        cut_N |= weights_N >= correction.high
+    return metrics | {"correction/truncated": cut_N.float()}
 
 
 def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,7 +10,9 @@ from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.proximal import Proximal
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
+from lit_grpo.update.objective.step_size import StepSize
 from lit_grpo.update.objective.tokens import RatioLevel
 
 PARAMETERS = (
@@ -29,7 +31,7 @@ PARAMETERS = (
 def _check_choices(objective: Objective) -> None:
     if objective.loss not in RECIPES:
         raise ValueError(f"objective.loss must be one of {', '.join(RECIPES)}, not {objective.loss!r}.")
-    for name, kind in (("ratio", RatioLevel), ("normalization", Normalization)):
+    for name, kind in (("ratio", RatioLevel), ("normalization", Normalization), ("proximal", Proximal)):
         value = getattr(objective, name)
         if value is not None and value not in get_args(kind):
             raise ValueError(f"objective.{name} must be one of {', '.join(get_args(kind))}, not {value!r}.")
@@ -38,6 +40,10 @@ def _check_choices(objective: Objective) -> None:
         raise ValueError(f"objective.top_entropy_quantile must be in (0, 1], not {share}; 1 keeps all tokens.")
     if objective.off_policy_threshold is not None and not objective.off_policy_threshold >= 0:
         raise ValueError(f"objective.off_policy_threshold must be a number >= 0, not {objective.off_policy_threshold}.")
+    if objective.off_policy_kl is not None and not objective.off_policy_kl > 0:
+        raise ValueError(
+            f"objective.off_policy_kl must be a number above 0, not {objective.off_policy_kl}; F-TIS takes 50."
+        )
 
 
 def _check_parameters(objective: Objective) -> None:
@@ -88,11 +94,27 @@ def _check_combinations(objective: Objective) -> None:
             "objective.normalization sequence_sum is that of sequence ratios (LUSPO); for token ratios take constant, "
             "which weighs all tokens alike too, or set loss to luspo."
         )
-    if recipe.takes_correction and objective.correction.mode.startswith("sequence"):
+    if recipe.takes_correction and objective.correction.mode.startswith(("sequence", "geometric")):
         raise ValueError(
             f"objective.correction.mode is {objective.correction.mode}, but {objective.loss} makes one weight of its "
             "tokens' corrections; take token_truncate or token_mask."
         )
+
+
+def _check_proximal(objective: Objective) -> None:
+    mode, decay = objective.correction.mode, objective.proximal_decay
+    if objective.proximal == "sampled" and objective.correction.active:
+        raise ValueError(
+            f"objective.proximal is sampled, but correction.mode {mode} weighs by proximal / sampler, which is then 1; "
+            "set proximal to recomputed, interpolated or averaged, or correction.mode to none."
+        )
+    if (decay is not None) != (objective.proximal == "averaged"):
+        raise ValueError(
+            f"objective.proximal is {objective.proximal_policy} and proximal_decay {decay}; an averaged policy needs "
+            "one, such as 0.9, and others have none."
+        )
+    if decay is not None and not 0 < decay < 1:
+        raise ValueError(f"objective.proximal_decay must be in (0, 1), not {decay}; 0.9 averages about 10 steps.")
 
 
 @dataclass(frozen=True)
@@ -119,11 +141,19 @@ class Objective:
         kl: The KL term to the first policy.
         entropy: The entropy bonus.
         correction: How the generator's log-probs are reconciled with the trainer's.
+        proximal: What ratios are taken to: ``sampled`` (the log-probs that tokens were sampled with), ``recomputed``
+            (the trainer's own before the first update on the batch), ``interpolated`` (between the sampler's and the
+            policy's now, by the age of a token; no forward pass) or ``averaged`` (under an exponential average of the
+            policy's weights). By default ``recomputed`` with a correction, and ``sampled`` without.
+        proximal_decay: How much less the average counts what is one optimizer step older.
         mask_truncated: Leave completions out that ended at the limit on their length; their advantages count in
             their group, and they count as completions in the denominator.
         top_entropy_quantile: Learn only from this share of a step's tokens, those with the highest entropy.
         off_policy_threshold: Leave a completion with a negative advantage out where the policy's log-probs have fallen
             by more than this, in nats per token, below those that it was sampled with.
+        off_policy_kl: Leave a completion without a positive advantage out whose estimated KL divergence of the sampler
+            from the policy, summed over its tokens, in nats, is not below this (F-TIS; 50 there).
+        step_size: How much of the learning rate an optimizer step gets.
     """
 
     loss: str = "dapo"
@@ -141,12 +171,16 @@ class Objective:
     kl: KLTerm = field(default_factory=KLTerm)
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     correction: Correction = field(default_factory=Correction)
+    proximal: Proximal | None = None
+    proximal_decay: float | None = None
     mask_truncated: bool = False
     top_entropy_quantile: float = 1.0
     off_policy_threshold: float | None = None
+    off_policy_kl: float | None = None
+    step_size: StepSize = field(default_factory=StepSize)
 
     def __post_init__(self) -> None:
-        for check in (_check_choices, _check_parameters, _check_bounds, _check_combinations):
+        for check in (_check_choices, _check_parameters, _check_bounds, _check_combinations, _check_proximal):
             check(self)
 
     @property
@@ -171,6 +205,11 @@ class Objective:
         if "epsilon" in given and "epsilon_high" not in given:
             given["epsilon_high"] = given["epsilon"]
         return {**self.recipe.parameters, **given}
+
+    @property
+    def proximal_policy(self) -> Proximal:
+        """What ratios are taken to."""
+        return self.proximal or ("recomputed" if self.correction.active else "sampled")
 
     @property
     def kl_in_loss(self) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from lit_grpo.update.normalization import StepTotals, token_weights
-from lit_grpo.update.objective.corrections import correction_weights
+from lit_grpo.update.objective.corrections import correction_metrics, correction_weights
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.objective.tokens import Tokens, log_ratios, on_policy_completions, spread
+from lit_grpo.update.objective.tokens import Tokens, log_ratios, near_completions, on_policy_completions, spread
 
 Metrics = dict[str, torch.Tensor]
 
@@ -42,6 +42,10 @@ def policy_loss(
         on_policy_N = spread(on_policy_completions(tokens, objective.off_policy_threshold), tokens.lengths_C)
         loss_N = loss_N * on_policy_N
         metrics["off_policy_masked"] = (~on_policy_N).float()
+    if objective.off_policy_kl is not None:
+        near_N = spread(near_completions(tokens, objective.off_policy_kl), tokens.lengths_C)
+        loss_N = loss_N * near_N
+        metrics["off_policy_filtered"] = (~near_N).float()
     if kept_N is not None:
         loss_N = loss_N * kept_N
     if objective.kl_in_loss:
@@ -69,9 +73,7 @@ def _corrected_surrogate(objective: Objective, tokens: Tokens) -> tuple[torch.Te
     else:
         loss_N, metrics = surrogate(log_ratio_N, tokens, **objective.parameters)
         loss_N = loss_N * weights_N
-    metrics["correction/weight"] = weights_N
-    metrics["correction/masked"] = (weights_N == 0).float()
-    return loss_N, metrics
+    return loss_N, metrics | correction_metrics(weights_N, correction)
 
 
 def _kl(objective: Objective, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

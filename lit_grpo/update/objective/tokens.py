@@ -17,7 +17,7 @@ class Tokens:
 
     ``logprobs_N`` carries the gradient, ``entropy_N`` (nats) where an entropy bonus asks for it, and nothing else does.
     ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:
-    the same, or the trainer's own before the first update on the rollouts, where a correction bridges the two.
+    the same, or of another proximal policy, where a correction bridges the two.
     ``reference_logprobs_N`` are there where a KL term needs them. ``versions_N`` says which policies sampled.
     ``advantages_C`` and ``lengths_C``: one a completion.
     """
@@ -79,6 +79,21 @@ def on_policy_completions(tokens: Tokens, threshold: float) -> torch.Tensor:
     """
     gap_N = tokens.sampled_logprobs_N - tokens.logprobs_N
     return (tokens.advantages_C >= 0) | (completion_means(gap_N, tokens.lengths_C) <= threshold)
+
+
+@torch.no_grad()
+def near_completions(tokens: Tokens, limit: float) -> torch.Tensor:
+    """Say which completions to keep, shape C: those with A > 0, and others that the policy has not left.
+
+    A completion is near where ``sum_t (r_t - 1 - log r_t) < limit``, with ``r = pi / pi_sampled``: the sum over its
+    tokens of the k3 estimate of KL(sampler || policy), which is unbiased for tokens of the sampler and never negative.
+    The filter of F-TIS (arXiv 2605.22537): "A > 0 or KL(policy || sampler) < gamma", gamma 50. How it estimates and
+    adds up the divergence is not known to us. An unbiased estimate of that direction, ``r log r - r + 1``, is at most 1
+    for a token that the policy has given up, however far; this one grows with the distance.
+    """
+    log_ratio_N = tokens.logprobs_N - tokens.sampled_logprobs_N
+    kl_N = log_ratio_N.clamp(max=20.0).exp() - 1 - log_ratio_N
+    return (tokens.advantages_C > 0) | (completion_sums(kl_N, tokens.lengths_C) < limit)
 
 
 def entropy_threshold(entropy_N: torch.Tensor, share: float) -> float:
