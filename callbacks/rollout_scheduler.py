@@ -14,7 +14,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
-from lit_grpo.rewards.function import can_score
+from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop, Stepped
 from lit_grpo.rollout.pruning import Pruner

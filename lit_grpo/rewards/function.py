@@ -389,13 +389,3 @@ def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[R
                     f"{prompt.prompt_id} (rows count from 0) lacks; add it there, give the parameter a default, or set "
                     "model.on_reward_error to none."
                 )
-
-
-def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
-    """Whether a prompt has the columns that all functions need."""
-    try:
-        for function in functions:
-            function.check_columns(prompt.columns)
-        return True
-    except ValueError:
-        return False

@@ -15,7 +15,7 @@ from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
 from lit_grpo.rewards.loading import first_line
-from lit_grpo.types import RolloutGroup
+from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
 
@@ -165,3 +165,13 @@ class RewardRunner:
         if function.name not in self._warned:
             self._warned.add(function.name)
             logger.warning("%s It counts as no reward, and its further errors are only counted.", sentence)
+
+
+def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
+    """Whether a prompt has the columns that all functions need."""
+    try:
+        for function in functions:
+            function.check_columns(prompt.columns)
+        return True
+    except ValueError:
+        return False
