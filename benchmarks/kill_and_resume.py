@@ -38,18 +38,28 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signa
 CODES = {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 130}
 OCCURRENCES = 5
 """A process is killed in one of so many occurrences of a phase."""
+MODES = ("april", "sortedrl:unit=group", "chunked:unit=group,tokens_per_update=12")
 PATIENCE_S = 300
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a run is killed in each phase, by which signal, and on how many ranks; ``group``: all ranks get it."""
+    """How often a run is killed in each phase, by which signal, on how many ranks, and in which rollout mode.
+
+    With ``group`` all ranks get the signal.
+    """
 
     signal: str
     kills: dict[str, int]
     ranks: int = 1
     group: bool = False
+    mode: str = "synchronous"
+
+    @property
+    def kind(self) -> str:
+        """Of its runs, as part of a folder's name."""
+        return f"{self.ranks}-{self.mode.partition(':')[0]}"
 
 
 class Life:
@@ -140,7 +150,7 @@ def main(options: Options) -> int:
 def _plans(quick: bool) -> list[Plan]:
     if quick:
         return [
-            Plan("SIGKILL", {"update": 1, "validation": 1}),
+            Plan("SIGKILL", {"update": 1, "validation": 1}, mode="april"),
             Plan("SIGTERM", {"rollout": 1}, 2, True),
         ]
     each = dict.fromkeys(PHASES, 1)
@@ -152,6 +162,7 @@ def _plans(quick: bool) -> list[Plan]:
         Plan("SIGINT", each, ranks=2, group=True),
         Plan("SIGTERM", {"rollout": 1, "update": 1}, ranks=2),
         Plan("SIGKILL", {"rollout": 1, "update": 1}, ranks=2, group=True),
+        *(Plan("SIGKILL", each, mode=mode) for mode in MODES),
     ]
 
 
@@ -176,7 +187,7 @@ class Workplace:
 
     def __init__(self, folder: Path, num_updates: int) -> None:
         self.folder, self.num_updates = folder, num_updates
-        self._usual: dict[int, dict[str, float]] = {}  # length of each phase by the number of ranks, in seconds
+        self._usual: dict[str, dict[str, float]] = {}  # length of each phase by the kind of run, in seconds
         save_random_policy(folder / "policy", TO_UPDATE["smallest"])
         prompts = [{"prompt": f"{n}={n + 1}="} for n in range(7)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
@@ -184,17 +195,17 @@ class Workplace:
 
     def measure(self, plan: Plan, rng: random.Random) -> Row:
         """Kill runs as planned, and compare each with one that was left alone."""
-        alone = f"alone-{plan.ranks}"
-        if plan.ranks not in self._usual:
-            life = self._begin(alone, plan.ranks)
+        alone = f"alone-{plan.kind}"
+        if plan.kind not in self._usual:
+            life = self._begin(alone, plan)
             if life.end():
                 raise RuntimeError("".join(life.said))
-            self._usual[plan.ranks] = _usual_lengths(life)
+            self._usual[plan.kind] = _usual_lengths(life)
         targets = [phase for phase, number in plan.kills.items() for _ in range(number)]
         rng.shuffle(targets)
         died, runs, equal, wrong, began = Counter[str](), 0, 0, 0, time.perf_counter()
         while targets:
-            name = f"{plan.signal}-{plan.ranks}-{plan.group}-{runs}"
+            name = f"{plan.signal}-{plan.kind}-{plan.group}-{runs}"
             for life, code in self._run(name, plan, targets, rng):
                 died[life.phase if plan.signal == "SIGKILL" else life.hit] += 1
                 wrong += code != CODES[plan.signal]
@@ -202,6 +213,7 @@ class Workplace:
             equal += not self._differences(alone, name)
         return {
             "signal": plan.signal,
+            "mode": plan.mode,
             "ranks": plan.ranks,
             "to": "all" if plan.group else "the first",
             "kills": sum(plan.kills.values()),
@@ -216,12 +228,12 @@ class Workplace:
     def _run(self, name: str, plan: Plan, targets: list[str], rng: random.Random) -> Iterator[tuple[Life, int]]:
         """Kill a run and resume it until it ends or no target is left; yield the lives that were cut off."""
         while True:
-            life = self._begin(name, plan.ranks)
+            life = self._begin(name, plan)
             if targets and targets[-1] == ANY:
-                time.sleep(rng.uniform(0, self._usual[plan.ranks][ANY]))
+                time.sleep(rng.uniform(0, self._usual[plan.kind][ANY]))
             elif targets:
                 life.wait_for(targets[-1], rng.randint(2, OCCURRENCES))
-                time.sleep(rng.uniform(0, self._usual[plan.ranks][targets[-1]]))
+                time.sleep(rng.uniform(0, self._usual[plan.kind][targets[-1]]))
             if targets:
                 life.send(SIGNALS[plan.signal], plan.group)
             code = life.end()
@@ -232,11 +244,12 @@ class Workplace:
             note(f"{name}: {plan.signal} meant for {targets.pop()} came in {life.hit}, the last was {life.phase}")
             yield life, code
 
-    def _begin(self, name: str, ranks: int) -> Life:
+    def _begin(self, name: str, plan: Plan) -> Life:
         """Start a run, or resume it from its last checkpoint."""
         command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name]
-        if ranks > 1:
-            command += ["--trainer.devices", str(ranks), "--trainer.strategy", "ddp"]
+        command += ["--rollout_scheduler.mode", plan.mode]
+        if plan.ranks > 1:
+            command += ["--trainer.devices", str(plan.ranks), "--trainer.strategy", "ddp"]
         checkpoint = self.folder / "runs" / name / "checkpoints" / "last.ckpt"
         return Life([*command, "--ckpt_path", str(checkpoint)] if checkpoint.exists() else command, self.folder)
 
