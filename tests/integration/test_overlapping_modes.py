@@ -1,4 +1,4 @@
-"""Modes that decode on servers while the policy is updated: nothing is lost, nothing is older than it may be."""
+"""Modes that decode on a server while the policy is updated: nothing is lost, nothing is older than it may be."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[VLLMServerGenerator]:
-    """Two servers, which go on from one run to the next."""
-    generator = VLLMServerGenerator(3, num_servers=2, server_args=SERVER_ARGUMENTS | {"dtype": "float32"})
+def server() -> Iterator[VLLMServerGenerator]:
+    """A server, which goes on from one run to the next."""
+    generator = VLLMServerGenerator(6, server_args=SERVER_ARGUMENTS | {"dtype": "float32"})
     yield generator
     generator.close()
 
@@ -44,9 +44,9 @@ def servers() -> Iterator[VLLMServerGenerator]:
     "mode", ["asynchronous", "asynchronous:at_sync=drain", "asynchronous:max_staleness=1,unit=completion"]
 )
 def test_nothing_is_lost_and_every_token_is_of_its_version(
-    folder: Path, tmp_path: Path, servers: Any, mode: str
+    folder: Path, tmp_path: Path, server: Any, mode: str
 ) -> None:
-    trained, _, scheduler = train(folder, mode, tmp_path, generator=servers)
+    trained, _, scheduler = train(folder, mode, tmp_path, generator=server)
     assert list(trained.batches) == list(range(UPDATES))
     check_staleness(trained, make_mode(mode).max_staleness)
     check_log_probs(trained)
@@ -58,30 +58,30 @@ def test_nothing_is_lost_and_every_token_is_of_its_version(
 
 
 def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
-    folder: Path, tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where requests go on under other weights, they may use keys and values under the salt of the old ones."""
     opened, salts = Streams.open, list[bool]()
 
     def open_stream(streams: Any, request: Any, expected: float, salt: str) -> Any:
-        if request.prefix.num_tokens and request.prefix.newest_version != servers.version:
-            salts.append(salt == servers._salt)
+        if request.prefix.num_tokens and request.prefix.newest_version != server.version:
+            salts.append(salt == server._salt)
         return opened(streams, request, expected, salt)
 
     monkeypatch.setattr(Streams, "open", open_stream)
     for at_sync in ("keep", "recompute"):
         mode, salts[:] = f"asynchronous:at_sync={at_sync}", []
-        trained, _, scheduler = train(folder, mode, tmp_path / at_sync, generator=servers)
+        trained, _, scheduler = train(folder, mode, tmp_path / at_sync, generator=server)
         check_staleness(trained, 2)
         check_stream(trained, scheduler)
         assert salts and {*salts} == {at_sync == "recompute"}
 
 
-def test_a_periodic_run_takes_the_steps_of_a_synchronous_one(folder: Path, tmp_path: Path, servers: Any) -> None:
+def test_a_periodic_run_takes_the_steps_of_a_synchronous_one(folder: Path, tmp_path: Path, server: Any) -> None:
     runs = []
     for mode in ("synchronous", "periodic"):
         recorder = StepRecorder()
-        trained, module, _ = train(folder, mode, tmp_path / mode, callbacks=[recorder], generator=servers)
+        trained, module, _ = train(folder, mode, tmp_path / mode, callbacks=[recorder], generator=server)
         check_log_probs(trained)
         runs.append((trained, module, recorder))
     (one, first, expected), (other, second, actual) = runs
@@ -98,14 +98,14 @@ def test_a_periodic_run_takes_the_steps_of_a_synchronous_one(folder: Path, tmp_p
 
 
 def test_a_run_that_is_cut_off_beside_its_decoding_goes_on_with_all_it_had(
-    folder: Path, tmp_path: Path, servers: Any
+    folder: Path, tmp_path: Path, server: Any
 ) -> None:
     checkpoint = tmp_path / "cut-off.ckpt"
     cut = Trained()
     with pytest.raises(InterruptedError):
-        train(folder, "asynchronous", tmp_path / "cut", callbacks=[Interrupt(3, checkpoint), cut], generator=servers)
+        train(folder, "asynchronous", tmp_path / "cut", callbacks=[Interrupt(3, checkpoint), cut], generator=server)
     assert not any(thread.name == "lit_grpo-rollout" for thread in threading.enumerate())
-    trained, _, scheduler = train(folder, "asynchronous", tmp_path / "again", str(checkpoint), generator=servers)
+    trained, _, scheduler = train(folder, "asynchronous", tmp_path / "again", str(checkpoint), generator=server)
     assert list(trained.batches) == list(range(3, UPDATES))
     del cut.batches[3]  # its update was not taken
     trained.batches = cut.batches | trained.batches
@@ -117,9 +117,9 @@ def test_a_run_that_is_cut_off_beside_its_decoding_goes_on_with_all_it_had(
 
 @pytest.mark.parametrize("mode", ["asynchronous", "periodic"])
 def test_what_fails_in_the_thread_ends_the_run(
-    folder: Path, tmp_path: Path, servers: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, server: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, calls = servers.step, []
+    step, calls = server.step, []
 
     def fails(*_: Any) -> Any:
         calls.append(threading.current_thread().name)
@@ -127,8 +127,8 @@ def test_what_fails_in_the_thread_ends_the_run(
             raise GenerationError("the lights went out")
         return step()
 
-    monkeypatch.setattr(servers, "step", fails)
+    monkeypatch.setattr(server, "step", fails)
     with pytest.raises(GenerationError, match="the lights went out"):
-        train(folder, mode, tmp_path, generator=servers)
+        train(folder, mode, tmp_path, generator=server)
     assert set(calls) == {"lit_grpo-rollout"}
     assert not any(thread.name == "lit_grpo-rollout" for thread in threading.enumerate())
