@@ -175,6 +175,19 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
     assert len(buffer) == 0
 
 
+def test_a_rollout_of_a_fixed_length_goes_on_until_it_has_something_to_give_out() -> None:
+    for unit, num_needed in (("completion", 1), ("group", 2)):
+        mode = make_mode(f"chunked:unit={unit},tokens_per_update=5")
+        buffer, requests = RolloutBuffer(mode.rule(1, 2)), group_requests([A, B], 2, SAMPLING, 7)
+        buffer.open(requests)
+        for number in range(num_needed):
+            assert not buffer.ready(5)
+            buffer.finish(requests[number].after(tokens(1)).ended("stop"))
+        assert buffer.ready(5) and not buffer.ready(4)
+        buffer.close()
+        assert len(buffer.take()) == 1
+
+
 def test_what_has_ended_and_waits_begins_anew_when_it_is_too_old() -> None:
     buffer, (a0, a1) = (
         RolloutBuffer(ReleaseRule(1, leftovers="keep", max_staleness=1)),

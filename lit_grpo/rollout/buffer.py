@@ -182,7 +182,7 @@ class RolloutBuffer:
         if not self.asks:
             return True
         if rule.num_steps is not None:
-            return num_steps >= rule.num_steps and any(group.num_ended for group in groups)
+            return num_steps >= rule.num_steps and any(self._gives(group) for group in groups)
         if rule.num_completions is not None:
             enough = sum(group.num_ended for group in groups) >= rule.num_completions
         elif rule.num_groups is not None:
@@ -190,6 +190,10 @@ class RolloutBuffer:
         else:
             return False  # it waits for all
         return enough and not any(group.unfinished and self._is_due_now(group) for group in groups)
+
+    def _gives(self, group: _Open) -> bool:
+        """Whether a release would give out any of it."""
+        return group.due is not None or (self.rule.releases_parts and bool(group.completions))
 
     def _is_due_now(self, group: _Open) -> bool:
         """Whether it would lose tokens after this release, and may not."""

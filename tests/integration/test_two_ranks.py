@@ -264,13 +264,16 @@ class Scheduling(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("lengths/")}
-        self.seen.append((logged, dict(batch.predicted), list(batch.spans)))
+        learnt = [(r.completion.request.key, r.completion.versions_T.tolist()) for r in batch.rollouts]
+        self.seen.append((logged, dict(batch.predicted), list(batch.spans), learnt))
         if self.checkpoint is not None:
             trainer.save_checkpoint(self.checkpoint / f"after-{pl_module.policy_version}.ckpt")
 
 
-def run_on(policy: str, output: Path, **trainer_options: Any) -> dict[str, Any]:
+def run_on(policy: str, output: Path, mode: str = "synchronous", **trainer_options: Any) -> dict[str, Any]:
     """Six batches at a stretch, and the last three again from the checkpoint after the third."""
+    output = output / mode.partition(":")[0]
+    output.mkdir(exist_ok=True)
     rows = "\n".join(json.dumps({"prompt": prompt}) for prompt in ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="])
     (output / "train.jsonl").write_text(rows)
 
@@ -279,7 +282,7 @@ def run_on(policy: str, output: Path, **trainer_options: Any) -> dict[str, Any]:
         module = make_module(policy, optimizer=momentum, rewards=rewards, num_generations=24)
         data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=1)
         own = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
-        trainer = make_trainer(RolloutScheduler(), WeightSync(), scheduling, **own)
+        trainer = make_trainer(RolloutScheduler(mode=mode), WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return scheduling.seen
 
@@ -295,6 +298,7 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
     return cases | {
         "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "resumed": lambda: run_on(policy, output, **trainer_options),
+        "in a mode": lambda: run_on(policy, output, "april:max_staleness=3,batches_in_work=4", **trainer_options),
     }
 
 
@@ -373,6 +377,16 @@ def test_each_rank_goes_on_with_what_it_had_learnt_of_lengths(ranks: list[Outcom
     assert wholes[0] != wholes[1]
     for whole, again in zip(wholes, resumed, strict=True):
         assert len(whole) == 6 and again == whole[3:]
+
+
+def test_ranks_have_prompts_of_their_own_in_work_and_go_on_with_them(ranks: list[Outcomes]) -> None:
+    wholes, resumed = ([outcomes["in a mode"][name] for outcomes in ranks] for name in ("whole", "resumed"))
+    for whole, again in zip(wholes, resumed, strict=True):
+        assert len(whole) == 6 and again == whole[3:]
+    learnt = [[each for *_, batch in whole for each in batch] for whole in wholes]
+    keys = [key for each in learnt for key, _ in each]
+    assert len(keys) == len({*keys}) == 2 * 6 * 24
+    assert all(any(len({*versions}) > 1 for _, versions in each) for each in learnt)  # some went on
 
 
 if __name__ == "__main__":
