@@ -68,12 +68,13 @@ class Arm:
 
 
 def arms(limit: int) -> list[Arm]:
-    """What is compared: synchronous in two orders, the modes, and SortedRL without its grouped loading."""
+    """What is compared: synchronous in two orders, the modes, and SortedRL with loadings of other sizes, and of none."""
     return [
         Arm("synchronous"),
         Arm("synchronous", "short_last"),
         Arm("april"),
         Arm("sortedrl"),
+        *(Arm(f"sortedrl:batches_in_work={number}") for number in (2, 8)),
         Arm("sortedrl:refill=always"),
         Arm("sortedrl_partial"),
         Arm(f"chunked:tokens_per_update={limit // 4}"),
