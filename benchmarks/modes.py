@@ -68,7 +68,7 @@ class Arm:
 
 
 def arms(limit: int) -> list[Arm]:
-    """What is compared: synchronous in two orders, the modes, and SortedRL with loadings of other sizes, and of none."""
+    """What is compared: synchronous in two orders, and the modes; SortedRL with loadings of several sizes and none."""
     return [
         Arm("synchronous"),
         Arm("synchronous", "short_last"),

@@ -106,7 +106,7 @@ class RolloutScheduler(pl.Callback):
                 function.check_columns(rows[0].columns)
         if stage == "fit":
             self._check_turns(pl_module)
-        if self.predict_lengths and self._lengths is None:
+        if self.predict_lengths and self._lengths is None and self._turns.overlap == "none":
             self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
         if stage == "fit" and self._turns.carries:
             learning = pl_module.settings
@@ -214,7 +214,7 @@ class RolloutScheduler(pl.Callback):
             self._pruner.learn(batch.groups, pl_module.pass_threshold)
             pl_module.log_dict(self._pruner.quality())
         if self._lengths is not None:
-            if self._choice is not None and self._pump is None:
+            if self._choice is not None:
                 outcome, limit = self._lengths.outcome(), pl_module.sampling.max_tokens
                 self._choice.learn(outcome, limit, self._num_slots, self._lengths.informative)
                 pl_module.log_dict(self._choice.metrics())
@@ -239,6 +239,10 @@ class RolloutScheduler(pl.Callback):
             pl_module.log_dict({f"{stage}/{name}": value for name, value in logged.items()}, batch_size=1)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Decode no more."""
+        self._stop_pump()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Free the generator's memory and stop the reward functions' threads."""

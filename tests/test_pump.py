@@ -106,6 +106,16 @@ def test_more_can_be_opened_between_two_steps(generator: SlotGenerator, rewards:
     pump.stop()
 
 
+def test_a_failure_in_the_thread_takes_no_rewards_from_what_has_been_given_out(
+    generator: SlotGenerator, rewards: RewardRunner
+) -> None:
+    (group, *_), _ = RolloutLoop(generator).collect(PROMPTS, 3, SAMPLING, seed=0)
+    rewards.submit(group)
+    Rewarding(rewards, waits=False).end(failed=True)
+    rewards.gather([group])
+    assert all(rollout.rewards for rollout in group.rollouts)
+
+
 def test_a_stop_without_a_start_is_nothing(rewards: RewardRunner) -> None:
     assert RolloutPump(rewards).stop() is None
 

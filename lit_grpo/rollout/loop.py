@@ -79,10 +79,12 @@ class Rewarding(Listener):
         self._runner.submit(group)
 
     def end(self, failed: bool) -> None:
-        """Wait for the rewards, where it is to, or drop what is being scored."""
+        """Wait for the rewards, or drop what is being scored; where it does not wait, leave it to whoever does."""
+        if not self._waits:
+            return
         if failed:
             self._runner.close()
-        elif self._waits:
+        else:
             self._runner.gather()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from hand_made import SERVER_ARGUMENTS, StepRecorder, flat, relative_error, save_policy_for_vllm, weights_of
 from test_training_modes import (
@@ -113,6 +114,22 @@ def test_a_run_that_is_cut_off_beside_its_decoding_goes_on_with_all_it_had(
     check_staleness(trained, 2)
     check_log_probs(trained)
     check_stream(trained, scheduler)
+
+
+class Breaks(pl.Callback):
+    """Fails in an update."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 1:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "periodic"])
+def test_an_update_that_fails_ends_the_decoding_beside_it(folder: Path, tmp_path: Path, server: Any, mode: str) -> None:
+    with pytest.raises(InterruptedError):
+        train(folder, mode, tmp_path, callbacks=[Breaks()], generator=server)
+    assert not any(thread.name == "lit_grpo-rollout" for thread in threading.enumerate())
+    assert server.capacity().free_slots == 6
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "periodic"])
