@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-TINY = "tiny"
-SHIPPED = Path(__file__).parent / "tiny"
-"""The folder of the embedded policy, which ``python -m benchmarks.make_tiny`` has made."""
+TINY, TINY_KNIGHTS = "tiny", "tiny_knights"
+SHIPPED, SHIPPED_KNIGHTS = Path(__file__).parent / TINY, Path(__file__).parent / TINY_KNIGHTS
+"""The folders of the embedded policies, made by ``python -m benchmarks.make_tiny`` and ``make_knights``."""
+EMBEDDED = {TINY: SHIPPED, TINY_KNIGHTS: SHIPPED_KNIGHTS}
 Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 """A loaded model with its tokenizer; without one it is looked for where the model was loaded from."""
 
@@ -40,8 +41,8 @@ def as_given(policy: Any) -> str | Given:
 
 
 def resolve_policy(policy: str) -> str:
-    """Return a Hugging Face id or folder; that of ``tiny`` comes with the package."""
-    return str(SHIPPED) if policy == TINY else policy
+    """Return a Hugging Face id or folder; those of ``tiny`` and ``tiny_knights`` come with the package."""
+    return str(EMBEDDED.get(policy, policy))
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
@@ -145,7 +146,7 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
 
 def _anew(policy: str, name: str) -> str:
     """What mends a policy whose files are damaged."""
-    if policy == TINY:
+    if policy in EMBEDDED:
         return "install lit_grpo again"
     if Path(name).is_dir():
         return "save it there again"

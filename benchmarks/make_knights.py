@@ -1,0 +1,50 @@
+"""Makes ``tiny_knights``, the embedded policy of the harder task: ``python -m benchmarks.make_knights [FOLDER]``.
+
+As :mod:`benchmarks.make_tiny`, on knights and knaves: first whole searches, then a crowd many of whom guess. It is
+deeper, for a claim is looked up in the prompt and then judged by the line so far.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from benchmarks.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
+from lit_grpo.data import KnightsRows
+from lit_grpo.policy.loading import SHIPPED_KNIGHTS
+from lit_grpo.policy.puzzles import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_puzzle
+
+RECIPE = TinyRecipe(
+    num_layers=4,
+    intermediate_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    num_steps=1500,
+    batch_tokens=2048,
+    crowd_steps=100,
+    hasty=0.5,
+    impatient=0.1,
+    more=CONTINUE,
+    sharpness=1.5,
+)
+
+
+def draw(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]:
+    """Draw a prompt and a demonstration of the train split."""
+    puzzle = draw_puzzle(rng, "train", more=recipe.more)
+    hasty, impatient = (0.0, 0.0) if whole else (recipe.hasty, recipe.impatient)
+    return puzzle.prompt, demonstration(puzzle, rng, hasty, impatient)
+
+
+KNIGHTS = Task(ALPHABET, draw, lambda num_rows: KnightsRows(num_rows, "validation"), ANSWER_PATTERN, 480)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make it on one thread, and say how good it is."""
+    folder = read_folder("make_knights", SHIPPED_KNIGHTS, arguments)
+    make(folder, RECIPE, task=KNIGHTS)
+    print(f"{folder}: {exact_match(folder, task=KNIGHTS):.1%} of the held-out puzzles are solved, decoded greedily.")
+
+
+if __name__ == "__main__":
+    main()
