@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from benchmarks.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
 from lit_grpo.data import KnightsRows
 from lit_grpo.policy.loading import SHIPPED_KNIGHTS
-from lit_grpo.policy.puzzles import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_puzzle
+from lit_grpo.policy.puzzles import ALPHABET, ANSWER_PATTERN, demonstration, draw_puzzle
 
 RECIPE = TinyRecipe(
     num_layers=4,
     intermediate_size=256,
     num_heads=4,
     num_kv_heads=2,
-    num_steps=1500,
+    num_steps=2000,
     batch_tokens=2048,
-    crowd_steps=100,
-    hasty=0.5,
+    crowd_steps=120,
+    hasty=0.4,
     impatient=0.1,
-    more=CONTINUE,
+    more=0.5,
     sharpness=1.5,
 )
 

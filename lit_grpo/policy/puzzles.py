@@ -36,7 +36,7 @@ ALPHABET = CHARACTERS + CHARACTERS.lower() + KINDS + ":!."
 
 Split = Literal["train", "validation"]
 FEWEST, MOST = 3, 7
-CONTINUE = 0.5  # the chance that a puzzle has one more character
+CONTINUE = 0.45  # the chance that a puzzle has one more character
 LONGEST_WORKING = 479  # puzzles that take more are left out
 VALIDATION_ONE_IN = 5
 
