@@ -72,8 +72,7 @@ def renamed(puzzle: Puzzle, rng: random.Random) -> Puzzle:
 def test_a_working_tries_judges_and_goes_back() -> None:
     assert read(TEXT).prompt == TEXT
     assert working(read(TEXT)) == "ABCA!ABcABc.ABc"
-    longer = read("A&bCC&ABB|ac:")
-    assert longer.answer == working(longer).rpartition(".")[2]
+    assert working(read("A=bCB|acC|Ba:")) == "ABCA!ABcABc!AbCAbC!AbcA!aBCaBC.aBC"
     assert read(TEXT).claims[0].judged_at == "C"
 
 

@@ -46,7 +46,7 @@ def resolve_policy(policy: str) -> str:
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``policy`` (``tiny``, a folder or a hub id), or return that of a model given with one.
+    """Load the tokenizer of ``policy`` (``tiny``, ``tiny_knights``, a folder or a hub id), or return that of a model given with one.
 
     Raises:
         ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
@@ -257,5 +257,5 @@ def _load_failure(name: str, what: str, error: Exception) -> str:
         return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
     return (
         f"No {what} could be loaded for policy {name!r}: {first_line} "
-        "Give 'tiny', a folder made by save_pretrained, or the id of a model you can download."
+        "Give 'tiny' or 'tiny_knights', a folder made by save_pretrained, or the id of a model you can download."
     )

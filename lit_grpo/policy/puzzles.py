@@ -4,13 +4,13 @@ Knights tell the truth, knaves lie. Everybody of a puzzle claims something about
 makes every knight's claim true and every knave's false. Claims are four characters each, the claimant first. A capital
 stands for *is a knight* and a small letter for *is a knave*; ``&`` is *and*, ``|`` *or*, ``=`` *if and only if*::
 
-    A&bCC&ABB|ac:       A: B is a knave and C a knight.  C: A and B are knights.  B: A or C is a knave.
+    A=bCB|acC|Ba:    A: B is a knave iff C is a knight.  B: A or C is a knave.  C: B is a knight or A a knave.
 
 The working tries everybody in turn as a knight first. Behind each new character stand the claimants whose claims can
 now be judged; a claim that does not fit is marked ``!``, the last knight is made a knave, and the line so far written
 anew. Behind a full stop is the answer::
 
-    ABCA!ABcA!AbCAC!AbcA!aBCaCB.aBC
+    ABCA!ABcABc!AbCAbC!AbcA!aBCaBC.aBC
 
 The claims of a puzzle are in the order in which the search can judge them. How many lines a search takes is hardly to
 be seen beforehand: most are a few, some of seven characters several dozen.
