@@ -46,7 +46,7 @@ def resolve_policy(policy: str) -> str:
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``policy`` (``tiny``, ``tiny_knights``, a folder or a hub id), or return that of a model given with one.
+    """Load the tokenizer of ``policy`` (embedded, a folder or a hub id), or return that of a model given with one.
 
     Raises:
         ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.

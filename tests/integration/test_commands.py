@@ -91,6 +91,10 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",
     ),
+    "benchmarks.modes_learning": (
+        "takes minutes",
+        "integration/test_learning_benchmarks.py::test_modes_learning_measures_each_mode_by_samples_and_by_time",
+    ),
     "benchmarks.NAME": ("takes minutes", "integration/test_benchmarks.py::test_the_other_benchmarks_run"),
 }
 """Commands that are not run, why, and the test that runs their like."""
