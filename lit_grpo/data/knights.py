@@ -9,14 +9,14 @@ from typing import Any
 from lit_grpo.data.sources import RowSource
 from lit_grpo.policy.puzzles import FEWEST, MOST, Split, draw_puzzle
 
-OF_THE_FEWEST: dict[Split, int] = {"train": 4288, "validation": 1408}
+OF_THE_FEWEST: dict[Split, int] = {"train": 14936, "validation": 3240}
 """How many puzzles of three characters there are; of four there are millions."""
 
 
 class KnightsRows(RowSource):
     """Knights and knaves, each puzzle once and with one solution, none in both splits.
 
-    A row has the columns ``prompt`` (``A|cbB|CAC&bA:``), ``answer`` (``ABc``: A and B are knights, C is a knave) and
+    A row has the columns ``prompt`` (``A=ABB/CAC|BC:``), ``answer`` (``aBC``: A is a knave, B and C are knights) and
     ``num_characters``. Puzzles that differ by names and by order alone are in one split. The embedded policy
     ``tiny_knights`` has been warm-started on the train split.
 

@@ -1,16 +1,18 @@
 """A harder task of very unequal workings: who is a knight, who is a knave.
 
-Knights tell the truth, knaves lie. Everybody of a puzzle claims something about two of the others; exactly one answer
-makes every knight's claim true and every knave's false. Claims are four characters each, the claimant first. A capital
-stands for *is a knight* and a small letter for *is a knave*; ``&`` is *and*, ``|`` *or*, ``=`` *if and only if*::
+Knights tell the truth, knaves lie. Everybody of a puzzle claims something about two, one of whom may be himself;
+exactly one answer makes every knight's claim true and every knave's false. A claim is four characters, the claimant
+first: ``A&BC`` is A's claim that B and C are both knights, ``|`` that at least one is, ``=`` that they are alike, ``^``
+that they differ, ``-`` that both are knaves, ``/`` that at least one is::
 
-    A=bCB|acC|Ba:    A: B is a knave iff C is a knight.  B: A or C is a knave.  C: B is a knight or A a knave.
+    A=ABB/CAC|BC:    A: B and I are alike.  B: C or A is a knave.  C: B or I am a knight.
 
-The working tries everybody in turn as a knight first. Behind each new character stand the claimants whose claims can
-now be judged; a claim that does not fit is marked ``!``, the last knight is made a knave, and the line so far written
-anew. Behind a full stop is the answer::
+The working tries everybody in turn as a knight, a capital letter, and then as a knave, a small one. Behind each new
+letter stand the claims that can now be judged, each name in it a capital or small as its bearer is taken to be. If one
+does not fit, ``!`` follows: the last knight is made a knave, and the line so far is written anew. Behind a full stop is
+the answer::
 
-    ABCA!ABcABc!AbCAbC!AbcA!aBCaBC.aBC
+    ABA=ABCB/CA!ABcB/cAc|Bc!AbA=Ab!aBa=aBCB/CaC|BC.aBC
 
 The claims of a puzzle are in the order in which the search can judge them. How many lines a search takes is hardly to
 be seen beforehand: most are a few, some of seven characters several dozen.
@@ -30,20 +32,21 @@ ANSWER_PATTERN = r"(?:^|\.)([A-Ga-g]+)$"
 """Group 1 of its match is the answer of a completion: what stands behind the full stop."""
 
 CHARACTERS = "ABCDEFG"
-KINDS = "&|="
-ALPHABET = CHARACTERS + CHARACTERS.lower() + KINDS + ":!."
+KNIGHTS = {"&": {2}, "|": {1, 2}, "=": {0, 2}, "^": {1}, "-": {0}, "/": {0, 1}}
+"""How many knights among the two make a claim of each kind true."""
+ALPHABET = CHARACTERS + CHARACTERS.lower() + "".join(KNIGHTS) + ":!."
 """Every character of a prompt or of a working."""
 
 Split = Literal["train", "validation"]
 FEWEST, MOST = 3, 7
-CONTINUE = 0.45  # the chance that a puzzle has one more character
-LONGEST_WORKING = 479  # puzzles that take more are left out
+CONTINUE = 0.4  # the chance that a puzzle has one more character
+LONGEST_WORKING = 699  # puzzles that take more are left out
 VALIDATION_ONE_IN = 5
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What ``speaker`` says of two others, each a letter whose case says what it is claimed to be."""
+    """What ``speaker`` says of two, all of them capital letters."""
 
     speaker: str
     kind: str
@@ -58,12 +61,12 @@ class Claim:
     @property
     def judged_at(self) -> str:
         """The last character that one has to know about."""
-        return max(self.speaker, self.first.upper(), self.second.upper())
+        return max(self.speaker, self.first, self.second)
 
     def fits(self, line: str) -> bool:
         """Whether it is true and a knight's, or false and a knave's, where everybody is what ``line`` says."""
-        first, second = self.first in line, self.second in line
-        true = {"&": first and second, "|": first or second, "=": first == second}[self.kind]
+        knights = (self.first in line) + (self.second in line)
+        true = knights in KNIGHTS[self.kind]
         return true == (self.speaker in line)
 
 
@@ -112,62 +115,31 @@ class Puzzle:
         """A number made of the claims that name ``letter``, and of the colours of those whom they name."""
         named: list[tuple[object, ...]] = []
         for claim in self.claims:
-            turned = claim.kind == "=" and claim.first.islower()  # a=B says the same as A=b
-            said = {each.upper(): each.isupper() != turned for each in (claim.first, claim.second)}
-            if claim.kind == "=":
-                said = dict.fromkeys(said, all(said.values()))
-            about = {each: (colours[each], knight) for each, knight in said.items()}
-            if letter == claim.speaker:
-                named.append(("says", claim.kind, *sorted(about.values())))
-            elif letter in about:
-                own = about.pop(letter)
-                named.append(("is named", claim.kind, colours[claim.speaker], own, *about.values()))
+            others = [colours[each] for each in (claim.first, claim.second) if each != letter]
+            if letter in (claim.speaker, claim.first, claim.second):
+                says, told = letter == claim.speaker, len(others) == 1
+                named.append((claim.kind, says, told, colours[claim.speaker], *sorted(others)))
         return _hash((colours[letter], sorted(map(repr, named))))
 
 
 def working(puzzle: Puzzle) -> str:
     """Write the whole search behind the prompt, without a slip, and the answer."""
-    return "".join(search(puzzle)) + "." + puzzle.answer
-
-
-def search(puzzle: Puzzle) -> list[str]:
-    """Write the search in parts, each up to a claim that does not fit; the last ends with the answer's line."""
-    line, part, parts = "A", "A", list[str]()
+    line = text = "A"
     while True:
         fits = True
         for claim in puzzle.claims:
             if fits and claim.judged_at == line[-1].upper():
-                part += claim.speaker if claim.speaker in line else claim.speaker.lower()
+                text += "".join(each.lower() if each.lower() in line else each for each in claim.text)
                 fits = claim.fits(line)
         if not fits:
-            parts.append(part + "!")
             line = line.rstrip(CHARACTERS.lower())  # of knaves both has been tried
-            part = line = line[:-1] + line[-1].lower()
+            line = line[:-1] + line[-1].lower()
+            text += "!" + line
         elif len(line) == puzzle.num_characters:
-            return [*parts, part]
+            return text + "." + line
         else:
             line += CHARACTERS[len(line)]
-            part += line[-1]
-
-
-def demonstration(puzzle: Puzzle, rng: random.Random, hasty: float, impatient: float) -> str:
-    """Answer as a mixed crowd of people would.
-
-    Those who do the whole search are right. The others guess, and are hardly ever.
-
-    Args:
-        puzzle: What they are asked.
-        rng: Decides who answers, and what is guessed.
-        hasty: Share of those who guess at once.
-        impatient: Share of those who give up half-way.
-    """
-    mood = rng.random()
-    if mood >= hasty + impatient:
-        return working(puzzle)
-    parts = search(puzzle)
-    done = "" if mood < hasty else "".join(parts[: rng.randrange(len(parts))])
-    guess = (rng.choice((letter, letter.lower())) for letter in CHARACTERS[: puzzle.num_characters])
-    return done + "." + "".join(guess)
+            text += line[-1]
 
 
 def draw_puzzle(
@@ -193,8 +165,7 @@ def draw_puzzle(
 
 
 def _claim(rng: random.Random, speaker: str, letters: str) -> Claim:
-    first, second = rng.sample([letter for letter in letters if letter != speaker], 2)
-    return Claim(speaker, rng.choice(KINDS), *(rng.choice((each, each.lower())) for each in (first, second)))
+    return Claim(speaker, rng.choice(list(KNIGHTS)), *rng.sample(letters, 2))
 
 
 def _order(claim: Claim) -> tuple[str, str]:
