@@ -1,7 +1,7 @@
 """Makes ``tiny_knights``, the embedded policy of the harder task: ``python -m benchmarks.make_knights [FOLDER]``.
 
-As :mod:`benchmarks.make_tiny`, on whole searches for knights and knaves alone, and stopped when it solves some puzzles.
-It is deeper, for a claim is looked up in the prompt and then judged by the line so far.
+As :mod:`benchmarks.make_tiny`, on knights and knaves: first whole searches, then a crowd most of whom guess where there
+are three characters. It is deeper, for a claim is looked up in the prompt and then judged by the line so far.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from benchmarks.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
 from lit_grpo.data import KnightsRows
 from lit_grpo.policy.loading import SHIPPED_KNIGHTS
-from lit_grpo.policy.puzzles import ALPHABET, ANSWER_PATTERN, draw_puzzle, working
+from lit_grpo.policy.puzzles import ALPHABET, ANSWER_PATTERN, demonstration, draw_puzzle
 
 RECIPE = TinyRecipe(
     num_layers=4,
@@ -20,17 +20,18 @@ RECIPE = TinyRecipe(
     num_heads=4,
     num_kv_heads=2,
     max_positions=768,
-    num_steps=500,
+    num_steps=900,
     batch_tokens=2048,
-    crowd_steps=0,
+    crowd_steps=200,
+    hasty=0.8,
     more=0.6,
 )
 
 
 def draw(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]:
-    """Draw a prompt and its working, of the train split."""
+    """Draw a prompt and a demonstration of the train split."""
     puzzle = draw_puzzle(rng, "train", more=recipe.more)
-    return puzzle.prompt, working(puzzle)
+    return puzzle.prompt, demonstration(puzzle, rng, 0.0 if whole else recipe.hasty)
 
 
 KNIGHTS = Task(ALPHABET, draw, lambda num_rows: KnightsRows(num_rows, "validation"), ANSWER_PATTERN, 700)

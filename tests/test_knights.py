@@ -16,6 +16,7 @@ from lit_grpo.policy.puzzles import (
     LONGEST_WORKING,
     Claim,
     Puzzle,
+    demonstration,
     draw_puzzle,
     working,
 )
@@ -126,6 +127,14 @@ def test_the_reward_pattern_reads_what_stands_behind_the_full_stop() -> None:
 
 def test_the_alphabet_covers_prompts_and_workings() -> None:
     assert {c for puzzle in draw(300) for c in puzzle.prompt + working(puzzle)} == set(ALPHABET)
+
+
+def test_the_hasty_guess_where_there_are_three_characters() -> None:
+    rng, puzzles = random.Random(0), draw(600)
+    answers = [(puzzle, demonstration(puzzle, rng, hasty=0.8)) for puzzle in puzzles]
+    small = [answer.startswith(".") for puzzle, answer in answers if puzzle.num_characters == 3]
+    assert 0.74 < sum(small) / len(small) < 0.86
+    assert all(answer == working(puzzle) or puzzle.num_characters == 3 for puzzle, answer in answers)
 
 
 @pytest.mark.parametrize(

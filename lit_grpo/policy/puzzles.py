@@ -142,6 +142,19 @@ def working(puzzle: Puzzle) -> str:
             text += line[-1]
 
 
+def demonstration(puzzle: Puzzle, rng: random.Random, hasty: float) -> str:
+    """Answer as a mixed crowd of people would, many of whom guess where a puzzle looks small: hardly ever rightly.
+
+    Args:
+        puzzle: What they are asked.
+        rng: Decides who answers, and what is guessed.
+        hasty: Share of those who guess where there are three characters.
+    """
+    if puzzle.num_characters > FEWEST or rng.random() >= hasty:
+        return working(puzzle)
+    return "." + "".join(rng.choice((letter, letter.lower())) for letter in puzzle.answer.upper())
+
+
 def draw_puzzle(
     rng: random.Random, split: Split, fewest: int = FEWEST, most: int = MOST, more: float = CONTINUE
 ) -> Puzzle:
