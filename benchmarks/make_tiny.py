@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lit_grpo.data import ArithmeticRows
+from lit_grpo.data import ArithmeticRows, RowSource
 from lit_grpo.policy.exercises import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_exercise
 from lit_grpo.policy.loading import SHIPPED
 from lit_grpo.rewards import ExactMatch
@@ -29,6 +29,25 @@ from lit_grpo.rewards import ExactMatch
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a policy is made for.
+
+    Args:
+        alphabet: Every character of a prompt or of a completion.
+        draw: Draws a prompt and a demonstration of the train split, by a recipe: a whole working, or the crowd's.
+        rows: Gives so many held-out rows.
+        answer_pattern: Finds the answer in a completion.
+        max_tokens: The most tokens of a completion.
+    """
+
+    alphabet: str
+    draw: Callable[[TinyRecipe, random.Random, bool], tuple[str, str]]
+    rows: Callable[[int], RowSource]
+    answer_pattern: str
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -77,9 +96,9 @@ class TinyRecipe:
     sharpness: float = 1.5
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token a character; it adds no token of its own."""
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
+def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a character of ``alphabet``; it adds no token of its own."""
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -93,43 +112,52 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make(folder: Path, recipe: TinyRecipe | None = None, seed: int = 0) -> None:
+def make(folder: Path, recipe: TinyRecipe | None = None, seed: int = 0, task: Task | None = None) -> None:
     """Make a policy and its tokenizer, and write them as ``save_pretrained`` does.
 
     Args:
         folder: Where they go.
         recipe: Sizes and steps.
         seed: Of the weights and of the demonstrations.
+        task: What it learns, arithmetic by default.
     """
-    recipe = recipe or TinyRecipe()
-    tokenizer = make_tokenizer()
+    recipe, task = recipe or TinyRecipe(), task or ARITHMETIC
+    tokenizer = make_tokenizer(task.alphabet)
     model = new_model(recipe, seed, tokenizer)
-    warm_start(model, tokenizer, recipe, seed)
+    warm_start(model, tokenizer, recipe, seed, task)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
-def exact_match(folder: Path, num_rows: int = 256) -> float:
+def exact_match(folder: Path, num_rows: int = 256, task: Task | None = None) -> float:
     """Share of held-out exercises that the policy in ``folder`` answers rightly, decoded greedily as in the demo."""
+    task = task or ARITHMETIC
     model: Any = Qwen3ForCausalLM.from_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    rows = list(ArithmeticRows(num_rows, "validation").rows())
-    prompts_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])  # all of one length
-    ids_BT = model.generate(prompts_BT, max_new_tokens=128, do_sample=False)[:, prompts_BT.shape[1] :]
-    score = ExactMatch(pattern=ANSWER_PATTERN)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    rows = list(task.rows(num_rows).rows())
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    new = {"max_new_tokens": task.max_tokens, "do_sample": False}
+    ids_BT = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, **new)
+    ids_BT = ids_BT[:, prompts.input_ids.shape[1] :]
+    score = ExactMatch(pattern=task.answer_pattern)
     texts = tokenizer.batch_decode(ids_BT, skip_special_tokens=True)
     return sum(score(text, answer=row["answer"]) or 0.0 for text, row in zip(texts, rows, strict=True)) / num_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make it on one thread, and say how good it is."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.make_tiny", description="Make the embedded policy.")
-    parser.add_argument("folder", type=Path, nargs="?", default=SHIPPED, help="by default that of the package")
-    folder = parser.parse_args(arguments).folder
-    torch.set_num_threads(1)  # sums of several threads round otherwise
+    folder = read_folder("make_tiny", SHIPPED, arguments)
     make(folder)
     print(f"{folder}: {exact_match(folder):.1%} of the held-out exercises are right, decoded greedily.")
+
+
+def read_folder(name: str, shipped: Path, arguments: Sequence[str] | None) -> Path:
+    """Read the command line of a script that makes a policy, and set it to one thread."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description="Make an embedded policy.")
+    parser.add_argument("folder", type=Path, nargs="?", default=shipped, help="by default that of the package")
+    torch.set_num_threads(1)  # sums of several threads round otherwise
+    return parser.parse_args(arguments).folder
 
 
 def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -154,7 +182,13 @@ def new_model(recipe: TinyRecipe, seed: int, tokenizer: PreTrainedTokenizerFast)
         return Qwen3ForCausalLM(config)
 
 
-def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyRecipe, seed: int) -> None:
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: TinyRecipe,
+    seed: int,
+    task: Task | None = None,
+) -> None:
     """Train ``model`` in place on demonstrations, the loss on their completions only."""
     matrices = [weight for name, weight in model.named_parameters() if name.endswith("_proj.weight")]
     others = [weight for name, weight in model.named_parameters() if not name.endswith("_proj.weight")]
@@ -163,7 +197,7 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
         torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): recipe.matrix_learning_rate,
         torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0): recipe.learning_rate,
     }
-    for step, rows in enumerate(_lessons(recipe, random.Random(seed))):
+    for step, rows in enumerate(_lessons(recipe, random.Random(seed), task or ARITHMETIC)):
         input_ids_BT, target_ids_BT = _collate(rows, tokenizer)
         logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), target_ids_BT.flatten())
@@ -184,16 +218,17 @@ def _schedule(step: int, num_steps: int) -> float:
     return rise * (0.02 + 0.49 * (1 + math.cos(math.pi * step / num_steps)))
 
 
-def _lessons(recipe: TinyRecipe, rng: random.Random) -> Iterator[Rows]:
+def _lessons(recipe: TinyRecipe, rng: random.Random, task: Task) -> Iterator[Rows]:
     """Yield the batch of each step: whole workings, then the crowd."""
-    yield from islice(_batches(recipe, rng, whole=True), recipe.num_steps - recipe.crowd_steps)
-    yield from islice(_batches(recipe, rng, whole=False), recipe.crowd_steps)
+    yield from islice(_batches(recipe, rng, True, task), recipe.num_steps - recipe.crowd_steps)
+    yield from islice(_batches(recipe, rng, False, task), recipe.crowd_steps)
 
 
-def _batches(recipe: TinyRecipe, rng: random.Random, whole: bool) -> Iterator[Rows]:
+def _batches(recipe: TinyRecipe, rng: random.Random, whole: bool, task: Task | None = None) -> Iterator[Rows]:
     """Yield batches of rows of similar length, each padded to at most ``batch_tokens``, without end."""
+    draw = (task or ARITHMETIC).draw
     while True:
-        rows = sorted((_row(recipe, rng, whole) for _ in range(1000)), key=_num_tokens)
+        rows = sorted((draw(recipe, rng, whole) for _ in range(1000)), key=_num_tokens)
         batches: list[Rows] = [[]]
         for row in rows:
             if batches[-1] and (len(batches[-1]) + 1) * _num_tokens(row) > recipe.batch_tokens:
@@ -208,6 +243,9 @@ def _row(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]
     exercise = draw_exercise(rng, "train", recipe.max_divisor, recipe.max_working, more)
     hasty, impatient = (0.0, 0.0) if whole else (recipe.hasty, recipe.impatient)
     return exercise.prompt, demonstration(exercise, rng, hasty, impatient)
+
+
+ARITHMETIC = Task(ALPHABET, _row, lambda num_rows: ArithmeticRows(num_rows, "validation"), ANSWER_PATTERN, 128)
 
 
 def _num_tokens(row: tuple[str, str]) -> int:

@@ -36,8 +36,8 @@ def test_synchronous_is_the_default_and_carries_nothing() -> None:
 def test_fields_of_a_mode_are_set_behind_its_name() -> None:
     mode = make_mode("april:batches_in_work=1.5,max_staleness=4")
     assert mode == RolloutMode(1.5, leftovers="keep", max_staleness=4)
-    assert mode.rule(4, 8) == ReleaseRule(4, None, None, "keep", 4, 2)
-    assert make_mode("sortedrl").rule(4, 8) == ReleaseRule(None, 32, None, "discard", 0, 2)
+    assert mode.rule(4, 8) == ReleaseRule(4, None, None, "keep", 4, 3)
+    assert make_mode("sortedrl").rule(4, 8) == ReleaseRule(None, 32, None, "discard", 0, 3)
     assert make_mode("chunked:tokens_per_update=5").rule(4, 8).num_steps == 5
     assert make_mode(f"{__name__}.Mine:max_staleness=5") == Mine(max_staleness=5)
 

@@ -1,7 +1,8 @@
 """Where prompts come from: rows of any source, rendered, tokenised and put into batches."""
 
 from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.data.knights import KnightsRows
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import FileRows, HubRows, RowSource
 
-__all__ = ["ArithmeticRows", "FileRows", "HubRows", "PromptDataModule", "RowSource"]
+__all__ = ["ArithmeticRows", "FileRows", "HubRows", "KnightsRows", "PromptDataModule", "RowSource"]

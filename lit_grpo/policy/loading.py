@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-TINY = "tiny"
-SHIPPED = Path(__file__).parent / "tiny"
-"""The folder of the embedded policy, which ``python -m benchmarks.make_tiny`` has made."""
+TINY, TINY_KNIGHTS = "tiny", "tiny_knights"
+SHIPPED, SHIPPED_KNIGHTS = Path(__file__).parent / TINY, Path(__file__).parent / TINY_KNIGHTS
+"""The folders of the embedded policies, made by ``python -m benchmarks.make_tiny`` and ``make_knights``."""
+EMBEDDED = {TINY: SHIPPED, TINY_KNIGHTS: SHIPPED_KNIGHTS}
 Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 """A loaded model with its tokenizer; without one it is looked for where the model was loaded from."""
 
@@ -40,12 +41,12 @@ def as_given(policy: Any) -> str | Given:
 
 
 def resolve_policy(policy: str) -> str:
-    """Return a Hugging Face id or folder; that of ``tiny`` comes with the package."""
-    return str(SHIPPED) if policy == TINY else policy
+    """Return a Hugging Face id or folder; those of ``tiny`` and ``tiny_knights`` come with the package."""
+    return str(EMBEDDED.get(policy, policy))
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``policy`` (``tiny``, a folder or a hub id), or return that of a model given with one.
+    """Load the tokenizer of ``policy`` (embedded, a folder or a hub id), or return that of a model given with one.
 
     Raises:
         ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
@@ -145,7 +146,7 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
 
 def _anew(policy: str, name: str) -> str:
     """What mends a policy whose files are damaged."""
-    if policy == TINY:
+    if policy in EMBEDDED:
         return "install lit_grpo again"
     if Path(name).is_dir():
         return "save it there again"
@@ -256,5 +257,5 @@ def _load_failure(name: str, what: str, error: Exception) -> str:
         return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
     return (
         f"No {what} could be loaded for policy {name!r}: {first_line} "
-        "Give 'tiny', a folder made by save_pretrained, or the id of a model you can download."
+        "Give 'tiny' or 'tiny_knights', a folder made by save_pretrained, or the id of a model you can download."
     )

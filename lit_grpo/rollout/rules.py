@@ -96,7 +96,7 @@ class RolloutMode:
     unit: Unit = "group"
     leftovers: Leftovers = "finish"
     max_staleness: int = 0
-    max_restarts: int = 2
+    max_restarts: int = 3
     tokens_per_update: int | None = None
     overlap: Overlap = "none"
     at_sync: AtSync = "recompute"

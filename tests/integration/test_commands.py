@@ -41,6 +41,11 @@ CONFIGS = {
         "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
         "--data.validation.init_args.num_rows 8",
     ),
+    "knights": (
+        "knights",
+        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
+        "--data.validation.init_args.num_rows 8",
+    ),
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
 }
 """The run of a config, and what is added so that it takes a second or two."""
@@ -79,9 +84,17 @@ NOT_RUN = {
         "takes minutes",
         "test_tiny.py::test_the_script_learns_at_the_pace_at_which_it_made_what_is_shipped",
     ),
+    "benchmarks.make_knights": (
+        "takes minutes",
+        "test_tiny_knights.py::test_the_script_warm_starts_a_policy_and_says_how_good_it_is",
+    ),
     "benchmarks.demo": (
         "takes minutes",
         "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",
+    ),
+    "benchmarks.modes_learning": (
+        "takes minutes",
+        "integration/test_learning_benchmarks.py::test_modes_learning_measures_each_mode_by_samples_and_by_time",
     ),
     "benchmarks.NAME": ("takes minutes", "integration/test_benchmarks.py::test_the_other_benchmarks_run"),
 }

@@ -446,6 +446,7 @@ ON_THE_DEMO = [
 CONFIGS = {
     "arithmetic": [],
     "infinite_sampling": [],
+    "knights": [],
     "own_task": [],
     "gsm8k_qwen3_1.7b": [
         *ON_THE_DEMO,

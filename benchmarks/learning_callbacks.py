@@ -1,0 +1,99 @@
+"""What runs of learning benchmarks take along: a clock, and a generator whose weights are old."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.rollout.generator import InFlight
+from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.weights.tensors import SyncReport
+
+CLOCK = "clock.jsonl"
+
+
+class Clock(pl.Callback):
+    """Write the seconds and the CPU seconds since training began behind every update, validations left out."""
+
+    def __init__(self) -> None:
+        self._start = self._left_out = self._since = (0.0, 0.0)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin."""
+        self._start, self._left_out = _now(), (0.0, 0.0)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop."""
+        self._since = _now()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on."""
+        self._left_out = tuple(
+            out + now - since for out, now, since in zip(self._left_out, _now(), self._since, strict=True)
+        )
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write."""
+        wall_s, cpu_s = (now - start - out for now, start, out in zip(_now(), self._start, self._left_out, strict=True))
+        with Path(CLOCK).open("a") as file:
+            file.write(json.dumps({"update": trainer.global_step, "wall_s": wall_s, "cpu_s": cpu_s}) + "\n")
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+class StaleSlots(SlotGenerator):
+    """Samples with the policy's weights of ``lag`` updates ago; in the first ``lag`` updates with those of the start.
+
+    It decodes on a copy of the policy. Tokens carry the version that has sampled them.
+
+    Args:
+        lag: How many updates.
+        num_slots: How many completions are decoded at a time.
+    """
+
+    def __init__(self, lag: int, num_slots: int = 64) -> None:
+        super().__init__(num_slots)
+        self.lag = lag
+        self._sent: deque[tuple[int, Mapping[str, torch.Tensor]]] = deque(maxlen=lag + 1)
+
+    @property
+    def version(self) -> int:
+        """The last version that was sent; tokens carry the one that samples them."""
+        return self._sent[-1][0] if self._version >= 0 else -1
+
+    def start(self, policy: PolicySpec) -> None:
+        """Bind a copy."""
+        self._trained = policy.module
+        super().start(replace(policy, module=copy.deepcopy(policy.module)))
+
+    def weights(self) -> PolicyWeights:
+        """Those of the policy that is trained."""
+        return PolicyWeights(self._trained, merged=False)
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
+    ) -> SyncReport:
+        """Keep what has come, and take what came ``lag`` updates ago."""
+        if not self._sent or self._sent[-1][0] != version:
+            self._sent.append((version, {name: tensor.detach().clone() for name, tensor in weights}))
+        sampled_by, old = self._sent[0]
+        with torch.no_grad():
+            for name, tensor in self.policy.named_parameters():
+                tensor.copy_(old[name])
+        super().load_weights(self.policy.named_parameters(), sampled_by, in_flight)
+        return SyncReport({name: digest(tensor) for name, tensor in self._sent[-1][1].items()})

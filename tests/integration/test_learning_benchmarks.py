@@ -1,0 +1,52 @@
+"""Benchmarks of learning, in their quick form, and what their runs take along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy, save_tokenizer
+from quick_runs import check_result, run_quick
+
+from benchmarks.learning_callbacks import StaleSlots
+from lit_grpo.policy import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import digest
+
+pytestmark = pytest.mark.integration
+
+
+def test_modes_learning_measures_each_mode_by_samples_and_by_time(tmp_path: Path) -> None:
+    result, _ = run_quick("modes_learning", tmp_path / "result.json")
+    check_result(result, "modes_learning")
+    assert [row["mode"] for row in result["rows"]] == ["synchronous", "april", "sortedrl"]
+    for row in result["rows"]:
+        assert row["samples"] > 0 and row["tokens"] >= row["samples"] and row["wall_s"] > 0 and row["cpu_s"] > 0
+        assert row["final_least"] <= row["final"] <= row["final_most"] and row["final"] <= row["best"]
+    assert (tmp_path / "result.svg").read_text().startswith("<?xml")
+
+
+def test_stability_learns_from_tokens_that_are_as_old_as_the_lag(tmp_path: Path) -> None:
+    result, _ = run_quick("stability", tmp_path / "result.json")
+    check_result(result, "stability")
+    assert [row["objective"] for row in result["rows"]] == ["plain", "token_truncate"]
+    assert all(row["staleness"] == result["settings"]["lag"] == 2 for row in result["rows"])
+    assert (tmp_path / "result.svg").read_text().startswith("<?xml")
+
+
+def test_a_stale_generator_samples_with_the_weights_of_so_many_updates_ago(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    policy: Any = random_policy()
+    generator = StaleSlots(lag=2)
+    generator.start(PolicySpec(policy, load_tokenizer(str(tmp_path))))
+    sampled, sent = [], []
+    for version in range(5):
+        with torch.no_grad():
+            next(policy.parameters()).fill_(version)
+        report = generator.load_weights(generator.weights(), version)
+        assert generator.version == version
+        sent.append(report.digests == {name: digest(tensor) for name, tensor in policy.named_parameters()})
+        sampled.append(float(next(generator.policy.parameters()).detach().flatten()[0]))
+    assert all(sent) and sampled == [0, 0, 0, 1, 2]

@@ -1,0 +1,54 @@
+"""The embedded policy of the harder task: what is shipped, and the script that has made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tiny import configs, weights
+
+from benchmarks.make_knights import KNIGHTS, RECIPE, main
+from benchmarks.make_tiny import TinyRecipe, exact_match, make_tokenizer, new_model
+from lit_grpo.policy import load_policy, load_tokenizer
+from lit_grpo.policy.loading import SHIPPED_KNIGHTS
+from lit_grpo.policy.puzzles import ALPHABET
+
+SHORT = TinyRecipe(
+    hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=4, crowd_steps=2, batch_tokens=256
+)
+
+
+def test_it_is_a_policy_of_under_a_million_parameters_that_loads_by_its_name() -> None:
+    model, tokenizer = load_policy("tiny_knights"), load_tokenizer("tiny_knights")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert 500_000 < model.num_parameters() < 1_000_000
+    assert model.config.vocab_size == len(tokenizer) == len(ALPHABET) + 3
+    assert tokenizer.decode(tokenizer.encode(ALPHABET)) == ALPHABET
+
+
+def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(KNIGHTS.alphabet)
+    new_model(RECIPE, seed=0, tokenizer=tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert configs(tmp_path) == configs(SHIPPED_KNIGHTS)
+    made, shipped = weights(tmp_path), weights(SHIPPED_KNIGHTS)
+    assert {name: weight.shape for name, weight in made.items()} == {
+        name: weight.shape for name, weight in shipped.items()
+    }
+
+
+def test_what_is_shipped_solves_some_puzzles_and_has_room_to_learn() -> None:
+    assert 0.2 < exact_match(SHIPPED_KNIGHTS, 128, KNIGHTS) < 0.6
+
+
+def test_the_script_warm_starts_a_policy_and_says_how_good_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.make_knights.RECIPE", SHORT)
+    measured: list[Any] = []
+    monkeypatch.setattr("benchmarks.make_knights.exact_match", lambda *args, **rest: measured.append((args, rest)) or 0)
+    main([str(tmp_path / "made")])
+    assert "0.0% of the held-out puzzles are solved" in capsys.readouterr().out
+    assert measured == [((tmp_path / "made",), {"task": KNIGHTS})]
+    assert load_policy(str(tmp_path / "made")).config.hidden_size == 32
