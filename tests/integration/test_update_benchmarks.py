@@ -45,7 +45,18 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
 
 @pytest.mark.parametrize(
     "name",
-    ["update_memory", "shared_prefix", "update_gpu", "weight_sync", "sync_proof", "soak", "vllm_learning", "modes"],
+    [
+        "update_memory",
+        "shared_prefix",
+        "update_gpu",
+        "weight_sync",
+        "sync_proof",
+        "soak",
+        "vllm_learning",
+        "modes",
+        "overlap",
+        "default_cost",
+    ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, printed = run_quick(name, tmp_path / "result.json")
