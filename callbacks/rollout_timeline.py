@@ -82,7 +82,7 @@ class RolloutTimeline(pl.Callback):
             if isinstance(logger, WandbLogger):
                 logger.log_image("timeline", [str(path)], step)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.file_writer.add_summary(png_summary("timeline", path.read_bytes()), step)
+                logger.experiment._get_file_writer().add_summary(png_summary("timeline", path.read_bytes()), step)
 
 
 def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:

@@ -81,3 +81,15 @@ def test_a_new_column_leaves_the_file_whole_if_it_cannot_be_written(tmp_path: Pa
     with pytest.raises(OSError):
         log.log_metrics({"loss": 1.0}, step=1)
     assert read(log.path) == [{"step": "0", "reward": "1.0"}]
+
+
+def test_tensorboard_takes_what_comes_after_it_has_been_closed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from lit_grpo.training.loggers import TensorBoard
+
+    logger = TensorBoard(str(tmp_path), {}, resumes=False, name="", version="run")
+    logger.log_metrics({"reward": 0.5}, 1)
+    logger.finalize("success")
+    logger.log_metrics({"val/pass@1": 0.25}, 2)
+    logger.finalize("success")
+    assert len(list((tmp_path / "run").glob("events*"))) >= 1

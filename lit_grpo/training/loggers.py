@@ -143,7 +143,7 @@ class TensorBoard(TensorBoardLogger):
         if self._resumes and step is not None:
             self._resumes = False
             self._hide(step if "reward" in metrics else step + 1)  # a validation may be all that its step lacks
-        writer = self.experiment.file_writer
+        writer = self.experiment._get_file_writer()  # which begins a file where the last has been closed
         writer.add_summary(scalars({tag(name): float(value) for name, value in metrics.items()}), step)
 
     def _hide(self, from_step: int) -> None:
