@@ -6,6 +6,8 @@ and on standard error; it answers with the exit code. The module runs as with ``
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -18,11 +20,13 @@ def main() -> None:
     """Serve until standard input ends."""
     sys.path[0] = os.getcwd()  # as with python -m
     imported = set[str]()
+    atexit.register(gc.unfreeze)  # or triton's bindings tell of every object that is left at the end
     for line in sys.stdin:
         task = json.loads(line)
         for name in {"lightning.pytorch", "transformers", *task["imports"]} - imported:
             importlib.import_module(name)
             imported.add(name)
+        gc.freeze()  # no fork looks for garbage among what is imported
         if (child := os.fork()) == 0:
             run(task)
             return
