@@ -4,6 +4,8 @@ PIP_INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check -c const
 # Many times as fast where much is installed; it looks for wheels where pip does.
 UV = .venv/bin/uv
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# uv compiles nothing: what it installs is compiled where it is first imported, and not again by each process of a test.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test install lint types unit integration lowest newest audit pins clean
 

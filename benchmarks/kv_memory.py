@@ -29,7 +29,7 @@ TAIL_PROMPT, TAIL_LIMIT, TAIL_SIZES = 128, 1024, (8, 32)
 def main(options: Options) -> int:
     """Measure all cases."""
     layers, lengths = (2, {16: 8}) if options.quick else (28, CASES)
-    sizes, full_groups = ((8, 16), (16,)) if options.quick else (SIZES, FULL_GROUPS)
+    sizes, full_groups = ((16,), (16,)) if options.quick else (SIZES, FULL_GROUPS)
     tail_prompt, tail_limit, tail_sizes = (16, 64, (16,)) if options.quick else (TAIL_PROMPT, TAIL_LIMIT, TAIL_SIZES)
     systems: list[tuple[System, tuple[int, ...]]] = [("lit_grpo", sizes), ("full group", full_groups)]
     equal = [

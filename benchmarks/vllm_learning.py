@@ -18,10 +18,7 @@ CONFIGS = {
 }
 QUICK = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--data.train.init_args.num_rows", "64",
          "--data.validation.init_args.num_rows", "8", "--model.num_generations", "4"]  # fmt: skip
-QUICK_CONFIGS, QUICK_SERVERS = (
-    ("arithmetic", "arithmetic_vllm_server"),
-    ["--model.generator.init_args.num_servers", "1"],
-)
+QUICK_CONFIGS = ("arithmetic", "arithmetic_vllm")
 SEED_NOISE = 0.03
 
 
@@ -31,7 +28,7 @@ def main(options: Options) -> int:
     rows, code = [_run(first, QUICK if options.quick else [])], 0
     for name in others:
         note(str(rows[-1]))
-        rows.append(_run(name, [*QUICK, *QUICK_SERVERS] if options.quick else []))
+        rows.append(_run(name, QUICK if options.quick else []))
         code = finish("vllm_learning", options, {"seed": 0}, rows, _claims(rows))
     return code
 

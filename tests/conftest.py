@@ -27,6 +27,11 @@ SLOWEST = (
     "test_stops",
     "test_notebooks",
     "test_fuzz",
+    "test_two_ranks",
+    "test_vllm_engine",
+    "test_adapters_alone",
+    "test_doctor",
+    "test_weight_proof",
 )
 """Files that take longest, which begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
