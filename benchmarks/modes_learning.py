@@ -62,7 +62,8 @@ def main(options: Options) -> int:
         for mode in compared[task]
     }
     rows = [_row(task, mode, found[task, mode], found[task, SYNCHRONOUS]) for task, mode in found]
-    draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
+    if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
+        draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
     settings: Row = {
         **{name: value for name, value in vars(size).items() if isinstance(value, int)},
         "seeds": len(size.seeds),
