@@ -11,6 +11,7 @@ import transformers
 from conftest import random_policy, save_tokenizer
 
 from lit_grpo.policy.loading import (
+    EMBEDDED,
     check_token_logits,
     context_length,
     eos_token_ids,
@@ -116,7 +117,7 @@ def test_the_embedded_policy_comes_again_with_the_package_where_it_is_damaged(
 ) -> None:
     edited(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr("lit_grpo.policy.loading.SHIPPED", tmp_path)
+    monkeypatch.setitem(EMBEDDED, "tiny", tmp_path)
     with pytest.raises(ValueError, match=r"'tiny' are damaged .*; install lit_grpo again"):
         load_policy("tiny")
 
