@@ -446,7 +446,7 @@ ON_THE_DEMO = [
 CONFIGS = {
     "arithmetic": [],
     "infinite_sampling": [],
-    "knights": [],
+    "knights": ["--model.max_tokens_per_micro_batch", "700"],
     "own_task": [],
     "gsm8k_qwen3_1.7b": [
         *ON_THE_DEMO,
@@ -467,7 +467,7 @@ def test_what_comes_with_the_package_has_no_fault(
     for file in ("my_prompts.jsonl", "my_rewards.py"):
         (tmp_path / file).write_text(block(file))
     overlay = CONFIGS[name][:2] if name.startswith("generators") else []
-    rest = [*CONFIGS[name][len(overlay) :], "--model.max_tokens_per_micro_batch", "512"]
+    rest = ["--model.max_tokens_per_micro_batch", "512", *CONFIGS[name][len(overlay) :]]
     outcome = examine(capsys, *overlay, "--config", name, *rest)
     assert (outcome.code, names(outcome, "fail"), names(outcome, "skip")) == (0, [], []), outcome.text
 
