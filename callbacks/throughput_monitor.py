@@ -94,6 +94,7 @@ class ThroughputMonitor(pl.Callback):
         self._sampled = {"num_tokens": tokens, "num_completions": completions}
         for name, value in self._sampled.items():
             self._totals[name] += value
+        pl_module.log_dict({name: self._totals[name] for name in self._sampled})
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -111,7 +112,7 @@ class ThroughputMonitor(pl.Callback):
         flops = self._flops_per_token * (self._prompt_tokens + tokens + 3 * learnt)
         pl_module.log_dict(
             {
-                **self._totals,
+                "time/total_s": self._totals["time/total_s"],
                 "perf/rollout_tokens_per_s": tokens / batch.metrics.get("time/generation_s", rollout_s),
                 "perf/update_tokens_per_s": tokens / update_s,
                 "perf/tokens_per_s": tokens / both_s,
