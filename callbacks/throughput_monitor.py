@@ -78,8 +78,20 @@ class ThroughputMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PromptBatch, batch_idx: int
     ) -> None:
         """Begin the update phase."""
+        assert isinstance(pl_module, GRPOModule)
         self._update_start = time.perf_counter()
         self._batch: PromptBatch | None = batch  # whose rollouts have not been counted yet
+        if batch.arriving is None:
+            self._see(pl_module, batch)
+            pl_module.log_dict({name: self._totals[name] + value for name, value in self._sampled.items()})
+
+    def _see(self, module: GRPOModule, batch: PromptBatch) -> None:
+        """Take in what the rollout has brought on all ranks."""
+        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
+        learnt = sum(rollout.completion.num_sampled for rollout in batch.rollouts)
+        local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(batch.rollouts), prompt_tokens])
+        tokens, completions, self._prompt_tokens = module.ranks.sum(local).tolist()
+        self._sampled = {"num_tokens": tokens, "num_completions": completions}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Count what the rollout has brought, on all ranks; a batch that is broken off before is sampled again."""
@@ -87,14 +99,10 @@ class ThroughputMonitor(pl.Callback):
         batch, self._batch = self._batch, None
         if batch is None:
             return
-        prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
-        learnt = sum(rollout.completion.num_sampled for rollout in batch.rollouts)
-        local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(batch.rollouts), prompt_tokens])
-        tokens, completions, self._prompt_tokens = pl_module.ranks.sum(local).tolist()
-        self._sampled = {"num_tokens": tokens, "num_completions": completions}
+        if batch.arriving is not None:  # its groups are all there now
+            self._see(pl_module, batch)
         for name, value in self._sampled.items():
             self._totals[name] += value
-        pl_module.log_dict({name: self._totals[name] for name in self._sampled})
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
@@ -113,6 +121,7 @@ class ThroughputMonitor(pl.Callback):
         pl_module.log_dict(
             {
                 "time/total_s": self._totals["time/total_s"],
+                **({} if batch.arriving is None else self._totals),
                 "perf/rollout_tokens_per_s": tokens / batch.metrics.get("time/generation_s", rollout_s),
                 "perf/update_tokens_per_s": tokens / update_s,
                 "perf/tokens_per_s": tokens / both_s,
