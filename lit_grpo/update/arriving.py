@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.batches.microbatch import MicroBatches, make_micro_batches, num_row_tokens
+from lit_grpo.update.batches.microbatch import MicroBatches, make_micro_batches
 from lit_grpo.update.batches.step import Before, Step, missing_logprob, taking_part_and_learnt
 from lit_grpo.update.metrics import TokenMetrics
 from lit_grpo.update.normalization import StepTotals
@@ -57,7 +57,7 @@ class Gradients(Protocol):
 class Arriving:
     """The gradient of one optimizer step, of groups that come one after another.
 
-    They go through the policy once there are enough for a micro-batch.
+    They go through the policy as soon as it is free: what it would wait for goes on being decoded meanwhile.
 
     Args:
         learner: Whose policy it is.
@@ -67,7 +67,6 @@ class Arriving:
     def __init__(self, learner: Gradients, metrics: TokenMetrics) -> None:
         self._learner, self.metrics = learner, metrics
         self._before = copy.deepcopy(vars(metrics))
-        self._waiting: list[RolloutGroup] = []
         self._parts: list[Step] = []
         self._advantages: list[torch.Tensor] = []
         self._num_tokens = self._num_sequences = 0
@@ -76,11 +75,7 @@ class Arriving:
     def sum(self, arriving: Iterable[Sequence[RolloutGroup]]) -> tuple[Step, torch.Tensor]:
         """Return the step that all groups make, its gradient being there, and the advantages of the rollouts."""
         for groups in arriving:
-            self._waiting += groups
-            rollouts = [rollout for group in self._waiting for rollout in group.rollouts]
-            if sum(map(num_row_tokens, rollouts)) >= self._learner.max_tokens(rollouts):
-                self._learn()
-        self._learn()
+            self._learn(groups)
         return self._step(), torch.cat([torch.empty(0), *self._advantages])
 
     def _step(self) -> Step:
@@ -111,10 +106,9 @@ class Arriving:
             log_weights=[log_weight for part in self._parts for log_weight in part.log_weights],
         )
 
-    def _learn(self) -> None:
-        """Add the gradient of what waits."""
-        learner, groups = self._learner, self._waiting
-        self._waiting = []
+    def _learn(self, groups: Sequence[RolloutGroup]) -> None:
+        """Add their gradient."""
+        learner = self._learner
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if problem := missing_logprob(rollouts):
             raise ValueError(problem)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -248,11 +249,10 @@ class Learner:
         """
         objective = self.settings.objective
         taking_part, learnt = taking_part_and_learnt(rollouts, advantages, objective.mask_truncated)
-        num_sequences = int(self.ranks.sum(len(taking_part)))
         num_tokens = int(self.ranks.sum(sum(rollout.completion.num_trained for rollout, _ in learnt)))
         kept = self._highest_entropy([rollout for rollout, _ in learnt])
         num_kept = num_tokens if kept is None else int(self.ranks.sum(sum(int(part.sum()) for part in kept.values())))
-        totals = StepTotals(num_tokens, num_sequences, self.settings.max_tokens, num_kept)
+        totals = StepTotals(num_tokens, int(self.ranks.sum(len(taking_part))), self.settings.max_tokens, num_kept)
         if not objective.uses_every_completion:
             learnt = [(rollout, advantage) for rollout, advantage in learnt if advantage != 0]
         return Step([r for r, _ in learnt], [advantage for _, advantage in learnt], totals, before, kept)
@@ -323,8 +323,8 @@ class Learner:
                     return False
                 try:
                     if not short:
-                        on_device = micro_batch.to(self.device)
-                        self.optimization.add_gradient(lambda: self._loss(on_device, step, metrics), is_last)  # noqa: B023
+                        compute_loss = partial(self._loss, micro_batch.to(self.device), step, metrics)
+                        self.optimization.add_gradient(compute_loss, is_last)
                 except (RuntimeError, MemoryError) as error:
                     if not is_open or not is_out_of_memory(error):
                         raise
