@@ -24,7 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.processes import quiet_trainer
+from benchmarks.processes import quiet_trainer, stay_on
 from benchmarks.random_policies import Sizes, save_random_policy
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_rows
@@ -84,15 +84,15 @@ def main(options: Options) -> int:
     watches: dict[str, list[Watch]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
         save_random_policy(Path(folder), POLICY)
-        os.sched_setaffinity(0, cores[:1])  # which servers inherit
+        stay_on(cores[:1])  # which servers inherit
         generator.start(PolicySpec(load_policy(folder), load_tokenizer(folder)))
-        os.sched_setaffinity(0, cores[1:] or cores)
+        stay_on(cores[1:] or cores)
         for _ in range(repeats):
             for mode, runs in watches.items():
                 runs.append(run(mode, folder, generator, num_updates, options.quick))
                 note(f"{mode}: steps {statistics.median(runs[-1].steps):.3f} s")
     generator.close()
-    os.sched_setaffinity(0, cores)
+    stay_on(cores)
     rows = [_row(mode, runs, watches["synchronous"]) for mode, runs in watches.items()]
     settings: Row = {"updates": num_updates, "repeats": repeats, "threads": 1, "servers": 2, "servers_cores": 1}
     one, other = watches["synchronous"][0].gradient, watches["periodic"][0].gradient

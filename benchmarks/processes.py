@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -99,6 +99,13 @@ def read_case() -> dict[str, Any]:
     for name in ("lightning.pytorch", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return json.loads(sys.argv[1])
+
+
+def stay_on(cores: Collection[int]) -> None:
+    """Keep this process, all of its threads and those that it begins on these cores, where the system can do that."""
+    if hasattr(os, "sched_setaffinity"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def quiet_trainer(device: str, callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:

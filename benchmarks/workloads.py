@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.data.sources import RowSource
-from lit_grpo.policy.exercises import Split
+from lit_grpo.policy.splits import Split
 from lit_grpo.scheduling.replay.traces import synthetic_lengths
 from lit_grpo.types import Key, Prompt
 

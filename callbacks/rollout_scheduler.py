@@ -117,14 +117,14 @@ class RolloutScheduler(pl.Callback):
                 )
             loader = training_loader(_data(trainer))
             loader.on_demand = True
-            steps = learning.num_iterations * learning.num_minibatches
-            self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, steps)
+            num_updates = learning.updates_per_batch
+            self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, num_updates)
 
     def _check_turns(self, module: GRPOModule) -> None:
         """Check that the mode goes with the run's updates and its generator."""
         turns, learning, generator = self._turns, module.settings, module.generator
-        steps, max_tokens = learning.num_iterations * learning.num_minibatches, module.sampling.max_tokens
-        turns.check(steps, max_tokens, module.num_generations, self.predict_lengths)
+        max_tokens, num_generations = module.sampling.max_tokens, module.num_generations
+        turns.check(learning.updates_per_batch, max_tokens, num_generations, self.predict_lengths)
         check_generator(self.mode, turns, generator)
         if turns.overlap == "within":
             check_arriving(learning, module.ranks.size)

@@ -99,15 +99,39 @@ def _token_metrics(completions: Sequence[Completion], version: int, ranks: Ranks
     logprobs_T = torch.cat([torch.empty(0), *(completion.logprobs_T for completion in completions)])
     means = Means(("completions/mean_logprob",))
     means.add({"completions/mean_logprob": logprobs_T[versions_T != OBSERVED]})
-    own_S = torch.bincount(version - versions_T[versions_T != OBSERVED])
-    return means.compute(ranks.sum) | _staleness_metrics(ranks.gather(own_S))
+    return means.compute(ranks.sum) | _staleness_metrics(_tokens_by_staleness(completions, version, ranks))
 
 
-def _staleness_metrics(tokens_S: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Describe how stale tokens are, of which each rank counts those of staleness 0, 1, 2 and so on."""
+def staleness_shares(groups: Sequence[RolloutGroup], version: int, ranks: Ranks) -> dict[str, float]:
+    """Return the shares of a batch's sampled tokens on all ranks that are so many updates old; for old ones by ranges.
+
+    With ``staleness/fresh`` they add up to 1.
+    """
+    completions = [rollout.completion for group in groups for rollout in group.fresh]
+    counts_S = _tokens_by_staleness(completions, version, ranks)
+    num_tokens = int(counts_S.sum())
+    return {
+        f"staleness/share_{name}": float(counts_S[first:end].sum()) / num_tokens if num_tokens else math.nan
+        for name, (first, end) in STALENESS.items()
+    }
+
+
+STALENESS = {"1": (1, 2), "2_to_3": (2, 4), "4_to_7": (4, 8), "8_or_more": (8, None)}
+"""The first staleness of each range, and the first of the next."""
+
+
+def _tokens_by_staleness(completions: Sequence[Completion], version: int, ranks: Ranks) -> np.ndarray:
+    """Count the sampled tokens on all ranks of staleness 0, 1, 2 and so on."""
+    versions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(completion.versions_T for completion in completions)])
+    tokens_S = ranks.gather(torch.bincount(version - versions_T[versions_T != OBSERVED]))
     counts_S = np.zeros(max(map(len, tokens_S)), dtype=np.int64)
     for each_S in tokens_S:
         counts_S[: len(each_S)] += each_S.numpy()
+    return counts_S
+
+
+def _staleness_metrics(counts_S: np.ndarray) -> dict[str, float]:
+    """Describe how stale tokens are."""
     num_tokens = int(counts_S.sum())
     if not num_tokens:
         return dict.fromkeys(("staleness/mean", "staleness/p95", "staleness/max", "staleness/fresh"), math.nan)

@@ -28,7 +28,7 @@ from lit_grpo.checks import (
     check_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
-from lit_grpo.metrics import CollapseWatch, rollout_metrics
+from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
 from lit_grpo.policy.loading import (
@@ -332,7 +332,9 @@ class GRPOModule(EvaluationModule):
         self._check_rewards(logs["frac_no_reward"])
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
-        if not batch.carried:
+        if batch.carried:
+            self.log_dict(staleness_shares(batch.groups, version, self.ranks))
+        else:
             check_minibatches(self.settings.num_minibatches, len(batch.groups))
         self.log_anew("update", self.learner.learn(batch.groups) if update is None else update)
         self.log("step", float(self.policy_version))

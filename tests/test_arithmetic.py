@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.policy.exercises import ALPHABET, ANSWER_PATTERN, Remainder, demonstration, draw_exercise, working
 from lit_grpo.rewards.builtin import ExactMatch
 

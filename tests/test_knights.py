@@ -7,7 +7,7 @@ from itertools import permutations, product
 
 import pytest
 
-from lit_grpo.data.knights import OF_THE_FEWEST, KnightsRows
+from lit_grpo.data.drawn import PUZZLES_OF_THE_FEWEST, KnightsRows
 from lit_grpo.policy.puzzles import (
     ALPHABET,
     ANSWER_PATTERN,
@@ -110,7 +110,7 @@ def test_so_many_puzzles_of_three_characters_are_in_each_split() -> None:
 
     puzzles = (Puzzle(each) for each in product(*map(claims, "ABC")))
     splits = [puzzle.split for puzzle in puzzles if len(puzzle.solutions) == 1]
-    assert {split: splits.count(split) for split in OF_THE_FEWEST} == OF_THE_FEWEST
+    assert {split: splits.count(split) for split in PUZZLES_OF_THE_FEWEST} == PUZZLES_OF_THE_FEWEST
 
 
 def test_the_longest_working_is_eight_times_the_mean() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
-from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics
+from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -250,6 +250,26 @@ def test_rollout_metrics_of_two_ranks_are_those_of_all_rollouts() -> None:
         metrics_of(part, 2, (), SeveralRanks(told, own))
     for own, part in enumerate(parts):
         assert metrics_of(part, 2, (), SeveralRanks(told, own)) == pytest.approx(expected)
+
+
+def test_the_shares_of_tokens_by_their_age_are_of_all_ranks_and_add_up_to_one() -> None:
+    ages = {0: 6, 1: 3, 2: 2, 3: 2, 4: 1, 9: 6}
+    rollouts = [
+        make_rollout([5], [6] * tokens, 1.0, prompt_id=str(age), version=9 - age) for age, tokens in ages.items()
+    ]
+    told: list[list[Any]] = [[], []]
+    parts = [as_groups(rollouts[:2]), as_groups(rollouts[2:])]
+    for own, part in enumerate(parts):
+        staleness_shares(part, 9, SeveralRanks(told, own))
+    shares = [staleness_shares(part, 9, SeveralRanks(told, own)) for own, part in enumerate(parts)]
+    assert shares[0] == shares[1] == pytest.approx({
+        "staleness/share_1": 0.15,
+        "staleness/share_2_to_3": 0.2,
+        "staleness/share_4_to_7": 0.05,
+        "staleness/share_8_or_more": 0.3,
+    })  # fmt: skip
+    assert staleness_shares(as_groups(rollouts), 9, Ranks()) == shares[0]
+    assert all(math.isnan(share) for share in staleness_shares([], 9, Ranks()).values())
 
 
 def test_the_spread_of_rewards_is_the_one_that_trl_logs() -> None:

@@ -1,8 +1,7 @@
 """Where prompts come from: rows of any source, rendered, tokenised and put into batches."""
 
-from lit_grpo.data.arithmetic import ArithmeticRows
-from lit_grpo.data.knights import KnightsRows
+from lit_grpo.data.drawn import ArithmeticRows, DrawnRows, KnightsRows
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import FileRows, HubRows, RowSource
 
-__all__ = ["ArithmeticRows", "FileRows", "HubRows", "KnightsRows", "PromptDataModule", "RowSource"]
+__all__ = ["ArithmeticRows", "DrawnRows", "FileRows", "HubRows", "KnightsRows", "PromptDataModule", "RowSource"]

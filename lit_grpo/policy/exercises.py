@@ -15,7 +15,8 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+
+from lit_grpo.policy.splits import Split, geometric, split_of
 
 ANSWER_PATTERN = r"(?:^|=)(\d+)$"
 """Group 1 of its match is the answer of a completion: the number after the last equals sign."""
@@ -23,11 +24,9 @@ ANSWER_PATTERN = r"(?:^|=)(\d+)$"
 ALPHABET = "0123456789%="
 """Every character of a prompt or of a working."""
 
-Split = Literal["train", "validation"]
 SMALLEST_DIVISOR, LARGEST_DIVISOR = 11, 49
 MOST_STEPS = 18
 CONTINUE = 0.72  # the chance that a working has one more subtraction
-VALIDATION_ONE_IN = 5
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ class Remainder:
         All exercises whose workings can share a line are in one split: no line of a validation working
         is ever seen in training.
         """
-        held_out = zlib.crc32(f"{self.divisor}/{self.answer}".encode()) % VALIDATION_ONE_IN == 0
-        return "validation" if held_out else "train"
+        return split_of(zlib.crc32(f"{self.divisor}/{self.answer}".encode()))
 
 
 def working(exercise: Remainder) -> str:
@@ -108,9 +106,7 @@ def draw_exercise(
         more: The chance that there is one more subtraction.
     """
     while True:
-        num_steps = 1
-        while num_steps < max_steps and rng.random() < more:
-            num_steps += 1
+        num_steps = geometric(rng, 1, max_steps, more)
         divisor = rng.randint(SMALLEST_DIVISOR, max_divisor)
         exercise = Remainder(num_steps * divisor + rng.randrange(divisor), divisor)
         if exercise.split == split:

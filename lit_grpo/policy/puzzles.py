@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Literal
+
+from lit_grpo.policy.splits import Split, geometric, split_of
 
 ANSWER_PATTERN = r"(?:^|\.)([A-Ga-g]+)$"
 """Group 1 of its match is the answer of a completion: what stands behind the full stop."""
@@ -37,11 +38,9 @@ KNIGHTS = {"&": {2}, "|": {1, 2}, "=": {0, 2}, "^": {1}, "-": {0}, "/": {0, 1}}
 ALPHABET = CHARACTERS + CHARACTERS.lower() + "".join(KNIGHTS) + ":!."
 """Every character of a prompt or of a working."""
 
-Split = Literal["train", "validation"]
 FEWEST, MOST = 3, 7
 CONTINUE = 0.4  # the chance that a puzzle has one more character
 LONGEST_WORKING = 699  # puzzles that take more are left out
-VALIDATION_ONE_IN = 5
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Puzzle:
         colours = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
         for _ in range(3):
             colours = {letter: self._colour(letter, colours) for letter in colours}
-        return "validation" if _hash(sorted(colours.values())) % VALIDATION_ONE_IN == 0 else "train"
+        return split_of(_hash(sorted(colours.values())))
 
     def _colour(self, letter: str, colours: dict[str, int]) -> int:
         """A number made of the claims that name ``letter``, and of the colours of those whom they name."""
@@ -167,10 +166,7 @@ def draw_puzzle(
         most: The most characters.
         more: The chance that there is one more character.
     """
-    num_characters = fewest
-    while num_characters < most and rng.random() < more:
-        num_characters += 1
-    letters = CHARACTERS[:num_characters]
+    letters = CHARACTERS[: geometric(rng, fewest, most, more)]
     while True:
         puzzle = Puzzle(tuple(sorted((_claim(rng, each, letters) for each in letters), key=_order)))
         if len(puzzle.solutions) == 1 and puzzle.split == split and len(working(puzzle)) <= LONGEST_WORKING:

@@ -17,6 +17,7 @@ import lit_grpo
 from lit_grpo.cli.command_line import run
 from lit_grpo.dashboard import explain, sections
 from lit_grpo.dashboard.tensorboard import tag
+from lit_grpo.metrics import STALENESS
 from lit_grpo.policy.loading import load_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -61,6 +62,7 @@ ONLY_ELSEWHERE = {
         (f"rollout/{name}" for name in ("open_prompts", "waiting_groups", "continued_tokens", "discarded_tokens")),
         "rollout_scheduler.mode other than synchronous",
     ),
+    **dict.fromkeys((f"staleness/share_{name}" for name in STALENESS), "rollout_scheduler.mode other than synchronous"),
     **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
     **dict.fromkeys(
         (
@@ -201,7 +203,7 @@ def test_a_workspace_names_only_metrics_that_there_are() -> None:
     names = ["val/pass@8", "rewards/digits/mean", "lengths/spearman_at_32", "lengths/within_at_8"]
     assert all(any(family.match(name) for family in families) for name in names)
     stacked = [plot.title for plot in plots if plot.plot_type == "stacked-area"]
-    assert stacked == ["Seconds of a step"]
+    assert set(stacked) == {"Seconds of a step", "Tokens by updates since they were sampled (shares)"}
 
 
 def test_a_run_from_python_tells_its_settings_too(

@@ -16,7 +16,7 @@ from conftest import ALPHABET, random_policy, save_tokenizer
 from test_readme import block
 
 from lit_grpo.cli.doctor import main
-from lit_grpo.data.arithmetic import ArithmeticRows
+from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest

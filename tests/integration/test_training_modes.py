@@ -15,6 +15,7 @@ from hand_made import Checkpoints, make_module, make_trainer, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.metrics import STALENESS
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.rules import make_mode
@@ -137,6 +138,9 @@ def check_staleness(trained: Trained, cap: int) -> None:
     assert min(seen) == 0 and max(seen) <= cap
     assert bool(cap) == (max(seen) > 0)
     assert [max(log["staleness/max"] for log in trained.logs)] == [max(seen)]
+    for log in trained.logs if cap else ():
+        shares = [log["staleness/fresh"], *(log[f"staleness/share_{name}"] for name in STALENESS)]
+        assert sum(shares) == pytest.approx(1) and (shares[0] < 1) == (log["staleness/max"] > 0)
 
 
 def check_log_probs(trained: Trained) -> None:
