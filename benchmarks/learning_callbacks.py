@@ -1,12 +1,14 @@
-"""What runs of learning benchmarks take along: a clock, and a generator whose weights are old."""
+"""What runs of learning benchmarks take along: a clock, cores, an order of groups, and a generator of old weights."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
+import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.processes import stay_on
+from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import InFlight
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
+from lit_grpo.types import RolloutGroup
 
 CLOCK = "clock.jsonl"
 
@@ -50,6 +55,39 @@ class Clock(pl.Callback):
         wall_s, cpu_s = (now - start - out for now, start, out in zip(_now(), self._start, self._left_out, strict=True))
         with Path(CLOCK).open("a") as file:
             file.write(json.dumps({"update": trainer.global_step, "wall_s": wall_s, "cpu_s": cpu_s}) + "\n")
+
+
+class ServersApart(pl.Callback):
+    """Keep the servers that a run starts on the first of its cores, and the run on the others."""
+
+    def __init__(self) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stay on the core that servers are to inherit."""
+        stay_on(self._cores[:1])
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Leave it to them."""
+        stay_on(self._cores[1:] or self._cores)
+
+
+class ShortFirst(pl.Callback):
+    """Learn from the groups of a batch in the order of their mean lengths, whatever order they were sampled in."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sort before each batch is learnt from."""
+        assert isinstance(pl_module, GRPOModule)
+        learn = pl_module.learner.learn
+
+        def learn_sorted(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+            return learn(sorted(groups, key=_mean_length))
+
+        pl_module.learner.learn = learn_sorted
+
+
+def _mean_length(group: RolloutGroup) -> float:
+    return statistics.fmean(rollout.completion.num_tokens for rollout in group.rollouts)
 
 
 def _now() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Whole runs of a shipped configuration, side by side: each on a core and a thread of its own, in an empty folder.
+"""Whole runs of a shipped configuration in empty folders: side by side on a core each, or alone on all cores.
 
 What has been run stays in ``runs/BENCHMARK/COMMIT``, so that a benchmark which was cut off goes on where it was.
 """
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,26 +29,32 @@ from benchmarks.report import ROOT, Options, Row, note
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import lightning.pytorch as pl
+
 EXACT, REWARD = "val/pass@1", "reward"
-CLOCKED = {"trainer": {"callbacks": [{"class_path": f"{Clock.__module__}.{Clock.__name__}"}]}}
-"""The configuration that a run gets beside its own."""
 
 
 @dataclass(frozen=True)
 class LearningRun:
-    """One run: ``config`` is a name of ``configs/``, ``arguments`` stand behind it."""
+    """One run: ``config`` is a name of ``configs/``, ``arguments`` stand behind it; it takes ``callbacks`` along.
+
+    Of those that are not ``alone`` as many are run at a time as there are cores, up to two.
+    """
 
     name: str
     config: str
     arguments: tuple[str, ...]
+    callbacks: tuple[type[pl.Callback], ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)
 class Curves:
     """What a run has come to, by update from 0 on; NaN where it was not measured.
 
-    ``exact_U`` is held-out exact match, ``reward_U`` the mean reward of the batch that led to the update, ``samples_U``
-    and ``tokens_U`` what has been learnt from and decoded so far; seconds are without validations.
+    ``exact_U`` is held-out exact match, ``reward_U`` and ``length_U`` the mean reward and length of the batch that led
+    to the update, ``open_U`` the prompts that stayed open behind it, ``samples_U`` and ``tokens_U`` what has been
+    learnt from and decoded so far; seconds are without validations.
     """
 
     exact_U: np.ndarray
@@ -58,6 +64,8 @@ class Curves:
     wall_s_U: np.ndarray
     cpu_s_U: np.ndarray
     staleness_U: np.ndarray
+    length_U: np.ndarray
+    open_U: np.ndarray
 
 
 @contextmanager
@@ -73,39 +81,47 @@ def kept_runs(name: str, options: Options) -> Iterator[Path]:
 
 
 def run_all(runs: Sequence[LearningRun], folder: Path) -> dict[str, Curves]:
-    """Run those that have not been run, as many at a time as there are cores, up to two, in the order given."""
-    cores: Queue[int | None] = Queue()
-    available = sorted(os.sched_getaffinity(0))[:2] if hasattr(os, "sched_getaffinity") else [None]
-    for core in available:
-        cores.put(core)
+    """Run those that have not been run, in the order given, and those that are to be alone behind the others."""
+    together = [run for run in runs if not run.alone]
+    alone = [run for run in runs if run.alone]
+    every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return _run_on([{core} for core in every[:2]] or [set()], together, folder) | _run_on([set(every)], alone, folder)
+
+
+def _run_on(places: Sequence[Collection[int]], runs: Sequence[LearningRun], folder: Path) -> dict[str, Curves]:
+    """Run them on so many places, which are sets of cores, at a time."""
+    free: Queue[Collection[int]] = Queue()
+    for place in places:
+        free.put(place)
 
     def one(run: LearningRun) -> Curves:
         if not (folder / run.name / "done").exists():
-            core = cores.get()
+            place = free.get()
             try:
-                _train(run, folder / run.name, core)
+                _train(run, folder / run.name, place)
             finally:
-                cores.put(core)
+                free.put(place)
         curves = read_curves(folder / run.name)
         note(f"{run.name}: {curves.wall_s_U[-1]:.0f} s, exact match {curves.exact_U[-1]:.3f}")
         return curves
 
-    with ThreadPoolExecutor(len(available)) as pool:
+    with ThreadPoolExecutor(len(places)) as pool:
         return dict(zip([run.name for run in runs], pool.map(one, runs), strict=True))
 
 
-def _train(run: LearningRun, folder: Path, core: int | None) -> None:
+def _train(run: LearningRun, folder: Path, cores: Collection[int]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "clocked.yaml").write_text(yaml.safe_dump(CLOCKED))
+    callbacks = [{"class_path": f"{kind.__module__}.{kind.__name__}"} for kind in (Clock, *run.callbacks)]
+    (folder / "clocked.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", str(ROOT / "configs" / f"{run.config}.yaml")]
     command += ["--config", "clocked.yaml", "--trainer.enable_progress_bar", "false", *run.arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
-        if core is not None:
-            os.sched_setaffinity(process.pid, {core})
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
         if process.wait():
             raise RuntimeError(f"{run.name} failed:\n{(folder / 'output.txt').read_text()[-6000:]}")
     (folder / "done").touch()
@@ -128,7 +144,7 @@ def read_curves(folder: Path) -> Curves:
     samples_U = np.nan_to_num(column("num_completions"))
     return Curves(
         column(EXACT), column(REWARD), samples_U, decoded_U.cumsum(), seconds("wall_s"), seconds("cpu_s"),
-        column("staleness/mean"),
+        column("staleness/mean"), column("completions/mean_length"), column("rollout/open_prompts"),
     )  # fmt: skip
 
 

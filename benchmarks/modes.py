@@ -60,15 +60,20 @@ class Arm:
 
     mode: str
     plan: str = "fcfs"
+    batches: int = 1
+    """That a rollout is of; as many updates learn from it, its shortest completions first."""
 
     @property
     def name(self) -> str:
         """As in the table."""
-        return f"{self.mode}, {self.plan}"
+        return f"{self.mode}, {self.plan}" + f", {self.batches} batches sorted afterwards" * (self.batches > 1)
 
 
 def arms(limit: int) -> list[Arm]:
-    """What is compared: synchronous in two orders, and the modes; SortedRL with loadings of several sizes and none."""
+    """What is compared: synchronous in two orders, and the modes.
+
+    SortedRL has loadings of several sizes and none; beside it the same loading sampled at once, and sorted afterwards.
+    """
     return [
         Arm("synchronous"),
         Arm("synchronous", "short_last"),
@@ -76,6 +81,7 @@ def arms(limit: int) -> list[Arm]:
         Arm("sortedrl"),
         *(Arm(f"sortedrl:batches_in_work={number}") for number in (2, 8)),
         Arm("sortedrl:refill=always"),
+        Arm("synchronous", batches=4),
         Arm("sortedrl_partial"),
         Arm(f"chunked:tokens_per_update={limit // 4}"),
     ]
@@ -91,15 +97,19 @@ def main(options: Options) -> int:
         for arm, rows in measured.items():
             rows.append(measure(arm, work, policy, lengths))
             note(f"{arm.name}: {rows[-1]}")
-    rows = [{"mode": arm.mode, "plan": arm.plan, **_median(runs)} for arm, runs in measured.items()]
+    rows = [
+        {"mode": arm.mode, "plan": arm.plan, "batches": arm.batches, **_median(runs)} for arm, runs in measured.items()
+    ]
     settings: Row = {**vars(work), "threads": 1, "repeats": REPEATS, "length_noise": NOISE}
-    return finish("modes", options, settings, rows, _claims({f"{row['mode']}, {row['plan']}": row for row in rows}))
+    by_name = dict(zip([arm.name for arm in measured], rows, strict=True))
+    return finish("modes", options, settings, rows, _claims(by_name))
 
 
 def measure(arm: Arm, work: Work, policy: torch.nn.Module, lengths: dict[Key, int]) -> Row:
     """Give out ``num_batches`` batches."""
     mode, prompts = make_mode(arm.mode), iter(work.prompts)
-    buffer = RolloutBuffer(mode.rule(work.num_prompts, work.num_generations))
+    num_prompts = work.num_prompts * arm.batches
+    buffer = RolloutBuffer(mode.rule(num_prompts, work.num_generations))
     generator = slots(policy, make_tokenizer(), work.num_slots, lengths)
     foretold: LearntLengths = NoLengths()
     if arm.plan != "fcfs":
@@ -107,17 +117,19 @@ def measure(arm: Arm, work: Work, policy: torch.nn.Module, lengths: dict[Key, in
     loop, sampling = RolloutLoop(generator, buffer, arm.plan, foretold), SamplingParams(max_tokens=work.limit)
     total: dict[str, float] = dict.fromkeys(("slot_steps", "active", "tokens", "discarded", "continued", "s"), 0.0)
     staleness: list[int] = []
-    for version in range(work.num_batches):
+    for version in range(0, max(work.num_batches, 2 * arm.batches), arm.batches):
         generator.load_weights(policy.named_parameters(), version)
         start = time.process_time()
-        drawn = [next(prompts) for _ in range(mode.num_wanted(len(buffer), work.num_prompts))]
+        drawn = [next(prompts) for _ in range(mode.num_wanted(len(buffer), num_prompts))]
         buffer.open(group_requests(drawn, work.num_generations, sampling, seed=0))
         stats = loop.run(buffer.ready)
         buffer.close()
         completions = [rollout.completion for group in buffer.take() for rollout in group.fresh]
         buffer.learnt()
         if version:
-            staleness += [version - each for one in completions for each in one.versions_T.tolist()]
+            for place, one in enumerate(sorted(completions, key=lambda completion: completion.num_tokens)):
+                update = version + place * arm.batches // len(completions)
+                staleness += [update - each for each in one.versions_T.tolist()]
             total["s"] += time.process_time() - start
             total["slot_steps"] += stats.slot_steps
             total["active"] += stats.active_slot_steps

@@ -1,9 +1,14 @@
-"""What each rollout mode learns, by samples and by time, on the demo's task and on the harder one.
+"""What each rollout mode learns, by samples and by time: on the demo's task, on the harder one, and with a server.
 
-Modes differ in nothing else: policy, batch, group, learning rate and number of updates are the same, for three seeds
-each. A run has one thread and a core of its own, two run at a time, and seeds and modes take turns. Seconds, and CPU
-seconds, are those of rollouts and updates, without validations and start. A curve is the mean over the seeds; what a
-mode has come to by a moment is its last validation before it.
+Modes of a task differ in nothing else: policy, batch, group, learning rate and number of updates are the same, for
+three seeds each. A run has one thread and a core of its own, two run at a time, and seeds and modes take turns; a run
+with a server is alone, the server on one core and training on the other. Seconds, and CPU seconds (the server's not
+among them), are those of rollouts and updates, without validations and start. A curve is the mean over the seeds; what
+a mode has come to by a moment is its last validation before it.
+
+Beside the modes are SortedRL's ablations: without grouped loading (``refill=always``), and sorted afterwards: all
+completions of four batches are sampled at once, and four updates learn from them, groups of short completions first.
+Where several updates learn from one loading, lengths and rewards are given by the update within it.
 """
 
 from __future__ import annotations
@@ -15,12 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.learning_callbacks import ServersApart, ShortFirst
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 
 PICTURE = ROOT / "docs" / "pictures" / "modes_learning.svg"
+SERVERS = ROOT / "configs" / "generators" / "vllm_servers.yaml"
 SHARE_OF_TIME, SHARE_OF_SAMPLES = 0.7, 0.6
-SYNCHRONOUS = "synchronous"
+SYNCHRONOUS, NO_LOADING, SORTED_AFTERWARDS = "synchronous", "sortedrl:refill=always", "sorted afterwards"
+LOADING = 4
+"""Batches of a loading."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,6 @@ class Size:
     """Of all runs alike."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    updates: int = 40
     validate_every: int = 5
     prompts: int = 8
     group: int = 16
@@ -36,55 +44,76 @@ class Size:
     arguments: tuple[str, ...] = ()
 
 
-QUICK = Size((0,), 2, 1, 2, 4, 8, ("--data.train.init_args.num_rows", "16"))
-TASKS = {"arithmetic": 128, "knights": 700}
-"""Each task's configuration, and the most tokens of a completion."""
+@dataclass(frozen=True)
+class Task:
+    """A configuration, the modes that are compared with it, the updates of each, and whether a server decodes."""
+
+    config: str
+    modes: tuple[str, ...]
+    updates: int = 40
+    on_server: bool = False
 
 
-def modes(limit: int) -> list[str]:
-    """What is compared, for completions of at most ``limit`` tokens."""
+def modes(limit: int) -> tuple[str, ...]:
+    """The embedded modes and ablations, for completions of at most ``limit`` tokens."""
     chunk, midway = f"chunked:tokens_per_update={limit // 4}", f"pruned:prune_at={limit // 6}"
-    return [SYNCHRONOUS, "april", "sortedrl", "sortedrl_partial", chunk, midway]
+    return (SYNCHRONOUS, "april", "sortedrl", NO_LOADING, SORTED_AFTERWARDS, "sortedrl_partial", chunk, midway)
+
+
+TASKS = {
+    "arithmetic": Task("arithmetic", modes(128)),
+    "knights": Task("knights", modes(700), updates=24),
+    "arithmetic, with a server": Task("arithmetic", (SYNCHRONOUS, "periodic", "asynchronous"), on_server=True),
+}
+QUICK = Size((0,), 1, 2, 4, 8, ("--data.train.init_args.num_rows", "16"))
+QUICK_TASKS = {"arithmetic": Task("arithmetic", (SYNCHRONOUS, "sortedrl", SORTED_AFTERWARDS), updates=4)}
 
 
 def main(options: Options) -> int:
     """Run all, draw them, and judge."""
-    size = QUICK if options.quick else Size()
-    tasks = dict(list(TASKS.items())[:1]) if options.quick else TASKS
-    compared = {task: modes(limit)[: 3 if options.quick else None] for task, limit in tasks.items()}
-    cases = [(task, mode, seed) for seed in size.seeds for task in tasks for mode in compared[task]]
-    runs = {case: _run(*case, size) for case in cases}
+    size, tasks = (QUICK, QUICK_TASKS) if options.quick else (Size(), TASKS)
+    cases = [(name, mode, seed) for seed in size.seeds for name, task in tasks.items() for mode in task.modes]
+    runs = {(name, mode, seed): _run(name, tasks[name], mode, seed, size) for name, mode, seed in cases}
     with kept_runs("modes_learning", options) as folder:
         curves = run_all(list(runs.values()), folder)
     found = {
-        (task, mode): [curves[runs[task, mode, seed].name] for seed in size.seeds]
-        for task in tasks
-        for mode in compared[task]
+        (name, mode): [curves[runs[name, mode, seed].name] for seed in size.seeds]
+        for name, task in tasks.items()
+        for mode in task.modes
     }
-    rows = [_row(task, mode, found[task, mode], found[task, SYNCHRONOUS]) for task, mode in found]
+    rows = [_row(name, mode, found[name, mode], found[name, SYNCHRONOUS]) for name, mode in found]
     if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
         draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
     settings: Row = {
         **{name: value for name, value in vars(size).items() if isinstance(value, int)},
+        **{f"updates, {name}": task.updates for name, task in tasks.items()},
         "seeds": len(size.seeds),
         "threads": 1,
     }
     return finish("modes_learning", options, settings, rows, _claims(rows))
 
 
-def _run(task: str, mode: str, seed: int, size: Size) -> LearningRun:
+def _run(name: str, task: Task, mode: str, seed: int, size: Size) -> LearningRun:
+    batches = LOADING if mode == SORTED_AFTERWARDS else 1
     arguments = {
-        "--rollout_scheduler.mode": mode,
+        "--rollout_scheduler.mode": SYNCHRONOUS if mode == SORTED_AFTERWARDS else mode,
         "--seed_everything": seed,
-        "--trainer.max_steps": size.updates,
-        "--trainer.val_check_interval": size.validate_every,
+        "--trainer.max_steps": task.updates,
+        "--trainer.val_check_interval": max(size.validate_every // batches, 1),
         "--model.num_generations": size.group,
-        "--model.lr_scheduler.init_args.total_iters": size.updates,
-        "--data.batch_size": size.prompts,
+        "--model.num_minibatches": batches,
+        "--model.lr_scheduler.init_args.total_iters": task.updates,
+        "--data.batch_size": size.prompts * batches,
         "--data.validation.init_args.num_rows": size.held_out,
     }
-    words = tuple(str(word) for pair in arguments.items() for word in pair)
-    return LearningRun(f"{task}-{mode.partition(':')[0]}-{seed}", task, (*words, *size.arguments))
+    words = [str(word) for pair in arguments.items() for word in pair]
+    if task.on_server:
+        server = {"num_servers": 1, "num_slots": 64}
+        words[:0] = ["--config", str(SERVERS)]
+        words += [str(word) for field, value in server.items() for word in (f"--model.generator.{field}", value)]
+    callbacks = (ShortFirst,) * (mode == SORTED_AFTERWARDS) + (ServersApart,) * task.on_server
+    label = "-".join([*name.replace(",", "").split(), *mode.replace(":", " ").replace("=", " ").split(), str(seed)])
+    return LearningRun(label, task.config, (*words, *size.arguments), callbacks, task.on_server)
 
 
 def _row(task: str, mode: str, seeds: Sequence[Curves], synchronous: Sequence[Curves]) -> Row:
@@ -107,20 +136,44 @@ def _row(task: str, mode: str, seeds: Sequence[Curves], synchronous: Sequence[Cu
         "samples": float(samples_U[-1]),
         "tokens": float(mean_curve(seeds, "tokens_U")[-1]),
         "staleness": float(np.nanmean(mean_curve(seeds, "staleness_U")[1:])),
+        **_by_update_of_loading(seeds),
     }
+
+
+def _by_update_of_loading(seeds: Sequence[Curves]) -> Row:
+    """Mean lengths and rewards of the first updates of a loading, which ends with one that leaves no prompt open."""
+    of: dict[str, list[float]] = {}
+    for curves in seeds:
+        place = 0
+        for update in range(1, len(curves.open_U)) if (curves.open_U[1:] == 0).any() else ():
+            place = place + 1 if curves.open_U[update - 1] > 0 else 1
+            if place <= LOADING:
+                of.setdefault(f"length_{place}", []).append(float(curves.length_U[update]))
+                of.setdefault(f"reward_{place}", []).append(float(curves.reward_U[update]))
+    return {name: float(np.mean(values)) for name, values in of.items()}
 
 
 def _claims(rows: Sequence[Row]) -> list[Claim]:
     claims = []
     for task in dict.fromkeys(str(row["task"]) for row in rows):
-        by_mode = {str(row["mode"]).partition(":")[0]: row for row in rows if row["task"] == task}
+        by_mode = {_name(str(row["mode"])): row for row in rows if row["task"] == task}
         end = float(by_mode.pop(SYNCHRONOUS)["final"])
+        for name in (NO_LOADING, SORTED_AFTERWARDS):
+            if name in by_mode:
+                text = f"{task}: {name} at its end, over the synchronous end (SortedRL found both below it)"
+                claims.append(Claim(text, float(by_mode.pop(name)["final"]) - end, "<=", 0.0))
         best = max(by_mode.values(), key=lambda row: float(row["by_time"]))
         text = f"{task}: the best mode ({best['mode']}) by {SHARE_OF_TIME} of the synchronous seconds, over its end"
         claims.append(Claim(text, float(best["by_time"]) - end, ">=", 0.0))
-        text = f"{task}: sortedrl by {SHARE_OF_SAMPLES} of the synchronous samples, over its end"
-        claims.append(Claim(text, float(by_mode["sortedrl"]["by_samples"]) - end, ">=", 0.0))
+        if "sortedrl" in by_mode:
+            text = f"{task}: sortedrl by {SHARE_OF_SAMPLES} of the synchronous samples, over its end"
+            claims.append(Claim(text, float(by_mode["sortedrl"]["by_samples"]) - end, ">=", 0.0))
     return claims
+
+
+def _name(mode: str) -> str:
+    """Without the fields whose values are a matter of the task."""
+    return mode if mode == NO_LOADING else mode.partition(":")[0]
 
 
 def draw(found: dict[tuple[str, str], list[Curves]], path: Path) -> None:
@@ -136,13 +189,14 @@ def draw(found: dict[tuple[str, str], list[Curves]], path: Path) -> None:
         exact_SU = np.array([each.exact_U[measured_U] for each in seeds])
         for axis, name in zip(axes[:, column], ("samples_U", "wall_s_U"), strict=True):
             x_U = mean_curve(seeds, name)[measured_U]
-            (line,) = axis.plot(x_U, exact_SU.mean(0), label=mode.partition(":")[0], marker=".")
+            (line,) = axis.plot(x_U, exact_SU.mean(0), label=_name(mode), marker=".")
             axis.fill_between(x_U, exact_SU.min(0), exact_SU.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
         axes[0, column].set(title=task, xlabel="completions learnt from", ylabel="held-out exact match")
         axes[1, column].set(xlabel="seconds of rollouts and updates", ylabel="held-out exact match")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(loc="lower right")
+        if axis in axes[0]:
+            axis.legend(loc="lower right", fontsize="small")
     figure.savefig(path)
 
 

@@ -5,13 +5,14 @@ This file is also the script that the ranks run: ``python test_two_ranks.py POLI
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     make_module,
     make_trainer,
     random_groups,
+    relative_error,
     weights_of,
 )
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import SCALES, Advantages
 from lit_grpo.update.budget import TokenBudget
@@ -289,6 +294,41 @@ def run_on(policy: str, output: Path, mode: str = "synchronous", **trainer_optio
     return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
 
 
+class SlotsBeside(SlotGenerator):
+    """Decodes with a copy of the policy, so it may do that while the policy is updated."""
+
+    has_own_devices = True
+
+    def start(self, policy: PolicySpec) -> None:
+        self._trained = policy.module
+        super().start(replace(policy, module=copy.deepcopy(policy.module)))
+
+    def weights(self) -> PolicyWeights:
+        return PolicyWeights(self._trained, merged=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *options: Any) -> Any:
+        with torch.no_grad():
+            for (_, own), (_, sent) in zip(self.policy.named_parameters(), weights, strict=True):
+                own.copy_(sent)
+        return super().load_weights(self.policy.named_parameters(), version, *options)
+
+
+def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> dict[str, Any]:
+    """Four batches of four prompts in all, decoded while the policy is updated."""
+    prompts = [f"{a}+{b}=" for a in range(4) for b in range(6)]
+    (output / "train.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    batch_size = 4 // trainer_options.get("devices", 1)
+    data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=batch_size)
+    module = make_module(
+        policy, optimizer=momentum, rewards=[RewardSpec(f"{__file__}:even_length")], generator=SlotsBeside(6)
+    )
+    recorder, scheduling = StepRecorder(), Scheduling()
+    callbacks = (RolloutScheduler(mode=mode), WeightSync(), recorder, scheduling)
+    options = {"max_steps": 4, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
+    make_trainer(*callbacks, **options).fit(module, datamodule=data)
+    return outcome(module, recorder) | {"learnt": [batch for *_, batch in scheduling.seen]}
+
+
 def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name."""
     cases = {
@@ -299,6 +339,7 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
         "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "resumed": lambda: run_on(policy, output, **trainer_options),
         "in a mode": lambda: run_on(policy, output, "april:max_staleness=3,batches_in_work=4", **trainer_options),
+        **{mode: lambda mode=mode: run_beside(policy, output, mode, **trainer_options) for mode in BESIDE},
     }
 
 
@@ -312,6 +353,7 @@ def main(policy: str, output: str) -> None:
     torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
 
 
+BESIDE = ("synchronous", "periodic", "asynchronous:max_staleness=1")
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -387,6 +429,23 @@ def test_ranks_have_prompts_of_their_own_in_work_and_go_on_with_them(ranks: list
     keys = [key for each in learnt for key, _ in each]
     assert len(keys) == len({*keys}) == 2 * 6 * 24
     assert all(any(len({*versions}) > 1 for _, versions in each) for each in learnt)  # some went on
+
+
+@pytest.mark.parametrize("mode", BESIDE)
+def test_ranks_that_decode_beside_their_updates_stay_one_policy_and_lose_nothing(
+    ranks: list[Outcomes], mode: str
+) -> None:
+    both = [outcomes[mode] for outcomes in ranks]
+    assert torch.equal(both[0]["weights"], both[1]["weights"]) and both[0]["version"] == both[1]["version"] == 4
+    learnt = [each for one in both for batch in one["learnt"] for each in batch]
+    assert len(learnt) == len({key for key, _ in learnt}) and len({key[:2] for key, _ in learnt}) == 4 * 4
+    ages = {
+        version - age for one in both for version, batch in enumerate(one["learnt"]) for _, own in batch for age in own
+    }
+    assert ages == ({0, 1} if "asynchronous" in mode else {0})
+    if mode == "periodic":
+        expected = ranks[0]["synchronous"]["weights"]
+        assert relative_error(both[0]["weights"], expected) < 1e-6
 
 
 if __name__ == "__main__":
