@@ -36,7 +36,9 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.generator import InFlight
 from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import SCALES, Advantages
 from lit_grpo.update.budget import TokenBudget
@@ -306,11 +308,13 @@ class SlotsBeside(SlotGenerator):
     def weights(self) -> PolicyWeights:
         return PolicyWeights(self._trained, merged=False)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *options: Any) -> Any:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
+    ) -> SyncReport:
         with torch.no_grad():
             for (_, own), (_, sent) in zip(self.policy.named_parameters(), weights, strict=True):
                 own.copy_(sent)
-        return super().load_weights(self.policy.named_parameters(), version, *options)
+        return super().load_weights(self.policy.named_parameters(), version, in_flight)
 
 
 def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> dict[str, Any]:
