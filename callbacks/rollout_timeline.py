@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -16,7 +16,7 @@ from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
 from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
-from lit_grpo.types import PromptBatch
+from lit_grpo.types import PromptBatch, Rollout
 
 
 class RolloutTimeline(pl.Callback):
@@ -29,10 +29,11 @@ class RolloutTimeline(pl.Callback):
     Args:
         every_n_updates: Draw and keep the first rollout, and one whenever the policy's version reaches or passes a
             multiple of this; 0 never.
-        record_trace: Whether to write ``trace.jsonl``.
+        record_trace: Whether to write ``trace.jsonl``; with ``tokens`` the tokens of prompts and completions too, from
+            which ``simulate --speculate`` counts what drafts would save.
     """
 
-    def __init__(self, every_n_updates: int = 50, record_trace: bool = False) -> None:
+    def __init__(self, every_n_updates: int = 50, record_trace: bool | Literal["tokens"] = False) -> None:
         if every_n_updates < 0:
             raise ValueError(f"rollout_timeline.every_n_updates must be at least 0, not {every_n_updates}.")
         self.every_n_updates = every_n_updates
@@ -54,7 +55,8 @@ class RolloutTimeline(pl.Callback):
             return
         if self.record_trace:
             with (Path(trainer.default_root_dir) / "trace.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in _rows(trainer.global_step, batch))
+                rows = _rows(trainer.global_step, batch, with_tokens=self.record_trace == "tokens")
+                file.writelines(json.dumps(row) + "\n" for row in rows)
         before, self._version = self._version, trainer.global_step
         if is_due(self.every_n_updates, before, self._version):
             self._draw(trainer, batch)
@@ -97,7 +99,7 @@ def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
     }
 
 
-def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
+def _rows(step: int, batch: PromptBatch, with_tokens: bool) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
@@ -107,6 +109,12 @@ def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
             "prompt_tokens": len(rollout.prompt.token_ids),
             "tokens": rollout.completion.num_tokens,
             "predicted": round(batch.predicted[rollout.completion.request.key], 1),
+            **(_tokens(rollout) if with_tokens else {}),
         }
         for rollout in batch.rollouts
     ]
+
+
+def _tokens(rollout: Rollout) -> dict[str, list[int]]:
+    prompt = list(rollout.prompt.token_ids)
+    return {"token_ids": rollout.completion.token_ids_T.tolist(), "prompt_token_ids": prompt}

@@ -50,3 +50,10 @@ def test_a_stale_generator_samples_with_the_weights_of_so_many_updates_ago(tmp_p
         sent.append(report.digests == {name: digest(tensor) for name, tensor in policy.named_parameters()})
         sampled.append(float(next(generator.policy.parameters()).detach().flatten()[0]))
     assert all(sent) and sampled == [0, 0, 0, 1, 2]
+
+
+def test_speculation_counts_the_steps_that_drafts_save(tmp_path: Path) -> None:
+    result, _ = run_quick("speculation", tmp_path / "result.json")
+    check_result(result, "speculation")
+    assert [row["drafted"] for row in result["rows"]] == [2, 4, 8]
+    assert all(row["steps"] <= row["without"] and 0 <= row["accepted"] <= 1 for row in result["rows"])
