@@ -114,7 +114,7 @@ class ReplayGenerator:
 
     version = 0
     feature_points: tuple[int, ...] = ()
-    positions: list[int] | None = None  # that each step computes, where that is not a token a row
+    positions: Sequence[int] | None = None  # that each step computes, where that is not a token a row
 
     def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
         self._engine, self._lengths = engine, lengths

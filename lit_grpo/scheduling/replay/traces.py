@@ -120,9 +120,13 @@ def _parse(line: str, place: str) -> TraceRow:
     if not isinstance(record["prompt_id"], str):
         raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r}: give text in quotes.")
     whole = {name: _whole(place, name, record[name]) for name in LEAST if name in record}
-    counted = {"token_ids": whole["tokens"], "prompt_token_ids": whole["prompt_tokens"]}
-    texts = {name: _token_ids(place, name, record.get(name), count) for name, count in counted.items()}
-    return TraceRow(record["prompt_id"], predicted=_predicted(place, record.get("predicted")), **whole, **texts)
+    return TraceRow(
+        record["prompt_id"],
+        predicted=_predicted(place, record.get("predicted")),
+        token_ids=_token_ids(place, "token_ids", record, whole["tokens"]),
+        prompt_token_ids=_token_ids(place, "prompt_token_ids", record, whole["prompt_tokens"]),
+        **whole,
+    )
 
 
 def _whole(place: str, name: str, value: Any) -> int:
@@ -131,7 +135,8 @@ def _whole(place: str, name: str, value: Any) -> int:
     return value
 
 
-def _token_ids(place: str, name: str, value: Any, count: int) -> tuple[int, ...] | None:
+def _token_ids(place: str, name: str, record: dict[str, Any], count: int) -> tuple[int, ...] | None:
+    value = record.get(name)
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
