@@ -83,7 +83,7 @@ def main(options: Options) -> int:
     generator = VLLMServerGenerator(16, num_servers=1 if options.quick else 2, server_args=engine)
     watches: dict[str, list[Watch]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
-        save_random_policy(Path(folder), POLICY)
+        save_random_policy(Path(folder), Sizes(2, 64, 128, 2, 2, 32) if options.quick else POLICY)
         stay_on(cores[:1])  # which servers inherit
         generator.start(PolicySpec(load_policy(folder), load_tokenizer(folder)))
         stay_on(cores[1:] or cores)

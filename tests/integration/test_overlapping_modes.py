@@ -24,6 +24,7 @@ from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.rules import make_mode
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.vllm.streams import Streams
+from lit_grpo.types import SamplingParams
 
 pytestmark = pytest.mark.integration
 
@@ -72,7 +73,8 @@ def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
     monkeypatch.setattr(Streams, "open", open_stream)
     for at_sync in ("keep", "recompute"):
         mode, salts[:] = f"asynchronous:at_sync={at_sync}", []
-        trained, _, scheduler = train(folder, mode, tmp_path / at_sync, generator=server)
+        long = SamplingParams(max_tokens=96)  # so that some are always being decoded at a sync
+        trained, _, scheduler = train(folder, mode, tmp_path / at_sync, generator=server, sampling=long)
         check_staleness(trained, 2)
         check_stream(trained, scheduler)
         assert salts and {*salts} == {at_sync == "recompute"}

@@ -90,9 +90,8 @@ def train(
         generator=generator or SlotGenerator(6),
         num_generations=GROUP,
         optimizer=sgd(0.5),
-        sampling=SamplingParams(max_tokens=24),
         rewards=[RewardSpec(f"{__file__}:even_sum")],
-        **settings,
+        **({"sampling": SamplingParams(max_tokens=24)} | settings),
     )
     trained, scheduler = Trained(), RolloutScheduler(mode=mode)
     trainer = make_trainer(

@@ -114,7 +114,6 @@ class ReplayGenerator:
 
     version = 0
     feature_points: tuple[int, ...] = ()
-    positions: Sequence[int] | None = None  # that each step computes, where that is not a token a row
 
     def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
         self._engine, self._lengths = engine, lengths
@@ -123,6 +122,7 @@ class ReplayGenerator:
         self._num_waiting = len(lengths)
         self._step = 0
         self._has_stopped = False  # since the last step, so that others may fit with the next one
+        self.positions: list[int] = []  # that each step computes, where that is not a token a row
 
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
@@ -257,7 +257,7 @@ def simulate(
     buffer.open(_requests(trace))
     stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
-    positions = None if generator.positions is None else np.array(generator.positions)
+    positions = np.array(generator.positions) if generator.positions else None
     return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside, positions)
 
 

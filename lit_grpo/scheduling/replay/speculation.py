@@ -41,7 +41,6 @@ class SpeculativeReplay(ReplayGenerator):
         super().__init__(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
         self._texts = dict(zip(trace.keys, trace.texts, strict=True))
         self._speculation = speculation
-        self.positions: list[int] = []
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests."""
