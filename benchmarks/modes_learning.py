@@ -62,7 +62,7 @@ def modes(limit: int) -> tuple[str, ...]:
 
 TASKS = {
     "arithmetic": Task("arithmetic", modes(128)),
-    "knights": Task("knights", modes(700), updates=24),
+    "knights": Task("knights", modes(700), updates=16),
     "arithmetic, with a server": Task("arithmetic", (SYNCHRONOUS, "periodic", "asynchronous"), on_server=True),
 }
 QUICK = Size((0,), 1, 2, 4, 8, ("--data.train.init_args.num_rows", "16"))
