@@ -73,7 +73,10 @@ class RolloutScheduler(pl.Callback):
         mode: str = "synchronous",
     ) -> None:
         self.mode, self._turns = mode, make_mode(mode)
-        make_plan(plan, LengthPredictor(), num_slots=1)
+        try:
+            make_plan(plan, LengthPredictor(), num_slots=1)
+        except ValueError as error:
+            raise ValueError(f"rollout_scheduler.plan {plan}: {error}") from None
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
         self.probe_tokens = probe_tokens
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None

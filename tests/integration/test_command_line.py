@@ -447,7 +447,10 @@ BAD_INPUT = {
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots", "0"],
         "num_slots must be at least 1",
     ),
-    "unknown plan": (["--rollout_scheduler.plan", "fastest"], "There is no plan 'fastest': take one of full_group"),
+    "unknown plan": (
+        ["--rollout_scheduler.plan", "fastest"],
+        "rollout_scheduler.plan fastest: There is no plan",
+    ),
     "points out of order": (["--rollout_scheduler.prediction_points", "[8, 4]"], "points must be ascending"),
     "point beyond the limit": (["--rollout_scheduler.prediction_points", "[0, 16]"], "16"),
     "no amount of memory": (
