@@ -1,21 +1,20 @@
-"""What each rollout mode learns, by samples and by time: on the demo's task, on the harder one, and with a server.
+"""What each rollout mode learns, by samples and by time, on the demo's task and on the harder one.
 
 Modes of a task differ in nothing else: policy, batch, group, learning rate and number of updates are the same, for
 three seeds each. A run has one thread and a core of its own, two run at a time, and seeds and modes take turns; a run
-with a server is alone, the server on one core and training on the other. Seconds, and CPU seconds (the server's not
-among them), are those of rollouts and updates, without validations and start. A curve is the mean over the seeds; what
-a mode has come to by a moment is its last validation before it.
+with a server is alone, the server on one core and training on the other. Seconds, and CPU seconds (a server's not among
+them), are those of rollouts and updates, without validations and start. A curve is the mean over the seeds; what a mode
+has come to by a moment is its last validation before it. Where several updates learn from one loading, lengths and
+rewards are given by the update within it.
 
-Beside the modes are SortedRL's ablations: without grouped loading (``refill=always``), and sorted afterwards: all
-completions of four batches are sampled at once, and four updates learn from them, groups of short completions first.
-Where several updates learn from one loading, lengths and rewards are given by the update within it.
+:mod:`benchmarks.sorted_learning` has SortedRL's ablations, :mod:`benchmarks.overlap_learning` the modes of servers.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from benchmarks.learning_callbacks import ServersApart, ShortFirst
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 
-PICTURE = ROOT / "docs" / "pictures" / "modes_learning.svg"
+PICTURES = ROOT / "docs" / "pictures"
 SERVERS = ROOT / "configs" / "generators" / "vllm_servers.yaml"
 SHARE_OF_TIME, SHARE_OF_SAMPLES = 0.7, 0.6
 SYNCHRONOUS, NO_LOADING, SORTED_AFTERWARDS = "synchronous", "sortedrl:refill=always", "sorted afterwards"
@@ -55,42 +54,40 @@ class Task:
 
 
 def modes(limit: int) -> tuple[str, ...]:
-    """The embedded modes and ablations, for completions of at most ``limit`` tokens."""
+    """The modes of one device, for completions of at most ``limit`` tokens."""
     chunk, midway = f"chunked:tokens_per_update={limit // 4}", f"pruned:prune_at={limit // 6}"
-    return (SYNCHRONOUS, "april", "sortedrl", NO_LOADING, SORTED_AFTERWARDS, "sortedrl_partial", chunk, midway)
+    return (SYNCHRONOUS, "april", "sortedrl", "sortedrl_partial", chunk, midway)
 
 
-TASKS = {
-    "arithmetic": Task("arithmetic", modes(128)),
-    "knights": Task("knights", modes(700), updates=16),
-    "arithmetic, with a server": Task("arithmetic", (SYNCHRONOUS, "periodic", "asynchronous"), on_server=True),
-}
+TASKS = {"arithmetic": Task("arithmetic", modes(128)), "knights": Task("knights", modes(700))}
 QUICK = Size((0,), 1, 2, 4, 8, ("--data.train.init_args.num_rows", "16"))
-QUICK_TASKS = {"arithmetic": Task("arithmetic", (SYNCHRONOUS, "sortedrl", SORTED_AFTERWARDS), updates=4)}
 
 
-def main(options: Options) -> int:
-    """Run all, draw them, and judge."""
-    size, tasks = (QUICK, QUICK_TASKS) if options.quick else (Size(), TASKS)
-    cases = [(name, mode, seed) for seed in size.seeds for name, task in tasks.items() for mode in task.modes]
-    runs = {(name, mode, seed): _run(name, tasks[name], mode, seed, size) for name, mode, seed in cases}
-    with kept_runs("modes_learning", options) as folder:
+def compare(name: str, tasks: dict[str, Task], options: Options) -> int:
+    """Run all, draw them, and judge; the quick form has a few updates in the first modes of the first task."""
+    size = Size()
+    if options.quick:
+        size, (task, first) = QUICK, next(iter(tasks.items()))
+        tasks = {task: replace(first, modes=first.modes[:3], updates=LOADING)}
+    cases = [(task, mode, seed) for seed in size.seeds for task, each in tasks.items() for mode in each.modes]
+    runs = {(task, mode, seed): _run(task, tasks[task], mode, seed, size) for task, mode, seed in cases}
+    with kept_runs(name, options) as folder:
         curves = run_all(list(runs.values()), folder)
     found = {
-        (name, mode): [curves[runs[name, mode, seed].name] for seed in size.seeds]
-        for name, task in tasks.items()
-        for mode in task.modes
+        (task, mode): [curves[runs[task, mode, seed].name] for seed in size.seeds]
+        for task, each in tasks.items()
+        for mode in each.modes
     }
-    rows = [_row(name, mode, found[name, mode], found[name, SYNCHRONOUS]) for name, mode in found]
+    rows = [_row(task, mode, found[task, mode], found[task, SYNCHRONOUS]) for task, mode in found]
     if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
-        draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
+        draw(found, PICTURES / f"{name}.svg" if options.output is None else options.output.with_suffix(".svg"))
     settings: Row = {
         **{name: value for name, value in vars(size).items() if isinstance(value, int)},
-        **{f"updates, {name}": task.updates for name, task in tasks.items()},
+        **{f"updates, {task}": each.updates for task, each in tasks.items()},
         "seeds": len(size.seeds),
         "threads": 1,
     }
-    return finish("modes_learning", options, settings, rows, _claims(rows))
+    return finish(name, options, settings, rows, _claims(rows))
 
 
 def _run(name: str, task: Task, mode: str, seed: int, size: Size) -> LearningRun:
@@ -202,4 +199,4 @@ def draw(found: dict[tuple[str, str], list[Curves]], path: Path) -> None:
 
 if __name__ == "__main__":
     assert __doc__ is not None
-    sys.exit(main(parse_options(__doc__)))
+    sys.exit(compare("modes_learning", TASKS, parse_options(__doc__)))

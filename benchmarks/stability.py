@@ -51,7 +51,7 @@ class Size:
     lag: int = 16
     prompts: int = 8
     group: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     arguments: tuple[str, ...] = ()
 
 

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.integration
 
 
 def test_modes_learning_measures_each_mode_by_samples_and_by_time(tmp_path: Path) -> None:
-    result, _ = run_quick("modes_learning", tmp_path / "result.json")
-    check_result(result, "modes_learning")
-    assert [row["mode"] for row in result["rows"]] == ["synchronous", "sortedrl", "sorted afterwards"]
+    result, _ = run_quick("sorted_learning", tmp_path / "result.json")
+    check_result(result, "sorted_learning")
+    assert [row["mode"] for row in result["rows"]] == ["synchronous", "sorted afterwards", "sortedrl"]
     for row in result["rows"]:
         assert row["samples"] > 0 and row["tokens"] >= row["samples"] and row["wall_s"] > 0 and row["cpu_s"] > 0
         assert row["final_least"] <= row["final"] <= row["final_most"] and row["final"] <= row["best"]
