@@ -309,7 +309,7 @@ class RolloutScheduler(pl.Callback):
         batch.predicted = self._predicted | dict(batch.predicted)
         self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self._buffer}
         batch.metrics |= {
-            "rollout/open_prompts": float(len(self._buffer) - len(batch.groups)),
+            "rollout/open_prompts": float(self._buffer.num_left),
             "rollout/waiting_groups": float(self._buffer.num_waiting),
             "rollout/continued_tokens": float(stats.num_continued),
             "rollout/discarded_tokens": float(stats.num_discarded),

@@ -161,13 +161,14 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
     for part in parts:
         for rollout in part.rollouts:
             rollout.reward = 1.0
-    assert buffer.take() == parts
+    assert buffer.take() == parts and buffer.num_left == 2
     buffer.learnt()
     assert buffer.unfinished == [a0, a1, b2] and not buffer.ready()
     for request in (a0, a1, b2):
         buffer.finish(request.after(tokens(4)).ended("stop"))
     assert [len(part.rollouts) for part in buffer.close()] == [2, 1]
     a, b = buffer.take()
+    assert buffer.num_left == 0
     assert [(r.completion.request.path, r.kept, r.reward) for r in a.rollouts[:1]] == [((2,), False, 1.0)]
     assert [r.completion.request.path for r in a.fresh] == [(0,), (1,)]
     assert [r.completion.request.path for r in b.fresh] == [(2,)] and len(b.rollouts) == 3

@@ -216,6 +216,11 @@ class RolloutBuffer:
         """Groups, or parts of them, that are due and have not been given out."""
         return sum(group.due is not None and not group.is_out for group in self._groups.values())
 
+    @property
+    def num_left(self) -> int:
+        """Groups that stay open once all that is out has been learnt from, those among them that leave in parts."""
+        return sum(not group.is_out or bool(group.unfinished or group.completions) for group in self._groups.values())
+
     def close(self) -> list[RolloutGroup]:
         """Make groups of what has ended, where groups leave in parts; return them, to be scored."""
         if not self.rule.releases_parts:

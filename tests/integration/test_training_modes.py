@@ -161,6 +161,7 @@ def check_stream(trained: Trained, scheduler: RolloutScheduler) -> None:
     assert len(keys) == len(set(keys))
     (state,) = scheduler.state_dict()["ranks"]
     open_groups = {(group["prompt"]["prompt_id"], group["prompt"]["visit"]) for group in state["buffer"]["groups"]}
+    assert trained.logs[-1].get("rollout/open_prompts", 0) == len(open_groups)
     groups = {key[:2] for key in keys}
     assert all(sum(key[:2] == group for key in keys) == GROUP for group in groups - open_groups)
     drawn = sorted(visit for _, visit in groups | open_groups)
