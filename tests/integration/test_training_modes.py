@@ -89,9 +89,8 @@ def train(
         policy_folder,
         generator=generator or SlotGenerator(6),
         num_generations=GROUP,
-        optimizer=sgd(0.5),
         rewards=[RewardSpec(f"{__file__}:even_sum")],
-        **({"sampling": SamplingParams(max_tokens=24)} | settings),
+        **({"optimizer": sgd(0.5), "sampling": SamplingParams(max_tokens=24)} | settings),
     )
     trained, scheduler = Trained(), RolloutScheduler(mode=mode)
     trainer = make_trainer(
