@@ -55,6 +55,7 @@ from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, 
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.prefix.support import prefix_refusal
+from lit_grpo.update.selection import Selection
 from lit_grpo.update.settings import Settings
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class GRPOModule(EvaluationModule):
         pass_threshold: A completion passes when its first reward function gives at least this.
         advantages: How rewards become advantages.
         objective: What an optimizer step minimises.
+        selection: Which rollouts are learnt from, of all that were sampled and rewarded.
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
         max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
@@ -133,6 +135,7 @@ class GRPOModule(EvaluationModule):
         pass_threshold: float = 1.0,
         advantages: Advantages = Advantages(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
+        selection: Selection = Selection(),  # noqa: B008 (frozen)
         num_iterations: int = 1,
         num_minibatches: int = 1,
         max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
@@ -154,25 +157,17 @@ class GRPOModule(EvaluationModule):
         self.reward_timeout_s, self.reward_workers = reward_timeout_s, reward_workers
         self.num_generations, self.eval_num_generations = num_generations, eval_num_generations
         self.sampling, self.eval_sampling = sampling, eval_sampling or sampling
-        self.settings = Settings(
-            objective,
-            advantages,
-            {function.name: function.weight for function in self.rewards},
-            sampling.temperature,
-            sampling.max_tokens,
-            num_iterations,
-            num_minibatches,
-            max_tokens_per_micro_batch,
-            max_grad_norm,
-            gradient_checkpointing,
-            max_skipped_updates,
-        )
+        weights = {function.name: function.weight for function in self.rewards}
+        what = objective, advantages, weights, sampling.temperature, sampling.max_tokens
+        passes = num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, gradient_checkpointing
+        self.settings = Settings(*what, *passes, max_skipped_updates, selection)
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
         check_generations(num_generations, eval_num_generations, pass_at_k)
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
         advantages.check(num_generations, objective.kl.place)
+        selection.check(num_generations)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's

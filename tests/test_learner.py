@@ -24,6 +24,7 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
+from lit_grpo.update.selection import Selection
 from lit_grpo.update.settings import Settings
 
 NAN = math.nan
@@ -137,6 +138,21 @@ def reference_gradient(groups: Sequence[RolloutGroup], name: str) -> torch.Tenso
         divisor = num_tokens if name == "dapo" else len(scored) * len(ratios)
         (torch.stack(losses).sum() / divisor).backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+
+def test_learning_from_a_selection_is_learning_from_groups_of_those_alone() -> None:
+    groups = ragged_groups()
+    learner, steps = make_learner(selection=Selection("max_variance", 2), max_tokens_per_micro_batch=20)
+    logs = learner.learn(groups)
+    chosen = [
+        RolloutGroup(group.prompt, [rollout for rollout in group.rollouts if not math.isnan(rollout.advantage)])
+        for group in groups
+    ]
+    assert [[rollout.reward for rollout in group.rollouts] for group in chosen] == [[1.0, 0.0], [0.0, 1.0], []]
+    alone, steps_alone = make_learner(max_tokens_per_micro_batch=20)
+    expected = alone.learn(chosen)
+    assert float((steps.gradients[0] - steps_alone.gradients[0]).norm() / steps.gradients[0].norm()) < 1e-9
+    assert logs["update/tokens"] == expected["update/tokens"] and logs["advantages/std"] == expected["advantages/std"]
 
 
 @pytest.mark.parametrize("shares_prefix", [True, False])

@@ -157,6 +157,9 @@ def check_arriving(settings: Settings, num_ranks: int) -> None:
     objective, estimator = settings.objective, settings.advantages
     needs = {
         f"advantages.estimator {estimator.estimator} compares rewards of the whole batch": estimator.needs_all_ranks,
+        f"selection.rule {settings.selection.rule} compares rollouts of the whole batch": (
+            settings.selection.needs_all_ranks
+        ),
         f"objective.top_entropy_quantile {objective.top_entropy_quantile} compares tokens of the whole batch": (
             objective.top_entropy_quantile < 1
         ),

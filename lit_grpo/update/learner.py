@@ -154,7 +154,8 @@ class Learner:
         """Give each rollout its advantage; return them, and what the updates on the rollouts compare with."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         before = self._before(rollouts)
-        advantages_R = self._advantages(self._less_kl(self.rewards(groups), rollouts, before, metrics), rollouts)
+        rewards, compute = self._less_kl(self.rewards(groups), rollouts, before, metrics), self._advantages
+        advantages_R = self.settings.selection.advantages(rewards, rollouts, partial(compute, rollouts), self.ranks)
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage = advantage
         return advantages_R, before
@@ -188,7 +189,7 @@ class Learner:
         metrics.add_kl(torch.cat([none, *kl]))
         return rewards.less([float(kl_T.sum()) * self.state.kl.beta for kl_T in kl])
 
-    def _advantages(self, rewards: GroupRewards, rollouts: Sequence[Rollout]) -> torch.Tensor:
+    def _advantages(self, rollouts: Sequence[Rollout], rewards: GroupRewards) -> torch.Tensor:
         """Advantages of this rank's rollouts; from all ranks' rewards where the estimator needs them."""
         estimator, history = self.settings.advantages, self.state.history
         if estimator.weighs_members:
@@ -234,8 +235,7 @@ class Learner:
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:
         """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""
         assert self.budget is not None
-        least = int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))
-        self.ranks.warn(self.budget.halve(least))
+        self.ranks.warn(self.budget.halve(int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.selection import Selection
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Settings:
     max_grad_norm: float = 1.0
     gradient_checkpointing: Checkpointing = False
     max_skipped_updates: int = 3
+    selection: Selection = field(default_factory=Selection)
     shares_prefix: bool = True
 
     @property

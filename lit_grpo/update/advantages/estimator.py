@@ -93,6 +93,13 @@ class GroupRewards:
             parts[0].functions,
         )
 
+    def only(self, chosen_R: torch.Tensor) -> GroupRewards:
+        """Return them with no reward for all others, which so take part in no statistic."""
+        rewards_R = self.rewards_R.masked_fill(~chosen_R, math.nan)
+        return replace(
+            self, rewards_R=rewards_R, by_function_RK=self.by_function_RK.masked_fill(~chosen_R[:, None], math.nan)
+        )
+
     def less(self, penalties: Sequence[float]) -> GroupRewards:
         """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
         return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
