@@ -82,7 +82,7 @@ def _tail_claim(limit: int, by_size: dict[int, Figures]) -> Claim:
     """How much more is allocated than used, at worst."""
     over = max(figures["allocated_tokens"] / figures["used_tokens"] for figures in by_size.values())
     sizes = ", ".join(map(str, by_size))
-    return Claim(f"long-tailed up to {limit} tokens, G = {sizes}: KV tokens allocated over used", over, "<=", 2.8)
+    return Claim(f"long-tailed up to {limit} tokens, G = {sizes}: KV tokens allocated over used", over, "<=", 1.3)
 
 
 def _row(case: Case, figures: Figures) -> Row:

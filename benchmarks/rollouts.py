@@ -36,9 +36,9 @@ class ForcedGenerator(SlotGenerator):
         super().__init__(num_slots)
         self.lengths = lengths
 
-    def _stopped(self, rows: TokenRows, tokens_B: np.ndarray) -> np.ndarray:
+    def _stopped(self, rows: TokenRows, rows_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
         ends_B = np.array([self.lengths[request.key] for request in rows.requests])
-        return rows.counts_B >= ends_B
+        return (rows.counts_B >= ends_B)[rows_N]
 
 
 class ForetoldLengths(NoLengths):

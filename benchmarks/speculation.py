@@ -60,7 +60,7 @@ def count(task: str, trace: Trace, num_slots: int) -> list[Row]:
             generator = SpeculativeReplay(engine, batch, speculation)
             steps += simulate(batch, PLAN, engine, lengths_of(batch, NOISE), generator=generator).steps
         row: Row = {"task": task, "slots": num_slots, "drafted": most, "steps": steps, "without": plain}
-        row |= {"ratio": steps / plain, "accepted": speculation.num_accepted / max(speculation.num_drafted, 1)}
+        row |= {"ratio": steps / plain, "accepted": speculation.accepted}
         rows.append(row)
         note(str(row))
     return rows

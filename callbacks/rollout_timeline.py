@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -33,9 +33,11 @@ class RolloutTimeline(pl.Callback):
             which ``simulate --speculate`` counts what drafts would save.
     """
 
-    def __init__(self, every_n_updates: int = 50, record_trace: bool | Literal["tokens"] = False) -> None:
+    def __init__(self, every_n_updates: int = 50, record_trace: bool | str = False) -> None:
         if every_n_updates < 0:
             raise ValueError(f"rollout_timeline.every_n_updates must be at least 0, not {every_n_updates}.")
+        if record_trace not in (True, False, "tokens"):
+            raise ValueError(f"rollout_timeline.record_trace must be true, false or tokens, not {record_trace!r}.")
         self.every_n_updates = every_n_updates
         self.record_trace = record_trace
         self._version = 0  # of the policy before this batch

@@ -13,6 +13,8 @@ import torch
 SLOWEST = (
     "test_update_benchmarks",
     "test_benchmarks",
+    "test_overlapping_modes",
+    "test_learning_benchmarks",
     "test_kill_and_resume",
     "test_serve",
     "test_server_faults",
@@ -28,6 +30,8 @@ SLOWEST = (
     "test_notebooks",
     "test_fuzz",
     "test_two_ranks",
+    "test_training_modes",
+    "test_commands",
     "test_vllm_engine",
     "test_adapters_alone",
     "test_doctor",

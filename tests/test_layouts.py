@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.layouts import Blocks, Pieces, piece_sizes, prompt_room, smallest_budget
+from lit_grpo.scheduling.layouts import TIGHT, Blocks, Pieces, piece_sizes, prompt_room, smallest_budget
 
 
 @pytest.mark.parametrize("max_tokens", [1, 63, 64, 65, 200, 1000, 4096, 100_000])
@@ -16,6 +16,16 @@ def test_pieces_come_to_the_limit_and_are_few(max_tokens: int) -> None:
     for number in range(1, len(sizes)):
         held = sum(sizes[:number]) + 1  # tokens, of which the last has begun a piece
         assert sum(sizes[: number + 1]) < 3 * held
+
+
+@pytest.mark.parametrize("max_tokens", [1, 31, 32, 33, 200, 1000, 4096, 100_000])
+def test_tight_pieces_hold_little_that_is_not_used(max_tokens: int) -> None:
+    sizes = piece_sizes(max_tokens, TIGHT)
+    assert sum(sizes) == max_tokens and all(size > 0 for size in sizes)
+    assert len(sizes) <= 27
+    for number in range(1, len(sizes)):
+        held = sum(sizes[:number]) + 1
+        assert sum(sizes[: number + 1]) < 4 / 3 * held + 32
 
 
 @pytest.mark.parametrize(("num_tokens", "room"), [(1, 16), (16, 16), (17, 32), (128, 128), (129, 160), (1024, 1024)])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.rollout.slots import memory as memory_budget
-from lit_grpo.rollout.slots.memory import free_bytes, kv_budget_bytes, update_bytes
+from lit_grpo.rollout.slots.kv import memory as memory_budget
+from lit_grpo.rollout.slots.kv.memory import free_bytes, kv_budget_bytes, update_bytes
 from lit_grpo.scheduling.budget import MemoryBudget
 
 

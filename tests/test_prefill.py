@@ -10,9 +10,9 @@ import torch
 from conftest import random_policy
 
 from lit_grpo.rollout.slots.attention import use_slot_attention
-from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.forward import AttentionProbe, prefill
-from lit_grpo.rollout.slots.shelves import KVShape
+from lit_grpo.rollout.slots.kv.cache import SlotCache
+from lit_grpo.rollout.slots.kv.shelves import KVShape
 
 PROMPTS = [tuple(range(2, 30)), (5,) * 20, tuple(range(20, 3, -1))]  # rooms of 32
 COMPLETION = [3 + i * 7 % 25 for i in range(90)]  # on two shelves

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.replay.drafting import ROOT, SHORTEST_MATCH, Drafts, SuffixAutomaton
+from lit_grpo.scheduling.drafting import ROOT, SHORTEST_MATCH, Drafts, SuffixAutomaton
 from lit_grpo.scheduling.replay.known import lengths_of
 from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
 from lit_grpo.scheduling.replay.speculation import Speculation, SpeculativeReplay

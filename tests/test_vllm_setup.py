@@ -12,6 +12,7 @@ import time
 import warnings
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
+    check_on_cpu,
     kv_bytes_per_token,
     require_vllm,
     sampling_fields,
@@ -71,6 +73,13 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
         check_engine_args({"logprobs_mode": "raw_logprobs"}, EngineArgs)
     with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps keys and values of old weights"):
         check_engine_args({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, EngineArgs)
+
+
+def test_speculation_on_a_cpu_is_refused() -> None:
+    config: Any = SimpleNamespace(head_dim=64)
+    check_on_cpu(config, {"speculative_config": None})
+    with pytest.raises(ValueError, match=r"speculative_config is given, but on CPUs .* are NaN .* leave it out\."):
+        check_on_cpu(config, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
 
 
 @pytest.mark.parametrize(

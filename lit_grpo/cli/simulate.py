@@ -32,12 +32,6 @@ class Outcome:
     speculation: Speculation | None = None
 
     @property
-    def accepted(self) -> float:
-        """Share of drafted tokens that were right."""
-        assert self.speculation is not None
-        return self.speculation.num_accepted / max(self.speculation.num_drafted, 1)
-
-    @property
     def steps(self) -> int:
         """Decode steps in all."""
         return sum(schedule.steps for schedule in self.schedules)
@@ -100,7 +94,7 @@ def _cells(outcome: Outcome, engine: Engine, cost: StepCost | None, drafts: bool
     if engine.kv_tokens is not None:
         cells.append(str(sum(schedule.set_asides for schedule in schedules)))
     if drafts:
-        cells += [f"{speculation.num_drafted:,}", f"{outcome.accepted:.3f}"] if speculation else ["-", "-"]
+        cells += [f"{speculation.num_drafted:,}", f"{speculation.accepted:.3f}"] if speculation else ["-", "-"]
     if cost is not None:
         cells.append(f"{sum(schedule.seconds(cost) for schedule in schedules):.3f}")
     return cells

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
 import numpy as np
 
-_FIRST_PIECE = 64
+_PIECE_STEP = 32
 _PROMPT_STEP = 16
+FEW, TIGHT = 2.0, 1 / 3
+"""How much longer than all before it a piece may be: for few pieces, and for such as hold little that is not used."""
 
 
 class KVLayout(Protocol):
@@ -51,7 +54,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces that double, as in the slots: see :func:`piece_sizes` and :func:`prompt_room`."""
+    """Pieces that grow, as in the slots: see :func:`piece_sizes` and :func:`prompt_room`."""
+
+    growth: float = FEW
 
     def prompt(self, num_tokens: int) -> int:
         """Return the room of a prompt."""
@@ -61,7 +66,7 @@ class Pieces:
         """Return the tokens of the pieces that are begun."""
         rooms = np.empty_like(num_tokens)
         for limit in np.unique(max_tokens):
-            ends = _piece_ends(int(limit))
+            ends = _piece_ends(int(limit), self.growth)
             column = max_tokens == limit
             rooms[..., column] = ends[np.searchsorted(ends, num_tokens[..., column])]
         return rooms
@@ -73,26 +78,30 @@ def smallest_budget(layout: KVLayout, prompt_tokens: int, max_tokens: int) -> in
     return layout.prompt(prompt_tokens) + int(layout.completion(prompt, most, most)[0])
 
 
-def piece_sizes(max_tokens: int) -> list[int]:
-    """Return the sizes of a completion's pieces, ``max_tokens`` in all: each twice as long as all before it.
+def piece_sizes(max_tokens: int, growth: float = FEW) -> list[int]:
+    """Return the sizes of a completion's pieces, ``max_tokens`` in all: each ``growth`` times all before it, or more.
 
-    A completion has as many pieces as its tokens need, so it takes less than three times its tokens, and never more
-    than ``max_tokens``; pieces cost operations at each decode step, so there are few.
+    A completion has as many pieces as its tokens need, and never more than ``max_tokens``. Each piece costs operations
+    at each decode step, so there should be few; but with a growth of 2 a completion takes up to three times its tokens,
+    with a third up to a third more.
 
     Example:
         >>> piece_sizes(400)
         [64, 128, 208]
+        >>> piece_sizes(400, TIGHT)
+        [32, 32, 32, 32, 64, 64, 96, 48]
     """
     sizes, total = [], 0
     while total < max_tokens:
-        sizes.append(min(max(_FIRST_PIECE, 2 * total), max_tokens - total))
+        steps = math.ceil(growth * max(total, _PIECE_STEP) / _PIECE_STEP)
+        sizes.append(min(steps * _PIECE_STEP, max_tokens - total))
         total += sizes[-1]
     return sizes
 
 
 @cache
-def _piece_ends(max_tokens: int) -> np.ndarray:
-    return np.cumsum(piece_sizes(max_tokens))
+def _piece_ends(max_tokens: int, growth: float) -> np.ndarray:
+    return np.cumsum(piece_sizes(max_tokens, growth))
 
 
 def prompt_room(num_tokens: int) -> int:

@@ -14,7 +14,7 @@ from quick_runs import IN_PROCESS, check_result, run_quick
 
 from benchmarks import report
 from benchmarks.one_prompt import SYSTEMS
-from benchmarks.report import Claim, Options, finish, parse_options
+from benchmarks.report import Claim, Options, finish, need, parse_options
 from benchmarks.vllm_plan import Sizes, _simulated
 from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
@@ -191,3 +191,9 @@ def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, printed = run_quick(name, tmp_path / "result.json")
     check_result(result, name)
     assert result["claims"] and "not judged in a quick run" in printed
+
+
+def test_a_peer_that_is_not_installed_is_named_before_anything_is_measured() -> None:
+    need("torch")
+    with pytest.raises(SystemExit, match=r"compares with no_such_peer, which is not installed; `make install`"):
+        need("no_such_peer")

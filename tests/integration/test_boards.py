@@ -71,6 +71,7 @@ ONLY_ELSEWHERE = {
         ),
         "rollout_scheduler.mode pruned",
     ),
+    **dict.fromkeys(("rollout/drafted_tokens", "rollout/draft_acceptance"), "generator.speculate"),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }

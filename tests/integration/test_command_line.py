@@ -447,6 +447,15 @@ BAD_INPUT = {
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.num_slots", "0"],
         "num_slots must be at least 1",
     ),
+    "unknown trace": (
+        ["--rollout_timeline.record_trace", "token"],
+        "rollout_timeline.record_trace must be true, false or tokens, not 'token'.",
+    ),
+    "subset larger than its group": (
+        ["--model.selection.rule", "max_variance", "--model.selection.keep", "99"],
+        "selection.keep is 99, but model.num_generations is",
+    ),
+    "subset of no size": (["--model.selection.rule", "random"], "needs the number of rollouts to keep of each group"),
     "unknown plan": (
         ["--rollout_scheduler.plan", "fastest"],
         "rollout_scheduler.plan fastest: There is no plan",

@@ -57,3 +57,25 @@ def test_speculation_counts_the_steps_that_drafts_save(tmp_path: Path) -> None:
     check_result(result, "speculation")
     assert [row["drafted"] for row in result["rows"]] == [2, 4, 8]
     assert all(row["steps"] <= row["without"] and 0 <= row["accepted"] <= 1 for row in result["rows"])
+
+
+def test_drafts_are_decoded_beside_a_generator_without(tmp_path: Path) -> None:
+    result, _ = run_quick("drafts", tmp_path / "result.json")
+    check_result(result, "drafts")
+    rows = [row for row in result["rows"] if row["dtype"] == "float32"]
+    assert [(row["slots"], row["drafted"]) for row in rows] == [(n, k) for n in (64, 256) for k in (0, 2, 4, 8)]
+    assert all(row["differ"] == 0 and row["steps_over_without"] <= 1 for row in rows)
+    assert any(row["right"] > 0 for row in rows)
+
+
+def test_learning_per_hour_trains_both_systems_and_scores_both_alike(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    result, _ = run_quick("learning_per_hour", tmp_path / "result.json")
+    check_result(result, "learning_per_hour")
+    assert [(row["system"], row["update"]) for row in result["rows"]] == [
+        (system, update) for system in ("lit_grpo", "TRL") for update in (0, 1, 2, "where TRL's ends")
+    ]
+    begins = [row for row in result["rows"] if row["update"] == 0]
+    assert begins[0]["greedy"] == begins[1]["greedy"] and begins[0]["sampled"] == begins[1]["sampled"]
+    assert all(row["cpu_s"] > 0 and row["tokens"] > 0 for row in result["rows"] if row["update"] in (1, 2))
+    assert (tmp_path / "result.svg").read_text().startswith("<?xml")

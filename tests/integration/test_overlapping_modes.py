@@ -71,13 +71,17 @@ def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
         return opened(streams, request, expected, salt)
 
     monkeypatch.setattr(Streams, "open", open_stream)
+    # Long, so that some are being decoded at a sync; and small steps, for old keys tell in the log-probs.
+    settings = {"sampling": SamplingParams(max_tokens=96), "optimizer": sgd(0.02)}
     for at_sync in ("keep", "recompute"):
-        mode, salts[:] = f"asynchronous:at_sync={at_sync}", []
-        # Long, so that some are always being decoded at a sync; and small steps, for old keys tell in the log-probs.
-        settings = {"sampling": SamplingParams(max_tokens=96), "optimizer": sgd(0.02)}
-        trained, _, scheduler = train(folder, mode, tmp_path / at_sync, generator=server, **settings)
-        check_staleness(trained, 2)
-        check_stream(trained, scheduler)
+        salts.clear()
+        for attempt in range(5):  # where updates take long, on a busy machine, all may have been decoded before a sync
+            mode, run = f"asynchronous:at_sync={at_sync}", tmp_path / f"{at_sync}-{attempt}"
+            trained, _, scheduler = train(folder, mode, run, generator=server, **settings)
+            check_staleness(trained, 2)
+            check_stream(trained, scheduler)
+            if salts:
+                break
         assert salts and {*salts} == {at_sync == "recompute"}
 
 

@@ -13,7 +13,9 @@ from benchmarks.rollouts import ForcedGenerator
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.slots.memory import KVBudget
+from lit_grpo.rollout.slots import queries as queries_module
+from lit_grpo.rollout.slots.forward import decode_step
+from lit_grpo.rollout.slots.kv.memory import KVBudget
 from lit_grpo.scheduling.layouts import Pieces
 from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.scheduling.replay.known import KnownLengths
@@ -74,17 +76,19 @@ def check(policy_folder: Path, plan: str, kv_tokens: int | None, points: tuple[i
     return stats.num_set_aside
 
 
-def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(policy_folder: Path) -> None:
+def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed: list[int] = []
 
-    class Counting(ForcedGenerator):
-        def _decode(self, rows: Any, cache: Any) -> Any:
-            computed.append(len(rows))
-            return super()._decode(rows, cache)
+    def counting(policy: Any, fused: Any, tokens_B: Any, *others: Any) -> Any:
+        computed.append(len(tokens_B))
+        return decode_step(policy, fused, tokens_B, *others)
 
+    monkeypatch.setattr(queries_module, "decode_step", counting)
     lengths = {("0", 0, (sample,)): length for sample, length in enumerate([4, 1, 2, 1, 3])}
     policy: Any = random_policy()
-    generator = Counting(lengths, 3)
+    generator = ForcedGenerator(lengths, 3)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     generator.load_weights(policy.named_parameters(), 0)
     loop = RolloutLoop(generator, plan="micro_rounds")

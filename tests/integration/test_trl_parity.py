@@ -147,7 +147,7 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
 
     class NotesAdvantages(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            recorded.append(pl_module.learner._advantages(pl_module.learner.rewards(batch.groups), []))
+            recorded.append(pl_module.learner._advantages([], pl_module.learner.rewards(batch.groups)))
 
     module = make_module(
         policy_folder,
@@ -199,7 +199,7 @@ def test_advantages_of_several_rewards_are_those_of_trl(policy_folder: Path, pol
 
     class NotesAdvantages(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            recorded.append(pl_module.learner._advantages(pl_module.learner.rewards(batch.groups), []))
+            recorded.append(pl_module.learner._advantages([], pl_module.learner.rewards(batch.groups)))
 
     fit(module, groups, callbacks=[NotesAdvantages()])
     _, inputs, _ = trl_step(

@@ -5,14 +5,13 @@ This file is also the script that the ranks run: ``python test_two_ranks.py POLI
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,11 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     weights_of,
 )
 
+from benchmarks.learning_callbacks import StaleSlots
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.generator import InFlight
-from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import SCALES, Advantages
 from lit_grpo.update.budget import TokenBudget
@@ -296,25 +291,10 @@ def run_on(policy: str, output: Path, mode: str = "synchronous", **trainer_optio
     return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
 
 
-class SlotsBeside(SlotGenerator):
-    """Decodes with a copy of the policy, so it may do that while the policy is updated."""
+class SlotsBeside(StaleSlots):
+    """Decodes with a copy of the policy, and its last weights, so it may do that while the policy is updated."""
 
     has_own_devices = True
-
-    def start(self, policy: PolicySpec) -> None:
-        self._trained = policy.module
-        super().start(replace(policy, module=copy.deepcopy(policy.module)))
-
-    def weights(self) -> PolicyWeights:
-        return PolicyWeights(self._trained, merged=False)
-
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: InFlight = "refuse"
-    ) -> SyncReport:
-        with torch.no_grad():
-            for (_, own), (_, sent) in zip(self.policy.named_parameters(), weights, strict=True):
-                own.copy_(sent)
-        return super().load_weights(self.policy.named_parameters(), version, in_flight)
 
 
 def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> dict[str, Any]:
@@ -324,7 +304,10 @@ def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> 
     batch_size = 4 // trainer_options.get("devices", 1)
     data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=batch_size)
     module = make_module(
-        policy, optimizer=momentum, rewards=[RewardSpec(f"{__file__}:even_length")], generator=SlotsBeside(6)
+        policy,
+        optimizer=momentum,
+        rewards=[RewardSpec(f"{__file__}:even_length")],
+        generator=SlotsBeside(lag=0, num_slots=6),
     )
     recorder, scheduling = StepRecorder(), Scheduling()
     callbacks = (RolloutScheduler(mode=mode), WeightSync(), recorder, scheduling)

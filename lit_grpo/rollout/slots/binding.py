@@ -9,10 +9,10 @@ import torch
 
 from lit_grpo.policy.loading import context_length, hidden_states
 from lit_grpo.rollout.slots.attention import INSTEAD, use_slot_attention
-from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.forward import AttentionProbe, decode_step, prefill
 from lit_grpo.rollout.slots.fused import FusedDecoder
-from lit_grpo.rollout.slots.shelves import KVShape
+from lit_grpo.rollout.slots.kv.cache import SlotCache
+from lit_grpo.rollout.slots.kv.shelves import KVShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.policy.loading import hidden_states
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, use_slot_attention
-from lit_grpo.rollout.slots.shelves import KVShape
+from lit_grpo.rollout.slots.kv.shelves import KVShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

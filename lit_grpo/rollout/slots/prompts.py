@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_grpo.rollout.slots.cache import SlotCache
 from lit_grpo.rollout.slots.forward import prefill
+from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.scheduling.layouts import prompt_room
 from lit_grpo.types import GroupKey, Key, Prompt, Request
 

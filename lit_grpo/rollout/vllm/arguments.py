@@ -60,12 +60,22 @@ def require_vllm() -> None:
         )
 
 
-def check_head_size(config: PreTrainedConfig) -> None:
-    """Check that vLLM has attention for a decoder with this text configuration, where it decodes on a CPU.
+def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
+    """Check that vLLM can decode for us on a CPU.
+
+    Args:
+        config: The text configuration of the policy.
+        arguments: The user's, of an engine or of servers.
 
     Raises:
-        ValueError: Its heads have a size for which it has none.
+        ValueError: It has no attention for heads of this size, or no log-probs of tokens behind drafts.
     """
+    if arguments.get("speculative_config") is not None:
+        raise ValueError(
+            "speculative_config is given, but on CPUs vLLM's log-probs of tokens behind a draft are NaN (seen with "
+            "0.32 and method ngram), and tokens are learned with the log-probs that they were sampled with; leave it "
+            "out."
+        )
     size = _head_size(config)
     if _installed_version().startswith(TESTED_VERSIONS) and size not in _CPU_HEAD_SIZES:
         raise ValueError(

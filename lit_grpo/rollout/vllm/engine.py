@@ -18,7 +18,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_engine_args,
-    check_head_size,
+    check_on_cpu,
     engine_arguments,
     import_vllm,
     kv_bytes_per_token,
@@ -85,7 +85,7 @@ class VLLMGenerator(EngineGenerator):
             )
         require_vllm()
         if policy.device.type == "cpu":
-            check_head_size(policy.config.get_text_config())
+            check_on_cpu(policy.config.get_text_config(), self.arguments)
         _end_engines()
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)

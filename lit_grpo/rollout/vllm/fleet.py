@@ -19,7 +19,7 @@ import torch
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
-    check_head_size,
+    check_on_cpu,
     require_vllm,
     server_arguments,
     server_environment,
@@ -225,7 +225,7 @@ class Fleet:
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         require_vllm()
         if not torch.cuda.is_available():
-            check_head_size(policy.config.get_text_config())
+            check_on_cpu(policy.config.get_text_config(), server_args)
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.scheduling.replay.drafting import Drafts
+from lit_grpo.scheduling.drafting import Drafts
 from lit_grpo.scheduling.replay.simulator import Engine, ReplayGenerator
 from lit_grpo.scheduling.replay.traces import Trace
 from lit_grpo.types import Key, Request
@@ -25,6 +25,11 @@ class Speculation:
     drafts: Drafts = field(default_factory=Drafts)
     num_drafted: int = 0
     num_accepted: int = 0
+
+    @property
+    def accepted(self) -> float:
+        """Share of drafted tokens that were right."""
+        return self.num_accepted / max(self.num_drafted, 1)
 
 
 class SpeculativeReplay(ReplayGenerator):

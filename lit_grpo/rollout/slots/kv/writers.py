@@ -9,7 +9,7 @@ import torch
 
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.forward import causal_attention
-from lit_grpo.rollout.slots.shelves import Shelf
+from lit_grpo.rollout.slots.kv.shelves import Shelf
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The keys and values of the slots: a prompt's once for its whole group, a completion's in pieces.
 
-The pieces of a completion double in length (:func:`piece_sizes`), and the n-th pieces of all
+The pieces of a completion grow in length (:func:`piece_sizes`), and the n-th pieces of all
 completions lie on one shelf, side by side. So a short completion does not reserve the maximum, what is not used is not
 read, and a decode step is a few batched matrix products over contiguous memory: one pair a shelf.
 """
@@ -14,11 +14,12 @@ import torch
 
 from lit_grpo.rollout.sampling import to_device
 from lit_grpo.rollout.slots.attention import AttentionInputs
-from lit_grpo.rollout.slots.shelves import KVShape, Shelf, ShelfReader
-from lit_grpo.rollout.slots.writers import ShelfWriter, Stretch
+from lit_grpo.rollout.slots.kv.shelves import KVShape, Shelf, ShelfReader
+from lit_grpo.rollout.slots.kv.writers import ShelfWriter, Stretch
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
 
 _WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
+_SLACK_OF_PROMPTS, _SLACK_OF_PIECES = 1.0, 0.25  # prompts come and go; pieces get fewer towards the end of a rollout
 
 
 class SlotCache:
@@ -34,7 +35,7 @@ class SlotCache:
         self.shape = shape
         self.max_tokens = max_tokens
         self._max_rows = max_rows
-        self._pieces = [Shelf(size, shape, max_rows) for size in piece_sizes(max_tokens)]
+        self._pieces = [Shelf(size, shape, max_rows) for size in piece_sizes(max_tokens, shape.pieces.growth)]
         self._starts = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])[:-1]
         self._rows_of: list[list[int]] = [[] for _ in self._pieces]  # by shelf: the row of each entry
         self._entries_of: list[list[int]] = []  # by row: its entry on each shelf
@@ -42,6 +43,7 @@ class SlotCache:
         self._prompt_shelves: dict[int, Shelf] = {}
         self._prompts: dict[Hashable, tuple[int, int, int]] = {}  # its shelf, entry and length
         self._readers: list[ShelfReader] | None = None
+        self._goes_on = False  # whether the next token of each row is all that the next step can bring
         self._masks: dict[int | None, torch.Tensor] = {}
 
     # ---- prompts ----------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ class SlotCache:
             if (its_room, its_entry) == (room, moved):
                 self._prompts[other] = (room, entry, length)
         if shelf.num_entries:
-            shelf.trim()
+            shelf.trim(_SLACK_OF_PROMPTS)
         else:
             del self._prompt_shelves[room]
         self._readers = None
@@ -137,7 +139,6 @@ class SlotCache:
             if moved_entry != entry:
                 self._rows_of[piece][entry] = moved_row
                 self._entries_of[moved_row][piece] = entry
-            self._pieces[piece].trim()
         if row != last:
             self._entries_of[row], self._prompt_of[row] = self._entries_of[last], self._prompt_of[last]
             for piece, entry in enumerate(self._entries_of[row]):
@@ -188,31 +189,35 @@ class SlotCache:
     def tighten(self) -> None:
         """Give back all memory that is not in use."""
         for shelf in (*self._pieces, *self._prompt_shelves.values()):
-            shelf.trim(slack=False)
+            shelf.trim()
         self._readers = None
 
     # ---- a step -----------------------------------------------------------------------------------
 
-    def prepare(self, counts_B: np.ndarray) -> None:
-        """Make room for the next token of each row.
+    def prepare(self, positions_N: np.ndarray, rows_N: np.ndarray | None = None) -> None:
+        """Make room for one new token a row, or for those of ``rows_N``, which may name a row several times.
 
         Args:
-            counts_B: The tokens that each row holds so far: one more than at the last step, if it was there.
+            positions_N: Where each token stands in its completion. What stands further back in it is forgotten, but for
+                other tokens of this step; so a token that was tried and found wrong is written over.
+            rows_N: The row of each token; by default each row has one.
         """
-        for piece, start in enumerate(self._starts):
-            if piece and len(entering := np.flatnonzero(counts_B == start)):
-                self._extend(piece, entering.tolist())
-        longest = int(counts_B.max()) + 1
-        if self._readers is None or longest > len(self._completion_L):
-            self._read_anew(counts_B, longest)
+        for piece, start in enumerate(self._starts.tolist()):
+            if piece and len(entering := np.flatnonzero(positions_N == start)):
+                entering = (entering if rows_N is None else rows_N[entering]).tolist()
+                self._extend(piece, [row for row in entering if len(self._entries_of[row]) == piece])
+        longest = int(positions_N.max()) + 1
+        if self._readers is None or not self._goes_on or rows_N is not None or longest > len(self._completion_L):
+            self._read_anew(positions_N, np.arange(self.num_rows) if rows_N is None else rows_N, longest)
         else:
             for reader in self._readers:
                 reader.advance()
-            self._positions_B += 1
+            self._positions_N += 1
             self._see_next()
+        self._goes_on = rows_N is None
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
-        """Write each row's new key and value, then attend over its prompt and its completion."""
+        """Write each token's key and value, then attend over its row's prompt and its completion so far."""
         rows, heads, _, size = inputs.query.shape
         kv_heads = self.shape.num_heads
         # The query heads that share a KV head stand together, so keys are not repeated.
@@ -232,58 +237,61 @@ class SlotCache:
             reader.add_mix(layer, its_weights, output)
         return output.to(query.dtype).view(rows, heads, 1, size)
 
-    def _read_anew(self, counts_B: np.ndarray, longest: int) -> None:
+    def _read_anew(self, positions_N: np.ndarray, rows_N: np.ndarray, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
         Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
 
         Args:
-            counts_B: As in ``prepare``.
-            longest: The tokens of the longest completion, the next one included; little more is read of any.
+            positions_N: As in ``prepare``.
+            rows_N: The row of each.
+            longest: The tokens of the longest completion, the new ones included; little more is read of any.
         """
+        for shelf in self._pieces:
+            shelf.trim(_SLACK_OF_PIECES)
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         self._readers = []
         for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):
-            if rows_of:
+            its_width = min(shelf.num_tokens, width - start)
+            if rows_of and its_width > 0:
                 entries = np.full(self.num_rows, -1)
                 entries[rows_of] = np.arange(len(rows_of))
-                its_width = min(shelf.num_tokens, width - start)
-                self._readers.append(ShelfReader(shelf, entries, its_width, counts_B - start))
+                self._readers.append(ShelfReader(shelf, entries[rows_N], its_width, positions_N - start))
         width = min(width, self.max_tokens)
-        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
+        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T[:, rows_N]
         columns, valid = [], []
         for room, shelf in self._prompt_shelves.items():
-            if (member_B := rooms == room).any():
-                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
+            if (member_N := rooms == room).any():
+                self._readers.append(ShelfReader(shelf, np.where(member_N, entries, -1), room))
                 columns.append(np.arange(room))
-                valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
-        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), self.shape.device)
+                valid.append((columns[-1] < lengths[:, None]) & member_N[:, None])
+        self._prompt_valid_NL = to_device(np.concatenate(valid, -1), self.shape.device)
         layouts = [part for reader in self._readers for part in reader.layout.values()]
-        arrays = [counts_B, lengths, np.concatenate(columns), *layouts]
+        arrays = [positions_N, lengths, np.concatenate(columns), *layouts]
         whole = to_device(np.concatenate(arrays, None), self.shape.device)  # each copy takes a launch
         parts = iter(whole.split([array.size for array in arrays]))
-        self._positions_B, self._prompt_lengths_B, self._prompt_L = next(parts), next(parts), next(parts)
+        self._positions_N, self._prompt_lengths_N, self._prompt_L = next(parts), next(parts), next(parts)
         for reader in self._readers:
             reader.settle(parts)
         self._completion_L = torch.arange(width, device=self.shape.device)
         self._masks.clear()
 
     def _see_next(self) -> None:
-        """Let each row attend to one position more; what slides is computed anew."""
+        """Let each token attend to one position more; what slides is computed anew."""
         self._masks = {window: mask for window, mask in self._masks.items() if window is None}
         for mask in self._masks.values():
-            mask[:, 0, 0].scatter_(1, self._positions_B[:, None], 0.0)
+            mask[:, 0, 0].scatter_(1, self._positions_N[:, None], 0.0)
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """What each row adds to its attention scores in this step: shape (rows, 1, 1, columns)."""
+        """What each token adds to its attention scores in this step: shape (tokens, 1, 1, columns)."""
         if window not in self._masks:
-            positions_B1 = self._positions_B[:, None]
-            valid_BL = torch.cat([self._completion_L <= positions_B1, self._prompt_valid_BL], -1)
+            positions_N1 = self._positions_N[:, None]
+            valid_NL = torch.cat([self._completion_L <= positions_N1, self._prompt_valid_NL], -1)
             if window is not None:
-                lengths_B1 = self._prompt_lengths_B[:, None]
-                prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
-                absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
-                valid_BL &= lengths_B1 + positions_B1 - absolute_BL < window
-            mask_BL = torch.zeros(valid_BL.shape, dtype=torch.float32, device=valid_BL.device)
-            self._masks[window] = mask_BL.masked_fill_(~valid_BL, -torch.inf)[:, None, None]
+                lengths_N1 = self._prompt_lengths_N[:, None]
+                prompt_NL = self._prompt_L.expand(len(valid_NL), -1)
+                absolute_NL = torch.cat([self._completion_L + lengths_N1, prompt_NL], -1)
+                valid_NL &= lengths_N1 + positions_N1 - absolute_NL < window
+            mask_NL = torch.zeros(valid_NL.shape, dtype=torch.float32, device=valid_NL.device)
+            self._masks[window] = mask_NL.masked_fill_(~valid_NL, -torch.inf)[:, None, None]
         return self._masks[window]

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lit_grpo.scheduling.layouts import FEW, TIGHT, Pieces
+
 _CAST_NUMBERS = 2**18
+_TIGHT_FROM_BYTES = 2**14  # a token
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,14 @@ class KVShape:
     def bytes_per_token(self) -> int:
         """Keys and values of all layers."""
         return 2 * self.num_layers * self.num_heads * self.head_size * self.dtype.itemsize
+
+    @property
+    def pieces(self) -> Pieces:
+        """How a completion lies: in more pieces, with less that is not used, where that is much memory.
+
+        Not so on a GPU, where operations are many launches and memory is read fast.
+        """
+        return Pieces(TIGHT if self.bytes_per_token >= _TIGHT_FROM_BYTES and self.device.type == "cpu" else FEW)
 
 
 class Shelf:
@@ -80,10 +91,10 @@ class Shelf:
                 tensor[entry] = tensor[last]
         return last
 
-    def trim(self, slack: bool = True) -> None:
-        """Give memory back: what is more than twice what is used, or without ``slack`` all that is not used."""
-        if not slack or self.room > 2 * self.num_entries + 4:
-            self._resize(self.num_entries)
+    def trim(self, slack: float = 0.0) -> None:
+        """Give memory back: all that is not used, or half of it where more than ``slack`` of what is used is not."""
+        if self.room > (1 + slack) * self.num_entries:
+            self._resize(self.num_entries + int(self.num_entries * slack / 2))
 
     def _resize(self, room: int) -> None:
         if room == self.room:
@@ -188,19 +199,24 @@ class ShelfReader:
         return scores.index_select(0, self._indices["back"]) if "back" in self._indices else scores
 
     def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
-        """Return the values, weighted by ``weights`` of shape (places, queries, width), in their order."""
+        """Return the values, weighted by ``weights`` of shape (lines, queries, width), where every line reads here."""
+        mixed = self._mix(layer, weights)
+        return mixed.index_select(0, self._indices["back"]) if "back" in self._indices else mixed
+
+    def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
+        """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
+        if "members" in self._indices:
+            mixed = self._mix(layer, weights)
+            output.index_add_(0, self._indices["members"], mixed.index_select(0, self._indices["member_back"]))
+        else:
+            output.add_(self.mix(layer, weights))
+
+    def _mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted values in the order of their places."""
         places = weights.index_select(0, self._indices["there"]) if "there" in self._indices else weights
         values = self._shelf.values[layer].flatten(0, 1)[: self._lines, : self.width]
         mixed = _product(places.view(self._lines, -1, self.width), values)
         return mixed.view(len(places), weights.shape[1], -1)
-
-    def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
-        """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
-        mixed = self.mix(layer, weights)
-        if "members" in self._indices:
-            output.index_add_(0, self._indices["members"], mixed.index_select(0, self._indices["member_back"]))
-        else:
-            output.add_(mixed.index_select(0, self._indices["back"]) if "back" in self._indices else mixed)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

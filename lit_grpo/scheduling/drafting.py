@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 ROOT = 0
 SHORTEST_MATCH = 2
@@ -80,26 +80,32 @@ class Drafts:
 
     def __init__(self) -> None:
         self._automata: dict[str, SuffixAutomaton] = {}
-        self._states: dict[object, tuple[SuffixAutomaton, int]] = {}
+        self._states: dict[Hashable, tuple[SuffixAutomaton, int]] = {}
 
-    def begin(self, key: object, prompt_id: str, token_ids: Sequence[int]) -> None:
+    def begin(self, key: Hashable, prompt_id: str, token_ids: Sequence[int]) -> None:
         """A completion begins behind these tokens: its prompt, and what it has already come to."""
         automaton = self._automata.setdefault(prompt_id, SuffixAutomaton())
         self._states[key] = automaton, ROOT
         self.extend(key, token_ids)
 
-    def extend(self, key: object, token_ids: Sequence[int]) -> None:
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """It goes on with these."""
         automaton, state = self._states[key]
         for token in token_ids:
             state = automaton.extend(state, token)
         self._states[key] = automaton, state
 
-    def draft(self, key: object, most: int) -> list[int]:
+    def draft(self, key: Hashable, most: int) -> list[int]:
         """Return up to so many tokens that may follow."""
         automaton, state = self._states[key]
         return automaton.draft(state, most)
 
-    def end(self, key: object) -> None:
+    def end(self, key: Hashable) -> None:
         """It has ended; what it was stays."""
         del self._states[key]
+
+    def read(self, prompt_id: str, token_ids: Sequence[int]) -> None:
+        """Take in a completion, behind its prompt, that has ended."""
+        key = object()
+        self.begin(key, prompt_id, token_ids)
+        self.end(key)
