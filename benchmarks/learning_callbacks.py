@@ -25,36 +25,96 @@ from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import RolloutGroup
 
-CLOCK = "clock.jsonl"
+CLOCK, POLICIES = "clock.jsonl", "policies"
+KEPT = 6  # policies of a run, and that of its start
+
+
+class Stopwatch:
+    """Seconds and CPU seconds since it was made, without those in which it stood still."""
+
+    def __init__(self) -> None:
+        self._began = _now()
+        self._stopped: tuple[float, float] | None = None
+
+    def read(self) -> dict[str, float]:
+        """Return both."""
+        wall_s, cpu_s = (now - began for now, began in zip(self._stopped or _now(), self._began, strict=True))
+        return {"wall_s": wall_s, "cpu_s": cpu_s}
+
+    def stop(self) -> None:
+        """Stand still."""
+        self._stopped = _now()
+
+    def go_on(self) -> None:
+        """Run again."""
+        assert self._stopped is not None
+        paused = (now - stopped for now, stopped in zip(_now(), self._stopped, strict=True))
+        self._began = tuple(began + pause for began, pause in zip(self._began, paused, strict=True))
+        self._stopped = None
 
 
 class Clock(pl.Callback):
     """Write the seconds and the CPU seconds since training began behind every update, validations left out."""
 
     def __init__(self) -> None:
-        self._start = self._left_out = self._since = (0.0, 0.0)
+        self._watch = Stopwatch()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin."""
-        self._start, self._left_out = _now(), (0.0, 0.0)
+        self._watch = Stopwatch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop."""
-        self._since = _now()
+        self._watch.stop()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on."""
-        self._left_out = tuple(
-            out + now - since for out, now, since in zip(self._left_out, _now(), self._since, strict=True)
-        )
+        self._watch.go_on()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write."""
-        wall_s, cpu_s = (now - start - out for now, start, out in zip(_now(), self._start, self._left_out, strict=True))
-        with Path(CLOCK).open("a") as file:
-            file.write(json.dumps({"update": trainer.global_step, "wall_s": wall_s, "cpu_s": cpu_s}) + "\n")
+        write_time(self._watch, trainer.global_step)
+
+
+class KeepPolicies(Clock):
+    """A clock that keeps some of the policies too, in a folder each, while it stands still."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the policy of the start, and begin."""
+        self._keep(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write, and keep."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._watch.stop()
+        self._keep(trainer, pl_module)
+        self._watch.go_on()
+
+    def _keep(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, GRPOModule)
+        if is_kept(trainer.global_step, trainer.max_steps):
+            module.policy.save_pretrained(policy_folder(trainer.global_step))
+
+
+def is_kept(update: int, updates: int) -> bool:
+    """Whether the policy behind this update is one of those that are kept: the first, the last and some between."""
+    return update * KEPT % updates == 0
+
+
+def policy_folder(update: int) -> Path:
+    """Where the policy of this update is kept in the folder of its run."""
+    return Path(POLICIES) / f"{update:04d}"
+
+
+def write_time(watch: Stopwatch, update: int, **more: float) -> None:
+    """Add a line to the clock's file."""
+    with Path(CLOCK).open("a") as file:
+        file.write(json.dumps({"update": update, **watch.read(), **more}) + "\n")
 
 
 class ServersApart(pl.Callback):

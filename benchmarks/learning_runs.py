@@ -12,13 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import yaml
@@ -46,6 +47,32 @@ class LearningRun:
     arguments: tuple[str, ...]
     callbacks: tuple[type[pl.Callback], ...] = ()
     alone: bool = False
+    clock: type[Clock] = Clock
+
+    def words(self, folder: Path) -> list[str]:
+        """What Python is to run in ``folder``."""
+        callbacks = [{"class_path": f"{kind.__module__}.{kind.__name__}"} for kind in (self.clock, *self.callbacks)]
+        (folder / "clocked.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        words = ["-m", "lit_grpo", "fit", "--config", str(ROOT / "configs" / f"{self.config}.yaml")]
+        return [*words, "--config", "clocked.yaml", "--trainer.enable_progress_bar", "false", *self.arguments]
+
+
+class Run(Protocol):
+    """Anything that is run in a folder of its own."""
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has all cores, behind the others."""
+        ...
+
+    def words(self, folder: Path) -> list[str]:
+        """What Python is to run in ``folder``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,41 +108,44 @@ def kept_runs(name: str, options: Options) -> Iterator[Path]:
 
 
 def run_all(runs: Sequence[LearningRun], folder: Path) -> dict[str, Curves]:
+    """Run those that have not been run, and return what each has come to."""
+    train_all(runs, folder)
+    return {run.name: read_curves(folder / run.name) for run in runs}
+
+
+def train_all(runs: Sequence[Run], folder: Path) -> None:
     """Run those that have not been run, in the order given, and those that are to be alone behind the others."""
     together = [run for run in runs if not run.alone]
     alone = [run for run in runs if run.alone]
     every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return _run_on([{core} for core in every[:2]] or [set()], together, folder) | _run_on([set(every)], alone, folder)
+    _run_on([{core} for core in every[:2]] or [set()], together, folder)
+    _run_on([set(every)], alone, folder)
 
 
-def _run_on(places: Sequence[Collection[int]], runs: Sequence[LearningRun], folder: Path) -> dict[str, Curves]:
+def _run_on(places: Sequence[Collection[int]], runs: Sequence[Run], folder: Path) -> None:
     """Run them on so many places, which are sets of cores, at a time."""
     free: Queue[Collection[int]] = Queue()
     for place in places:
         free.put(place)
 
-    def one(run: LearningRun) -> Curves:
+    def one(run: Run) -> None:
         if not (folder / run.name / "done").exists():
             place = free.get()
+            began = time.perf_counter()
             try:
-                _train(run, folder / run.name, place)
+                _run(run, folder / run.name, place)
             finally:
                 free.put(place)
-        curves = read_curves(folder / run.name)
-        note(f"{run.name}: {curves.wall_s_U[-1]:.0f} s, exact match {curves.exact_U[-1]:.3f}")
-        return curves
+            note(f"{run.name}: {time.perf_counter() - began:.0f} s")
 
     with ThreadPoolExecutor(len(places)) as pool:
-        return dict(zip([run.name for run in runs], pool.map(one, runs), strict=True))
+        list(pool.map(one, runs))
 
 
-def _train(run: LearningRun, folder: Path, cores: Collection[int]) -> None:
+def _run(run: Run, folder: Path, cores: Collection[int]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    callbacks = [{"class_path": f"{kind.__module__}.{kind.__name__}"} for kind in (Clock, *run.callbacks)]
-    (folder / "clocked.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
-    command = [sys.executable, "-m", "lit_grpo", "fit", "--config", str(ROOT / "configs" / f"{run.config}.yaml")]
-    command += ["--config", "clocked.yaml", "--trainer.enable_progress_bar", "false", *run.arguments]
+    command = [sys.executable, *run.words(folder)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with (folder / "output.txt").open("w") as output:
@@ -131,7 +161,8 @@ def read_curves(folder: Path) -> Curves:
     """Read what a run has left."""
     (metrics,) = folder.glob("runs/*/metrics.csv")
     with metrics.open(newline="") as file:
-        logged = {int(float(row["step"])): row for row in csv.DictReader(file)}
+        logged: dict[int, dict[str, str]] = {0: {}}  # where nothing was validated before the first update
+        logged |= {int(float(row["step"])): row for row in csv.DictReader(file)}
     clock = {row["update"]: row for row in map(json.loads, (folder / CLOCK).read_text().splitlines())}
 
     def column(name: str) -> np.ndarray:

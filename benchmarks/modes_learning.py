@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.learning_callbacks import ServersApart, ShortFirst
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
+from lit_grpo.rollout.rules import make_mode
 
 PICTURES = ROOT / "docs" / "pictures"
 SERVERS = ROOT / "configs" / "generators" / "vllm_servers.yaml"
@@ -133,8 +134,13 @@ def _row(task: str, mode: str, seeds: Sequence[Curves], synchronous: Sequence[Cu
         "samples": float(samples_U[-1]),
         "tokens": float(mean_curve(seeds, "tokens_U")[-1]),
         "staleness": float(np.nanmean(mean_curve(seeds, "staleness_U")[1:])),
-        **_by_update_of_loading(seeds),
+        **(_by_update_of_loading(seeds) if _loads(mode) else {}),
     }
+
+
+def _loads(mode: str) -> bool:
+    """Whether several updates learn from batches that were opened together."""
+    return mode != SORTED_AFTERWARDS and make_mode(mode).refill == "when_empty"
 
 
 def _by_update_of_loading(seeds: Sequence[Curves]) -> Row:
@@ -142,7 +148,7 @@ def _by_update_of_loading(seeds: Sequence[Curves]) -> Row:
     of: dict[str, list[float]] = {}
     for curves in seeds:
         place = 0
-        for update in range(1, len(curves.open_U)) if (curves.open_U[1:] == 0).any() else ():
+        for update in range(1, len(curves.open_U)):
             place = place + 1 if curves.open_U[update - 1] > 0 else 1
             if place <= LOADING:
                 of.setdefault(f"length_{place}", []).append(float(curves.length_U[update]))

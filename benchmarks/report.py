@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +63,12 @@ def parse_options(description: str, arguments: Sequence[str] | None = None) -> O
     return Options(**vars(parser.parse_args(arguments)))
 
 
+def need(package: str) -> None:
+    """End with a sentence where a system that is measured beside ours is not installed."""
+    if find_spec(package) is None:
+        raise SystemExit(f"This benchmark compares with {package}, which is not installed; `make install` installs it.")
+
+
 def finish(name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim]) -> int:
     """Print the table and the claims, write the result file, and return the exit code.
 
@@ -82,7 +89,7 @@ def finish(name: str, options: Options, settings: Row, rows: Sequence[Row], clai
     path = options.output or (None if options.quick else _result_path(name, options.device))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        path.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
     if options.quick:
         return int(not all(math.isfinite(claim.value) for claim in claims))
     return int(not all(claim.holds for claim in claims))
@@ -91,6 +98,15 @@ def finish(name: str, options: Options, settings: Row, rows: Sequence[Row], clai
 def note(text: str) -> None:
     """Say what is going on, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with ``None`` for every number that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _result_path(name: str, device: str) -> Path:

@@ -31,6 +31,7 @@ from lit_grpo.update.logprobs.checkpointing import Checkpointing
 
 OPTIONS: dict[str, Any] = {"use_reentrant": False}
 TIMED_ROWS = 4  # of TRL's
+STATE_BYTES = 12  # of a parameter's gradient and AdamW's two moments
 System = Literal["lit_grpo", "TRL", "TRL, GPU path of its head"]
 """On a CPU TRL's head scores prompt tokens too, unless it is made to take its GPU path, which leaves them out."""
 
@@ -230,8 +231,10 @@ def main() -> None:
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
     sizes = replace(TO_UPDATE[case.policy], vocab_size=case.work.vocab_size)
-    tflop = floor_flops(random_qwen3(sizes, "meta"), case.work) / 1e12
-    tell({"floor_tflop": tflop, "matmul_tflops": matmul_tflops(case.device)})
+    model = random_qwen3(sizes, "meta")
+    tflop = floor_flops(model, case.work) / 1e12
+    state_mib = STATE_BYTES * model.num_parameters() / 2**20
+    tell({"floor_tflop": tflop, "matmul_tflops": matmul_tflops(case.device), "state_mib": state_mib})
     with tempfile.TemporaryDirectory() as folder:
         save_random_policy(Path(folder), sizes, case.device)
         (run_lit_grpo if case.system == "lit_grpo" else run_trl)(case, folder)

@@ -1,0 +1,258 @@
+"""What is learnt in how much time beside TRL 1.16: held-out exact match by updates, tokens, CPU seconds and seconds.
+
+Both sides train the same policy on the same prompts, reward, optimizer and schedule, in float32 on one thread, each
+run pinned to a core, ours and TRL's alternately. TRL has its best settings: before the runs, those that are tried
+train a few updates, and the fastest is taken. Time begins with the first update: imports and loading are left out on
+both sides, and so is keeping policies, which are scored afterwards on held-out rows by one and the same program.
+
+A time is that in which the mean curve of a side, with straight lines between the kept policies, first comes to where
+TRL's ends.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.learning_callbacks import CLOCK, KeepPolicies
+from benchmarks.learning_runs import LearningRun, Run, kept_runs, read_curves, train_all
+from benchmarks.policy_scores import SCORES, TEMPERATURES, Scoring
+from benchmarks.report import ROOT, Claim, Options, Row, finish, need, parse_options
+from benchmarks.trl_run import TRLRun
+
+PICTURE = ROOT / "docs" / "pictures" / "learning_per_hour.svg"
+OURS, THEIRS = "lit_grpo", "TRL"
+SHARE = 0.25
+TIMES = ("cpu_s", "wall_s", "tokens")
+T_QUANTILE = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
+"""By the number of seeds: what a 95% interval of a mean takes of its standard error."""
+
+
+Setting = tuple[int, bool, bool]
+"""Of TRL: rows of a micro-batch, whether it decodes by continuous batching, and whether its head takes its GPU path."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A configuration, how long it is trained on, on how many held-out rows its policies are scored, and what is tried.
+
+    Where a few completions are very long ``generate`` is far behind continuous batching, and is tried once.
+    """
+
+    config: str
+    updates: int
+    held_out: int
+    tried: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of all runs."""
+
+    seeds: tuple[int, ...]
+    prompts: int
+    group: int
+    tried_updates: int
+    """Those in which the settings of TRL are compared; the first is not timed."""
+
+
+FULL, QUICK = Size(tuple(range(6)), 16, 16, 3), Size((0, 1), 2, 4, 2)
+TASKS = (
+    Task(
+        "arithmetic",
+        60,
+        2176,
+        ((32, True, True), *((rows, False, True) for rows in (8, 16, 32, 64, 128, 256)), (32, False, False)),
+    ),
+    Task("knights", 12, 512, (*((rows, True, True) for rows in (8, 16, 32, 64, 128)), (32, False, True))),
+)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What one run has come to, by kept policy: shapes (policies,)."""
+
+    greedy_U: np.ndarray
+    sampled_U: np.ndarray
+    updates_U: np.ndarray
+    tokens_U: np.ndarray
+    cpu_s_U: np.ndarray
+    wall_s_U: np.ndarray
+
+
+def main(options: Options) -> int:
+    """Train all, score all, draw, and judge."""
+    size, tasks = FULL, TASKS
+    if options.quick:
+        size, tasks = QUICK, (replace(TASKS[0], updates=2, held_out=16),)
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    found: dict[tuple[str, str], list[Learnt]] = {}
+    settings: Row = {"prompts": size.prompts, "group": size.group, "seeds": len(size.seeds), "threads": 1}
+    with kept_runs("learning_per_hour", options) as folder:
+        for task in tasks:
+            best, seconds = _best_settings(task, task.tried[1:3] if options.quick else task.tried, size, folder)
+            settings |= {f"updates, {task.config}": task.updates, f"held out, {task.config}": task.held_out}
+            settings |= {f"TRL on {task.config}, s an update, {name}": each for name, each in seconds.items()}
+            settings[f"TRL on {task.config}"] = _label(best)
+            of_task = _train(task, best, size, folder)
+            found |= {(task.config, system): learnt for system, learnt in of_task.items()}
+            level = float(_mean(of_task[THEIRS], "greedy_U")[-1])
+            rows += [row for system, learnt in of_task.items() for row in _rows(task, system, learnt, level)]
+            claims += ([] if options.quick else _time_claims(task, of_task, level)) + _end_claims(task, of_task)
+    if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
+        draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
+    return finish("learning_per_hour", options, settings, rows, claims)
+
+
+def _label(run: TRLRun) -> str:
+    decoding, head = "continuous batching" if run.continuous else "generate", "GPU" if run.gpu_head else "CPU"
+    return f"{run.rows} rows, {decoding}, head of {head}"
+
+
+def _best_settings(task: Task, tried: Sequence[Setting], size: Size, folder: Path) -> tuple[TRLRun, dict[str, float]]:
+    """Return the setting of TRL that is fastest, and the CPU seconds of an update of each."""
+    runs = []
+    for setting in tried:
+        run = TRLRun("", task.config, 0, size.tried_updates, *setting, size.prompts, size.group)
+        runs.append(replace(run, name="-".join(["tried", task.config, *_label(run).replace(",", "").split()])))
+    train_all(runs, folder)
+    seconds = {}
+    for run in runs:
+        clock = _clock(folder / run.name)
+        seconds[_label(run)] = (clock[-1]["cpu_s"] - clock[0]["cpu_s"]) / (len(clock) - 1)
+    return min(runs, key=lambda run: seconds[_label(run)]), seconds
+
+
+def _train(task: Task, best: TRLRun, size: Size, folder: Path) -> dict[str, list[Learnt]]:
+    """Train all seeds of both sides, score what they have kept, and read it."""
+    runs: list[Run] = []
+    for seed in size.seeds:
+        theirs = replace(best, name=f"{task.config}-{THEIRS}-{seed}", seed=seed, updates=task.updates)
+        runs += [theirs, _ours(task, seed, size)]
+    train_all(runs, folder)
+    train_all([Scoring(f"{run.name}-scores", run.name, task.config, task.held_out) for run in runs], folder)
+    of_system = {
+        system: [_learnt(folder, f"{task.config}-{system}-{seed}", system) for seed in size.seeds]
+        for system in (OURS, THEIRS)
+    }
+    return of_system
+
+
+def _ours(task: Task, seed: int, size: Size) -> LearningRun:
+    arguments = {
+        "--seed_everything": seed,
+        "--trainer.max_steps": task.updates,
+        "--trainer.limit_val_batches": 0,
+        "--model.num_generations": size.group,
+        "--model.lr_scheduler.init_args.total_iters": task.updates,
+        "--data.batch_size": size.prompts,
+    }
+    words = tuple(str(word) for pair in arguments.items() for word in pair)
+    return LearningRun(f"{task.config}-{OURS}-{seed}", task.config, words, clock=KeepPolicies)
+
+
+def _clock(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / CLOCK).read_text().splitlines()]
+
+
+def _learnt(folder: Path, name: str, system: str) -> Learnt:
+    clock = {0: {"wall_s": 0.0, "cpu_s": 0.0, "tokens": 0.0}} | {
+        int(line["update"]): line for line in _clock(folder / name)
+    }
+    scores = {int(u): score for u, score in json.loads((folder / f"{name}-scores" / SCORES).read_text()).items()}
+    updates = sorted(scores)
+    tokens_U = [clock[update].get("tokens", 0.0) for update in updates]
+    if system == OURS:
+        tokens_U = read_curves(folder / name).tokens_U[updates]
+    greedy_U, sampled_U = ([scores[update][kind] for update in updates] for kind in TEMPERATURES)
+    cpu_s_U, wall_s_U = ([clock[update][kind] for update in updates] for kind in ("cpu_s", "wall_s"))
+    return Learnt(*map(np.array, (greedy_U, sampled_U, updates, tokens_U, cpu_s_U, wall_s_U)))
+
+
+def _time_claims(task: Task, found: dict[str, list[Learnt]], level: float) -> list[Claim]:
+    """Of the time to where TRL's mean ends, and, since the better end is chance, to the lower of both ends."""
+    claims = []
+    both = min(level, float(_mean(found[OURS], "greedy_U")[-1]))
+    for where, what in ((level, "where TRL's mean ends"), (both, "where the lower of both means ends")):
+        for name, seconds in (("cpu_s", "CPU seconds"), ("wall_s", "seconds")):
+            ours, theirs = (_first(found[system], f"{name}_U", where) for system in (OURS, THEIRS))
+            claims.append(Claim(f"{task.config}: {seconds} to {what}, over TRL's", ours / theirs, "<=", SHARE))
+    return claims
+
+
+def _end_claims(task: Task, found: dict[str, list[Learnt]]) -> list[Claim]:
+    claims = []
+    for kind in TEMPERATURES:
+        ends = [[float(getattr(each, f"{kind}_U")[-1]) for each in found[system]] for system in (OURS, THEIRS)]
+        difference, interval = _difference(*ends)
+        text = f"{task.config}, {kind}: exact match above TRL's at equal updates ({difference:+.4f}), upper end of the"
+        claims.append(Claim(f"{text} 95% interval", difference + interval, ">=", 0.0))
+    return claims
+
+
+def _difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The difference of the means, and half of its 95% interval (Welch's, with the fewest degrees of freedom)."""
+    error = sum(statistics.variance(ends) / len(ends) for ends in (ours, theirs)) ** 0.5
+    return statistics.fmean(ours) - statistics.fmean(theirs), T_QUANTILE[len(ours)] * error
+
+
+def _rows(task: Task, system: str, seeds: Sequence[Learnt], level: float) -> list[Row]:
+    """Return a row for each kept policy, and one for where the mean first comes to ``level``."""
+    rows: list[Row] = []
+    for place, update in enumerate(seeds[0].updates_U.tolist()):
+        row: Row = {"task": task.config, "system": system, "update": update}
+        for kind in TEMPERATURES:
+            values = [float(getattr(each, f"{kind}_U")[place]) for each in seeds]
+            row |= {kind: statistics.fmean(values), f"{kind}_least": min(values), f"{kind}_most": max(values)}
+        rows.append(row | {name: float(_mean(seeds, f"{name}_U")[place]) for name in TIMES})
+    there = {name: _first(seeds, f"{name}_U", level) for name in TIMES}
+    return [*rows, {"task": task.config, "system": system, "update": "where TRL's ends", "greedy": level, **there}]
+
+
+def _mean(seeds: Sequence[Learnt], name: str) -> np.ndarray:
+    return np.mean([getattr(each, name) for each in seeds], axis=0)
+
+
+def _first(seeds: Sequence[Learnt], name: str, level: float) -> float:
+    """Where the mean greedy curve first comes to ``level``, by the figure of this name; NaN if it never does."""
+    values_U, at_U = _mean(seeds, "greedy_U"), _mean(seeds, name)
+    for before, after in zip(range(len(values_U) - 1), range(1, len(values_U)), strict=True):
+        if values_U[after] >= level:
+            share = (level - values_U[before]) / (values_U[after] - values_U[before])
+            return float(at_U[before] + max(share, 0.0) * (at_U[after] - at_U[before]))
+    return float("nan")
+
+
+def draw(found: dict[tuple[str, str], list[Learnt]], path: Path) -> None:
+    """Draw greedy exact match by CPU seconds, tokens and updates, a row for each task, the seeds' range behind."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(task for task, _ in found))
+    figure = Figure(figsize=(12, 3.6 * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), 3, sharey="row", squeeze=False)
+    columns = {"cpu_s_U": "CPU seconds", "tokens_U": "generated tokens", "updates_U": "updates"}
+    for (task, system), seeds in found.items():
+        greedy_SU = np.array([each.greedy_U for each in seeds])
+        for axis, (name, label) in zip(axes[tasks.index(task)], columns.items(), strict=True):
+            x_U = _mean(seeds, name)
+            (line,) = axis.plot(x_U, greedy_SU.mean(0), label=system, marker=".")
+            axis.fill_between(x_U, greedy_SU.min(0), greedy_SU.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+            axis.set(xlabel=label)
+            axis.grid(alpha=0.3)
+    for axis, task in zip(axes[:, 0], tasks, strict=True):
+        axis.set(title=task, ylabel="held-out exact match")
+        axis.legend(loc="lower right")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    need("trl")
+    sys.exit(main(parse_options(__doc__)))
