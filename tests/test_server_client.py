@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -76,7 +80,7 @@ def test_a_server_is_taken_and_given_back(guard: Guard, loop: EventLoop) -> None
     one.release()
     two.take()
     assert two.is_ours() and not one.is_ours()
-    two.close()
+    two.release()
 
 
 def test_a_wrong_token_is_said_with_its_remedy(guard: Guard, loop: EventLoop) -> None:
@@ -100,7 +104,7 @@ def test_a_run_that_goes_on_keeps_its_server_and_a_dead_one_does_not(
     with pytest.raises(ServerError, match="answers /start_weight_update with: 409"):
         one._state = two._state
         one.post("/start_weight_update")
-    two.close()
+    two.release()
 
 
 def test_somebody_elses_change_is_noticed_by_the_next_call(guard: Guard, loop: EventLoop) -> None:
@@ -113,7 +117,7 @@ def test_somebody_elses_change_is_noticed_by_the_next_call(guard: Guard, loop: E
             call()
     client.take()  # anew, with nothing known
     client.post("/start_weight_update")
-    client.close()
+    client.release()
 
 
 def sample(client: ServerClient, loop: EventLoop) -> Any:
@@ -137,7 +141,7 @@ def test_tokens_of_changed_weights_are_not_taken(guard: Guard, loop: EventLoop, 
     assert "somebody else" in str(sample(client, loop))
     app.status = 404  # of a server that began anew, and calls its model otherwise
     assert "began anew" in str(sample(client, loop))
-    client.close()
+    client.release()
 
 
 def test_a_slow_server_is_not_a_dead_one(guard: Guard, loop: EventLoop, app: App) -> None:
@@ -146,7 +150,7 @@ def test_a_slow_server_is_not_a_dead_one(guard: Guard, loop: EventLoop, app: App
     app.work_s = 2.5 * client.timeout_s
     assert client.post("/finish_weight_update") == {}
     assert sample(client, loop).token_ids == [5]
-    client.close()
+    client.release()
 
 
 @pytest.mark.parametrize("well", [True, False], ids=["it says that it is well", "it says nothing"])
@@ -161,4 +165,42 @@ def test_a_server_without_progress_is_given_up(guard: Guard, loop: EventLoop, ap
     assert time.monotonic() - begun >= (http._PATIENCE if well else 1) * client.timeout_s
     failure = sample(client, loop)
     assert failure.hung
-    client.close()
+    client.release()
+
+
+class _Answering(BaseHTTPRequestHandler):
+    """Answers, keeps the connection open, and says nothing more of a completion than that it has begun."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"3\r\n: a\r\n")
+        with suppress(ConnectionError):
+            self.rfile.read(1)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_the_loop_ends_with_all_connections_closed(recwarn: pytest.WarningsRecorder) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answering)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    loop = EventLoop()
+    client = ServerClient(f"http://127.0.0.1:{server.server_port}", TOKEN, "one", 1.0, loop)
+    assert client.answers()
+    StreamPump(loop).begin(0, client, [1], {})
+    assert client.answers()
+    loop.close()
+    del client, loop
+    gc.collect()
+    server.shutdown()
+    server.server_close()
+    assert [str(each.message) for each in recwarn if issubclass(each.category, ResourceWarning)] == []

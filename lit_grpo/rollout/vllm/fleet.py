@@ -340,7 +340,7 @@ class Fleet:
 
     def _stop(self) -> None:
         for server in self._servers:
-            server.client.close()
+            server.client.release()
             if server.process is not None:
                 server.process.stop()
         self._servers = []

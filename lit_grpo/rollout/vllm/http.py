@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,12 +44,19 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have something closed when the thread ends, which leaves no open connection behind."""
+        self._closes.append(close)
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine; its result comes later."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name="vllm-servers", daemon=True)
+            self._thread = threading.Thread(
+                target=_run, args=(self._loop, self._closes), name="vllm-servers", daemon=True
+            )
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -58,20 +65,29 @@ class EventLoop:
         return self.begin(coroutine).result()
 
     def close(self) -> None:
-        """Give up what still runs, and end the thread."""
+        """Give up what still runs, close what was opened, and end the thread."""
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        self._closes = []
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join(10.0)
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
-    for task in (tasks := asyncio.all_tasks(loop)):
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(_end(closes))
     loop.close()
+
+
+async def _end(closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Cancel what still runs, and close what was opened."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(close() for close in closes), return_exceptions=True)
+    await asyncio.sleep(0)  # a transport closes in the turn after that in which it is told to
 
 
 class ServerClient:
@@ -108,6 +124,7 @@ class ServerClient:
             limits=limits,
             trust_env=False,  # no proxy in between
         )
+        loop.at_end(self._http.aclose)
 
     # ---- whose it is ------------------------------------------------------------------------------
 
@@ -305,11 +322,6 @@ class ServerClient:
             raise ServerError(f"The vLLM server at {self.url} broke off a completion: {choice['finish_reason']}.")
         logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
         return Chunk(choice["token_ids"] or [], logprobs, choice["finish_reason"])
-
-    def close(self) -> None:
-        """Let other runs have the server, and close the connections."""
-        self.release()
-        self._loop.run(self._http.aclose())
 
 
 @dataclass(frozen=True)
