@@ -160,7 +160,7 @@ class GRPOModule(EvaluationModule):
         weights = {function.name: function.weight for function in self.rewards}
         what = objective, advantages, weights, sampling.temperature, sampling.max_tokens
         passes = num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, gradient_checkpointing
-        self.settings = Settings(*what, *passes, max_skipped_updates, selection)
+        self.settings = Settings(*what, *passes, max_skipped_updates, selection, pass_threshold=pass_threshold)
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict

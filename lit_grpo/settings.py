@@ -6,12 +6,16 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+import yaml
 
 LONGEST_LIST = 32
 """Longer ones are data, and no settings."""
 Init = TypeVar("Init", bound=Callable[..., None])
+Row = TypeVar("Row")
 
 
 def takes_dicts(init: Init) -> Init:
@@ -60,3 +64,54 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, list | tuple) and len(value) <= LONGEST_LIST:
         return [as_plain(one) for one in value]
     return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def by_name(setting: str, spec: str, rows: Mapping[str, Row], kind: type[Row]) -> Row:
+    """Return one of several rows of data, with some of its fields set.
+
+    Args:
+        setting: What the user has set, for messages.
+        spec: The name of a row, or the class path of a dataclass of ``kind``; behind a colon fields and their values,
+            as in ``april:batches_in_work=3,max_staleness=4``.
+        rows: Those that have a name, dataclasses.
+        kind: What they are.
+
+    Raises:
+        ValueError: There is no such row or field, or a value does not fit.
+    """
+    name, _, told = spec.partition(":")
+    try:
+        row = cast(Any, rows[name]) if name in rows else _own(name, rows, kind)
+        values = _values(told, row)
+        return replace(row, **values) if name in rows else row(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{setting} {spec}: {error}") from None
+
+
+def _values(told: str, row: Any) -> dict[str, Any]:
+    """The values of the fields that a spec sets."""
+    known = [field.name for field in fields(row)]
+    values: dict[str, Any] = {}
+    for part in filter(None, told.split(",")):
+        field, _, value = part.partition("=")
+        if field not in known:
+            raise ValueError(f"it has no field {field!r}; it has {', '.join(known) or 'none'}.")
+        try:
+            values[field] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{field} is set to {value!r}, which is no value.") from None
+    return values
+
+
+def _own(path: str, rows: Mapping[str, Any], kind: type[Row]) -> Any:
+    """A user's own kind, by its class path."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name) if module else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"it cannot be loaded ({error}); give one of {', '.join(rows)}, or a class path.") from None
+    if not (isinstance(found, type) and issubclass(found, kind) and is_dataclass(found)):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        names = ", ".join(rows)
+        raise ValueError(f"there is none; give one of {names}, or the class path of {article} {kind.__name__}.")
+    return found

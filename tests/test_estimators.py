@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
@@ -21,7 +22,7 @@ from lit_grpo.update.advantages.functions import (
     per_reward_advantages,
     virtual_maximum_advantages,
 )
-from lit_grpo.update.advantages.smoothing import RewardHistory
+from lit_grpo.update.advantages.smoothing import smoothed_advantages
 from lit_grpo.update.advantages.turns import discounted_returns, step_advantages
 
 NAN = math.nan
@@ -49,7 +50,7 @@ def of(estimator: str) -> Callable[[Rewards], torch.Tensor]:
         def compute_flat(rewards_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
             prompt_ids = [f"train/{row}" for row in range(len(rewards))]
             groups = GroupRewards(rewards_R, rewards_R[:, None], groups_R, prompt_ids)
-            return Advantages(estimator).compute(groups, torch.ones(1), RewardHistory())  # pyright: ignore[reportArgumentType]
+            return Advantages(estimator).compute(groups, torch.ones(1), PromptHistory())  # pyright: ignore[reportArgumentType]
 
         return rows(compute_flat, torch.tensor(rewards))
 
@@ -273,42 +274,48 @@ def smoothed_reference(visits: list[list[float]]) -> list[float]:
     return [a if abs(a) < abs(b) else b for a, b in zip(first, second, strict=True)]
 
 
+def smoothed(history: PromptHistory, rewards: Rewards) -> torch.Tensor:
+    """Advantages of a visit of as many prompts as there are rows, which is counted then."""
+    prompt_ids = [f"train/{row}" for row in range(len(rewards))]
+    advantages = rows(smoothed_advantages, tensor(rewards), prompt_ids, history)
+    number = history["train/0"].num_visits
+    seen = zip(prompt_ids, rewards, strict=True)
+    history.note([Visit(prompt_id, number, row, 0, len(row), 0) for prompt_id, row in seen])
+    history.commit()
+    return advantages
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_dcpo_smooths_over_all_visits_of_a_prompt(seed: int) -> None:
     rng = random.Random(seed)
-    history, visits = RewardHistory(), []
+    history, visits = PromptHistory(), []
     for visit in range(6):
         row = [float(rng.randint(0, 4)) for _ in range(8)] if visit != 2 else [2.0] * 8
         visits.append(row)
-        result = rows(history.advantages, tensor([row, [0.0] * 8]), ["train/0", "train/1"])
-        history.commit()
-        assert_close(result, [smoothed_reference(visits), [0.0] * 8])
-    assert history.visits["train/0"].num_visits == 6
+        assert_close(smoothed(history, [row, [0.0] * 8]), [smoothed_reference(visits), [0.0] * 8])
+    assert history["train/0"].num_visits == 6
 
 
 def test_a_prompt_that_had_other_rewards_before_teaches_though_all_are_equal_now() -> None:
-    history = RewardHistory()
-    rows(history.advantages, tensor([[0.0, 1.0, 0.0, 1.0]]), ["train/0"])
-    history.commit()
-    assert (rows(history.advantages, tensor([[1.0] * 4]), ["train/0"]) > 0).all()
+    history = PromptHistory()
+    smoothed(history, [[0.0, 1.0, 0.0, 1.0]])
+    assert (smoothed(history, [[1.0] * 4]) > 0).all()
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e5 / 3])
 def test_the_same_reward_at_every_visit_never_teaches_anything(value: float) -> None:
     """The running mean is off by rounding, which a deviation of 0 must not blow up."""
-    history = RewardHistory()
+    history = PromptHistory()
     for _ in range(50):
-        assert (rows(history.advantages, tensor([[value] * 4]), ["train/0"]) == 0).all()
-        history.commit()
+        assert (smoothed(history, [[value] * 4]) == 0).all()
 
 
 def test_a_visit_without_rewards_does_not_count() -> None:
-    history = RewardHistory()
-    rows(history.advantages, tensor([[0.0, 1.0]]), ["train/0"])
-    history.commit()
-    assert rows(history.advantages, tensor([[NAN, NAN]]), ["train/0"]).isnan().all()
-    history.commit()
-    assert history.visits["train/0"] == pytest.approx((1, 0.5, math.sqrt(0.5)))
+    history = PromptHistory()
+    smoothed(history, [[0.0, 1.0]])
+    assert smoothed(history, [[NAN, NAN]]).isnan().all()
+    known = history["train/0"]
+    assert (known.num_visits, known.mean, known.deviation) == pytest.approx((1, 0.5, math.sqrt(0.5)))
 
 
 # ---- GiGPO: steps --------------------------------------------------------------------------------------

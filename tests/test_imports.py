@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "trajectory", "memory", "ranks"}
+UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets"}
 ROOMS: dict[str, set[str]] = {
     "trajectory": set(),
     "types": {"trajectory"},
@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "dashboard.report": {"dashboard", "terminal"},
     "display": {"terminal", "scheduling"},
     "ranks": set(),
+    "budgets": {"types", "settings"},
     "optim": set(),
     "migration": set(),
     "policy": UTILITIES,
@@ -31,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "rollout": {
         *UTILITIES,
         *("faults", "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
+        "settings",
     },
     "rollout.pruning": {*UTILITIES, "scheduling", "scheduling.lengths", "rollout"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},

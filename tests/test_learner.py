@@ -279,10 +279,10 @@ def test_an_interrupt_before_the_first_step_counts_no_visit() -> None:
     steps.before_step = interrupt
     with pytest.raises(KeyboardInterrupt):
         learner.learn(ragged_groups())
-    assert learner.state.history.visits == {}
+    assert learner.state.history.records == {}
     steps.before_step = lambda: None
     learner.learn(ragged_groups())
-    assert {name: visits.num_visits for name, visits in learner.state.history.visits.items()} == {"a": 1, "b": 1}
+    assert {name: record.num_visits for name, record in learner.state.history.records.items()} == {"a": 1, "b": 1}
 
 
 def test_the_entropy_controller_learns_nothing_from_a_step_without_tokens() -> None:

@@ -295,7 +295,7 @@ def test_a_resumed_run_goes_on_with_what_the_objective_remembers(
     for name in ("kl_beta", "entropy_coefficient", "loss"):
         assert resumed_logs.logs[0][name] == pytest.approx(logs.logs[1][name])
     assert whole.learner.state.kl.beta > 0.1 and whole.learner.state.entropy.coefficient == pytest.approx(0.09)
-    assert whole.learner.state.history.visits["train/0"].num_visits == 2
+    assert whole.learner.state.history["train/0"].num_visits == 2
 
 
 def test_a_uniform_batch_under_an_entropy_bonus_is_learnt_from(policy_folder: Path, policy: Any) -> None:

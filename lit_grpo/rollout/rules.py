@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from importlib import import_module
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import yaml
-
 from lit_grpo.rollout.generator import decodes_beside_updates
+from lit_grpo.settings import by_name
 
 Refill = Literal["always", "when_empty"]
 Unit = Literal["group", "completion"]
@@ -290,23 +288,7 @@ def make_mode(spec: str) -> RolloutMode:
     Raises:
         ValueError: There is no such mode or field, or a value does not fit.
     """
-    name, _, settings = spec.partition(":")
-    known = [field.name for field in fields(RolloutMode)]
-    values: dict[str, Any] = {}
-    for part in filter(None, settings.split(",")):
-        field, _, value = part.partition("=")
-        if field not in known and "." not in name:
-            raise ValueError(f"rollout_scheduler.mode {name} has no field {field!r}; it has {', '.join(known)}.")
-        try:
-            values[field] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"rollout_scheduler.mode {name} sets {field} to {value!r}, which is no value.") from None
-    try:
-        if name in MODES:
-            return replace(MODES[name], **values)
-        return _own(name)(**values)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"rollout_scheduler.mode {spec}: {error}") from None
+    return by_name("rollout_scheduler.mode", spec, MODES, RolloutMode)
 
 
 def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
@@ -327,15 +309,3 @@ def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
             f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
             "at_sync=recompute, or a generator of vLLM's."
         )
-
-
-def _own(path: str) -> type[RolloutMode]:
-    """A user's mode, by its class path."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name) if module else None
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"it cannot be loaded ({error}); give one of {', '.join(MODES)}, or a class path.") from None
-    if not (isinstance(found, type) and issubclass(found, RolloutMode)):
-        raise ValueError(f"there is none; give one of {', '.join(MODES)}, or the class path of a RolloutMode.")
-    return found

@@ -128,7 +128,7 @@ class Learner:
         """Remember what a batch has shown; return what to log."""
         logs = metrics.compute(self.ranks.sum, self.ranks.max)
         self.state.kl.update(logs.get("kl", math.nan), int(self.ranks.sum(len(advantages_R))))
-        self.state.history.commit()
+        self.state.history.commit(self.ranks.gather)
         return logs | advantage_metrics(torch.cat(self.ranks.gather(advantages_R))) | self.state.coefficients()
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,6 +156,8 @@ class Learner:
         before = self._before(rollouts)
         rewards, compute = self._less_kl(self.rewards(groups), rollouts, before, metrics), self._advantages
         advantages_R = self.settings.selection.advantages(rewards, rollouts, partial(compute, rollouts), self.ranks)
+        seen = rewards.visits(groups, self.settings.pass_threshold, self.optimization.policy_version)
+        self.state.history.note(seen)
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage = advantage
         return advantages_R, before
@@ -388,13 +390,5 @@ class Learner:
         reference_logprobs_N = None
         if step.before.reference is not None and objective.kl_in_loss:
             reference_logprobs_N = step.of(step.before.reference, micro_batch)
-        return Tokens(
-            logprobs_N,
-            sampled_logprobs_N,
-            old_logprobs_N,
-            entropy_N,
-            micro_batch.advantages_C,
-            micro_batch.lengths_C,
-            reference_logprobs_N,
-            micro_batch.versions_N,
-        )
+        completions = micro_batch.advantages_C, micro_batch.lengths_C, reference_logprobs_N, micro_batch.versions_N
+        return Tokens(logprobs_N, sampled_logprobs_N, old_logprobs_N, entropy_N, *completions)

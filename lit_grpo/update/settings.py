@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Settings:
     """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
 
-    ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name, and
-    ``shares_prefix`` says whether prompts are computed once for all of their completions.
+    ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
+    ``shares_prefix`` says whether prompts are computed once for all of their completions, and ``pass_threshold`` what
+    the first reward of a completion has to reach for it to count as passed.
     """
 
     objective: Objective
@@ -36,6 +37,7 @@ class Settings:
     max_skipped_updates: int = 3
     selection: Selection = field(default_factory=Selection)
     shares_prefix: bool = True
+    pass_threshold: float = 1.0
 
     @property
     def updates_per_batch(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
@@ -20,7 +21,7 @@ from lit_grpo.update.advantages.functions import (
     per_reward_advantages,
     virtual_maximum_advantages,
 )
-from lit_grpo.update.advantages.smoothing import RewardHistory
+from lit_grpo.update.advantages.smoothing import smoothed_advantages
 
 Estimator = Literal[
     "grpo",
@@ -100,6 +101,21 @@ class GroupRewards:
             self, rewards_R=rewards_R, by_function_RK=self.by_function_RK.masked_fill(~chosen_R[:, None], math.nan)
         )
 
+    def visits(self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int) -> list[Visit]:
+        """Return what the groups, of which they are, are remembered by; they pass by the first function's reward."""
+        passed_R = self.by_function_RK[:, 0] >= pass_threshold
+        members = [self.groups_R == number for number in range(len(groups))]
+        return [
+            Visit(
+                *group.key,
+                rewards=self.rewards_R[mine].tolist(),
+                num_passed=int((passed_R & ~self.rewards_R.isnan())[mine].sum()),
+                num_tokens=sum(rollout.completion.num_tokens for rollout in group.rollouts),
+                version=version,
+            )
+            for group, mine in zip(groups, members, strict=True)
+        ]
+
     def less(self, penalties: Sequence[float]) -> GroupRewards:
         """Return them with a penalty taken from each rollout's reward, and the functions' values as they are."""
         return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
@@ -169,13 +185,13 @@ class Advantages:
                 "has advantage 1 or -1 whatever the rewards; set it to at least 3, or advantages.estimator to rloo."
             )
 
-    def compute(self, rewards: GroupRewards, weights_K: torch.Tensor, history: RewardHistory) -> torch.Tensor:
+    def compute(self, rewards: GroupRewards, weights_K: torch.Tensor, history: PromptHistory) -> torch.Tensor:
         """Return advantages_R; NaN for a rollout that takes no part.
 
         Args:
             rewards: Of this rank's groups, or of those of all ranks where :attr:`needs_all_ranks`.
             weights_K: Of the reward functions.
-            history: Earlier visits, for ``dcpo``; it is to commit this one once the rollouts have been learnt from.
+            history: Earlier visits, for ``dcpo``.
         """
         of, scale = (rewards.rewards_R, rewards.groups_R), cast(Any, self.scaled_by)
         if self.estimator == "ngrpo":
@@ -183,7 +199,7 @@ class Advantages:
         if self.estimator == "gdpo":
             return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, weights_K)
         if self.estimator == "dcpo":
-            return history.advantages(*of, rewards.prompt_ids)
+            return smoothed_advantages(*of, rewards.prompt_ids, history)
         if self.estimator == "least_variance":
             return least_variance_advantages(*of, rewards.log_weights_R, scale)
         if self.estimator.startswith("reinforce_plus_plus"):

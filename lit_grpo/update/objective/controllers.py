@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lit_grpo.update.advantages.smoothing import RewardHistory
+from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.update.objective.kl import KLTerm
 
 
@@ -97,7 +97,7 @@ class KLController:
 
 
 class ObjectiveState:
-    """The coefficients that adapt, and the rewards of earlier visits; the same on every rank.
+    """The coefficients that adapt, and what earlier visits of prompts have shown; the same on every rank.
 
     Args:
         kl: A term whose beta may adapt.
@@ -107,7 +107,7 @@ class ObjectiveState:
     def __init__(self, kl: KLTerm, entropy: EntropyBonus) -> None:
         self.kl = KLController(kl)
         self.entropy = EntropyController(entropy)
-        self.history = RewardHistory()
+        self.history = PromptHistory()
 
     def coefficients(self) -> dict[str, float]:
         """Those that adapt, by the name they are logged under."""

@@ -1,0 +1,339 @@
+"""How many completions each prompt gets: divided beforehand by what is known of it, or in rounds by what has come."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lit_grpo.budgets.history import Record
+from lit_grpo.settings import by_name
+
+PASSED_BY_NOBODY = 0.5
+"""Passes as which none of a first round counts in DARS."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How many completions each prompt gets: here, ``num_generations``.
+
+    A rule of your own is a dataclass that derives from it.
+    """
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a prompt may get more once its first completions have been rewarded."""
+        return False
+
+    @property
+    def most_of_prompt(self) -> int | None:
+        """The most completions that a prompt may get; None for the whole budget of a batch."""
+        return None
+
+    def check(self, num_prompts: int, num_generations: int) -> None:
+        """Check that it goes with batches of so many prompts, and so many completions each on average.
+
+        Raises:
+            ValueError: It does not.
+        """
+
+    def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
+        """Return how many completions each prompt of a batch gets to begin with.
+
+        Args:
+            records: What is known of each prompt.
+            num_generations: ``model.num_generations``.
+        """
+        return [num_generations] * len(records)
+
+    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+        """Return how many more a prompt gets, all of which so far have been rewarded; 0 ends it.
+
+        Args:
+            num_rewarded: Completions with a reward.
+            num_passed: Those of them that passed.
+            num_rounds: Rounds that it has had, 1 or more.
+            num_first: Completions of the first of them.
+        """
+        return 0
+
+
+@dataclass(frozen=True)
+class _Divided(Allocation):
+    """A budget of completions, divided by how often prompts have been passed.
+
+    A prompt that nothing is known of, on its first visit, gets an equal share of the budget.
+
+    Args:
+        budget: Completions of an update, on each rank; by default ``data.batch_size`` x ``model.num_generations``.
+        least: The least that a prompt gets.
+        most: The most that a prompt gets; by default what is left.
+    """
+
+    budget: int | None = None
+    least: int = 2
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.least < 2:
+            raise ValueError(f"least must be at least 2, not {self.least}: one completion shows no difference.")
+        if self.most is not None and self.most < self.least:
+            raise ValueError(f"most is {self.most}, which is less than least, {self.least}; give more.")
+
+    @property
+    def most_of_prompt(self) -> int | None:
+        """As ``most`` says."""
+        return self.most
+
+    def check(self, num_prompts: int, num_generations: int) -> None:
+        """Refuse a budget that does not suffice."""
+        budget = self._budget(num_prompts, num_generations)
+        if budget < self.least * num_prompts:
+            raise ValueError(
+                f"budget is {budget} completions for {num_prompts} prompts, which is less than {self.least} each; give "
+                f"at least {self.least * num_prompts}, or fewer prompts a batch."
+            )
+
+    def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
+        """Divide the budget."""
+        if not records:
+            return []
+        budget = self._budget(len(records), num_generations)
+        equal = [budget // len(records) + (row < budget % len(records)) for row in range(len(records))]
+        known = [row for row, record in enumerate(records) if record.num_visits]
+        counts = equal if self.most is None else [min(count, self.most) for count in equal]
+        shared = sum(equal[row] for row in known)
+        rates = np.array([records[row].pass_rate for row in known])
+        for row, count in zip(known, self.divided(rates, shared, self.most or shared), strict=True):
+            counts[row] = count
+        return counts
+
+    def divided(self, rates: np.ndarray, budget: int, most: int) -> list[int]:
+        """Divide a budget over prompts that pass at these rates, shape (prompts,)."""
+        raise NotImplementedError
+
+    def _budget(self, num_prompts: int, num_generations: int) -> int:
+        return num_prompts * num_generations if self.budget is None else self.budget
+
+
+@dataclass(frozen=True)
+class Knapsack(_Divided):
+    """The division that is worth most (Knapsack RL, arXiv 2509.25849).
+
+    N completions of a prompt that passes at rate p are worth ``(1 - p^N - (1 - p)^N) p (1 - p)^2``: the chance that not
+    all are alike, times what the policy learns then. It is concave in N, so the best division gives one completion
+    after another to whomever it is worth most. Where none is worth anything, as at rates of 0 and 1, they go to
+    prompts that nobody has passed, and then to the others, evenly.
+    """
+
+    def divided(self, rates: np.ndarray, budget: int, most: int) -> list[int]:
+        """See above."""
+        return greedy(rates.tolist(), budget, self.least, most)
+
+
+@dataclass(frozen=True)
+class Proportional(_Divided):
+    """In proportion to the variance of a prompt's rewards, ``p (1 - p)``, within ``least`` and ``most``."""
+
+    def divided(self, rates: np.ndarray, budget: int, most: int) -> list[int]:
+        """See above."""
+        return proportional(rates * (1 - rates), budget, self.least, most)
+
+
+@dataclass(frozen=True)
+class Buckets(Allocation):
+    """As many completions as it takes to expect a pass, a power of two (sGPO, arXiv 2606.08854).
+
+    It is the smallest power of 2 that is at least ``1 / p``, within ``least`` and ``most``; ``num_generations`` of a
+    prompt that nothing is known of.
+    """
+
+    least: int = 2
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.least <= self.most:
+            raise ValueError(f"least must be at least 2 and at most most, {self.most}, not {self.least}.")
+
+    @property
+    def most_of_prompt(self) -> int | None:
+        """As ``most`` says."""
+        return self.most
+
+    def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
+        """See above."""
+        return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]
+
+    def _of(self, rate: float) -> int:
+        expected = math.inf if rate == 0 else 2.0 ** math.ceil(math.log2(1 / rate) - 1e-9)
+        return int(min(max(expected, self.least), self.most))
+
+
+@dataclass(frozen=True)
+class HardMore(Allocation):
+    """A second round for prompts that less than half have passed (DARS, arXiv 2508.13755).
+
+    Of N completions in the first round a share p has passed, ``0.5 / N`` where none has; what the group teaches is
+    ``S = 2 p (1 - p)`` a completion. A prompt gets as many more as lift ``(N + more) S`` to that of a prompt that half
+    have passed, N / 2, (``equal``) or to ``2 (1 - p)`` times as much (``hardness``).
+
+    Args:
+        schedule: See above.
+        most: The most completions of a prompt, both rounds together.
+    """
+
+    schedule: Literal["equal", "hardness"] = "equal"
+    most: int = 32
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("equal", "hardness"):
+            raise ValueError(f"schedule must be equal or hardness, not {self.schedule!r}.")
+
+    @property
+    def has_rounds(self) -> bool:
+        """There are two."""
+        return True
+
+    @property
+    def most_of_prompt(self) -> int | None:
+        """As ``most`` says."""
+        return self.most
+
+    def check(self, num_prompts: int, num_generations: int) -> None:
+        """Refuse a first round that leaves none for a second."""
+        if self.most <= num_generations:
+            raise ValueError(
+                f"most is {self.most}, and the first round has num_generations, {num_generations}, so there would be "
+                "no second; give more."
+            )
+
+    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+        """See above."""
+        rate = num_passed / num_rewarded
+        if num_rounds > 1 or rate >= 0.5:
+            return 0
+        rate = rate or PASSED_BY_NOBODY / num_rewarded
+        taught, peak = 2 * rate * (1 - rate), num_rewarded / 2
+        wanted = peak if self.schedule == "equal" else 2 * (1 - rate) * peak
+        return min(math.ceil((wanted - num_rewarded * taught) / taught - 1e-9), self.most - num_first)
+
+
+@dataclass(frozen=True)
+class Balanced(Allocation):
+    """Rounds of ``num_generations`` until so many have passed and so many have not (Reinforce-Ada, arXiv 2510.04996).
+
+    With ``model.selection`` max_variance and statistics of the group, a balanced few of them are learnt from, and their
+    baseline is over all. Stopping at what one waits for biases the group's mean: docs/budgets.md says how far.
+
+    Args:
+        rounds: The most rounds of a prompt.
+        passed: How many of a prompt's completions are to pass; Reinforce-Ada's *positive* form is 1, with 0 failed.
+        failed: How many are not to.
+    """
+
+    rounds: int = 4
+    passed: int = 2
+    failed: int = 2
+
+    def __post_init__(self) -> None:
+        if self.rounds < 2:
+            raise ValueError(f"rounds must be at least 2, not {self.rounds}: with one there is nothing to wait for.")
+        if min(self.passed, self.failed) < 0 or not self.passed + self.failed:
+            raise ValueError(
+                f"passed is {self.passed} and failed is {self.failed}; give numbers that are to be reached."
+            )
+
+    @property
+    def has_rounds(self) -> bool:
+        """As many as ``rounds``."""
+        return True
+
+    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+        """See above."""
+        decided = num_passed >= self.passed and num_rewarded - num_passed >= self.failed
+        return 0 if decided or num_rounds >= self.rounds else num_first
+
+
+ALLOCATIONS: dict[str, Allocation] = {
+    "uniform": Allocation(),
+    "knapsack": Knapsack(),
+    "variance": Proportional(),
+    "buckets": Buckets(),
+    "dars_equal": HardMore("equal", most=32),
+    "dars_hardness": HardMore("hardness", most=64),
+    "balanced": Balanced(),
+}
+"""Rules by name: docs/budgets.md says where each comes from."""
+
+
+def make_allocation(spec: str) -> Allocation:
+    """Return a rule.
+
+    Args:
+        spec: A name of ``ALLOCATIONS``, or the class path of an :class:`Allocation`; behind a colon fields and their
+            values, as in ``knapsack:budget=256,most=64``.
+
+    Raises:
+        ValueError: There is no such rule or field, or a value does not fit.
+    """
+    return by_name("rollout_scheduler.allocation", spec, ALLOCATIONS, Allocation)
+
+
+def knapsack_value(number: int, rate: float) -> float:
+    """Return what so many completions are worth of a prompt that passes at ``rate``."""
+    return (1 - rate**number - (1 - rate) ** number) * rate * (1 - rate) ** 2
+
+
+def greedy(
+    rates: Sequence[float], budget: int, least: int, most: int, value: Callable[[int, float], float] = knapsack_value
+) -> list[int]:
+    """Divide a budget so that the sum of a concave ``value`` is largest; nothing is left unless all have the most.
+
+    Args:
+        rates: Of prompts.
+        budget: Completions, at least ``least`` a prompt.
+        least: The least of each.
+        most: The most of each.
+        value: Of so many completions at a rate.
+    """
+    counts = [least] * len(rates)
+
+    def turn(row: int) -> tuple[float, bool, int, int]:
+        rate, number = rates[row], counts[row]
+        return (value(number, rate) - value(number + 1, rate), rate > 0, number, row)
+
+    waiting = [turn(row) for row in range(len(rates)) if least < most]
+    heapq.heapify(waiting)
+    for _ in range(budget - least * len(rates)):
+        if not waiting:
+            break
+        row = heapq.heappop(waiting)[-1]
+        counts[row] += 1
+        if counts[row] < most:
+            heapq.heappush(waiting, turn(row))
+    return counts
+
+
+def proportional(weights: np.ndarray, budget: int, least: int, most: int) -> list[int]:
+    """Divide a budget in proportion to weights, shape (prompts,), with the least and the most of each.
+
+    The largest remainders are rounded up. Where those with a weight have the most, the others share the rest.
+    """
+    number = len(weights)
+    if not number:
+        return []
+    budget = min(budget, most * number)
+    weights = weights + 1e-9 * max(float(weights.max()), 1.0)
+    low, high = 0.0, most / float(weights.min())
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (low, middle) if np.clip(middle * weights, least, most).sum() > budget else (middle, high)
+    shares = np.clip(low * weights, least, most)
+    counts = np.floor(shares + 1e-6).astype(int)
+    rests = np.where(counts < most, shares - counts, -np.inf)
+    counts[np.argsort(-rests, kind="stable")[: budget - counts.sum()]] += 1
+    return counts.tolist()

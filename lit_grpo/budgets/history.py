@@ -1,0 +1,148 @@
+"""What earlier visits of each prompt have shown: one memory for advantages, budgets and the choice of prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+EARLIER_VISITS = 0.5
+"""What all earlier completions count, beside those of a new visit, in what a prompt's completions are now like."""
+SMALLEST = 1e-6
+"""A deviation of less than this (relative to the mean, above 1) is rounding: such rewards are all equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What one visit of a prompt brought: the rewards and lengths of its completions.
+
+    Args:
+        prompt_id: Of which prompt.
+        number: Which of its visits.
+        rewards: Of all completions, NaN where none applied.
+        num_passed: How many of them passed.
+        num_tokens: Of all its completions together.
+        version: Of the policy that learns from it.
+    """
+
+    prompt_id: str
+    number: int
+    rewards: Sequence[float]
+    num_passed: int
+    num_tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the visits of a prompt have shown so far; a visit without a reward does not count.
+
+    Args:
+        num_visits: How many there have been.
+        mean: Of all rewards, each visit counting alike.
+        deviation: Likewise, within visits and between them.
+        num_completions: Completions that were rewarded, the earlier visits' counting half at each new one.
+        pass_rate: Share of these that passed.
+        last_pass_rate: Share of the last visit's.
+        mean_tokens: Of these; completions without a reward among them.
+        num_flat: Visits on end, the last one included, in which all rewards were equal.
+        version: Of the policy that learnt from the last one.
+    """
+
+    num_visits: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    num_completions: float = 0.0
+    pass_rate: float = 0.0
+    last_pass_rate: float = 0.0
+    mean_tokens: float = 0.0
+    num_flat: int = 0
+    version: int = -1
+
+    @property
+    def is_easy(self) -> bool:
+        """Whether it was passed more often than not at the last visit."""
+        return self.last_pass_rate > 0.5
+
+    def with_rewards(self, mean: float, deviation: float) -> Record:
+        """Return it with a visit more, of rewards with this mean and deviation."""
+        if not self.num_visits:
+            return replace(self, num_visits=1, mean=mean, deviation=deviation)
+        count = self.num_visits + 1
+        between = self.num_visits / count * (mean - self.mean) ** 2
+        variance = (self.num_visits * self.deviation**2 + deviation**2 + between) / count
+        return replace(
+            self,
+            num_visits=count,
+            mean=(self.num_visits * self.mean + mean) / count,
+            deviation=math.sqrt(variance),
+        )
+
+    def after(self, visit: Visit) -> Record:
+        """Return it with a visit more."""
+        rewards = [reward for reward in visit.rewards if math.isfinite(reward)]
+        if not rewards:
+            return self
+        mean, deviation = moments(rewards)
+        before = EARLIER_VISITS * self.num_completions
+        total = before + len(rewards)
+        return replace(
+            self.with_rewards(mean, deviation),
+            num_completions=total,
+            pass_rate=(before * self.pass_rate + visit.num_passed) / total,
+            last_pass_rate=visit.num_passed / len(rewards),
+            mean_tokens=(before * self.mean_tokens + visit.num_tokens / len(visit.rewards) * len(rewards)) / total,
+            num_flat=self.num_flat + 1 if is_flat(mean, deviation) else 0,
+            version=visit.version,
+        )
+
+
+NEW = Record()
+
+
+class PromptHistory:
+    """Records of all prompts by id, the same on every rank.
+
+    A visit counts for good once it is committed; until then it can be noted again.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self._noted: dict[tuple[str, int], Visit] = {}
+
+    def __getitem__(self, prompt_id: str) -> Record:
+        """Return what is known of a prompt: nothing of a new one."""
+        return self.records.get(prompt_id, NEW)
+
+    def note(self, visits: Sequence[Visit]) -> None:
+        """Take visits of this rank's prompts."""
+        self._noted |= {(visit.prompt_id, visit.number): visit for visit in visits}
+
+    def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
+        """Count what has been noted, on all ranks, in their order."""
+        for visits in gather(list(self._noted.values())):
+            for visit in visits:
+                record = self[visit.prompt_id].after(visit)
+                if record.num_visits:
+                    self.records[visit.prompt_id] = record
+        self._noted = {}
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """What a checkpoint keeps, in plain types."""
+        return {prompt_id: list(astuple(record)) for prompt_id, record in self.records.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
+        """Go on from a checkpoint."""
+        self.records = {prompt_id: Record(*values) for prompt_id, values in state.items()}
+
+
+def moments(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return mean and unbiased standard deviation; the latter is 0 of a single one."""
+    mean = math.fsum(rewards) / len(rewards)
+    return mean, math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1))
+
+
+def is_flat(mean: float, deviation: float) -> bool:
+    """Whether rewards are all equal, but for rounding."""
+    return deviation <= SMALLEST * max(abs(mean), 1.0)

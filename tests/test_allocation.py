@@ -1,0 +1,182 @@
+"""How many completions each prompt gets, against brute force and the papers' tables."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+
+from lit_grpo.budgets.allocation import (
+    ALLOCATIONS,
+    Allocation,
+    Balanced,
+    Buckets,
+    HardMore,
+    Knapsack,
+    Proportional,
+    greedy,
+    knapsack_value,
+    make_allocation,
+    proportional,
+)
+from lit_grpo.budgets.history import Record
+
+
+def at(*rates: float | None) -> list[Record]:
+    """Records of prompts that pass at these rates; None for a new one."""
+    return [Record() if rate is None else Record(1, num_completions=8, pass_rate=rate) for rate in rates]
+
+
+def best_by_dynamic_programming(rates: list[float], budget: int, least: int, most: int) -> float:
+    """The value of the best division, in float64, of all that there are."""
+
+    @cache
+    def best(row: int, left: int) -> float:
+        if row == len(rates):
+            return 0.0 if left >= 0 else -math.inf
+        rate = rates[row]
+        values = [
+            (1 - rate**n - (1 - rate) ** n) * rate * (1 - rate) ** 2 + best(row + 1, left - n)
+            for n in range(least, min(most, left) + 1)
+        ]
+        return max(values, default=-math.inf)
+
+    return best(0, budget)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_knapsack_is_worth_as_much_as_the_best_of_all_divisions(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.choice([0.0, 1.0, rng.random(), rng.random()]) for _ in range(rng.randint(1, 6))]
+    least, most = rng.randint(2, 4), rng.randint(5, 20)
+    budget = rng.randint(least * len(rates), 60 + least * len(rates))
+    counts = greedy(rates, budget, least, most)
+    assert sum(counts) == min(budget, most * len(rates)) and min(counts) >= least and max(counts) <= most
+    value = math.fsum(knapsack_value(count, rate) for count, rate in zip(counts, rates, strict=True))
+    assert value == pytest.approx(best_by_dynamic_programming(rates, budget, least, most), rel=1e-12, abs=1e-15)
+
+
+def test_what_is_worth_nothing_goes_to_prompts_that_nobody_has_passed() -> None:
+    assert greedy([0.0, 1.0, 0.0], 16, 2, 7) == [7, 2, 7]
+    assert greedy([0.0, 1.0, 0.0], 18, 2, 7) == [7, 4, 7]
+
+
+@pytest.mark.parametrize("rule", [Knapsack(), Proportional(), Allocation()])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 1.0, None])
+def test_prompts_that_are_alike_get_num_generations_each(rule: Allocation, rate: float | None) -> None:
+    assert rule.first(at(*[rate] * 7), 12) == [12] * 7
+
+
+@pytest.mark.parametrize("rule", [Knapsack(budget=100), Proportional(budget=100), Knapsack(budget=100, most=30)])
+def test_the_budget_is_spent_and_a_new_prompt_gets_an_equal_share(rule: Allocation) -> None:
+    counts = rule.first(at(0.1, None, 0.5, 1.0, None, 0.9), 4)
+    assert sum(counts) == 100 and min(counts) >= 2
+    assert counts[1] == 17 and counts[4] == 16
+    assert counts[0] > counts[3] and counts[2] > counts[3]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_proportional_shares_are_off_by_less_than_one_and_add_up(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights, least, most = rng.random(9) * rng.integers(0, 2, 9), 2, int(rng.integers(6, 40))
+    budget = int(rng.integers(18, 100))
+    counts = np.array(proportional(weights, budget, least, most))
+    assert counts.sum() == min(budget, 9 * most) and counts.min() >= least and counts.max() <= most
+    free = (counts > least) & (counts < most) & (weights > 0)
+    if free.sum() > 1:  # those that no bound holds are in proportion
+        scale = counts[free].sum() / weights[free].sum()
+        assert (np.abs(counts[free] - scale * weights[free]) < 1.5).all()
+
+
+def test_buckets_are_powers_of_two_that_expect_a_pass() -> None:
+    rates = (1.0, 0.6, 0.5, 0.4, 0.25, 0.2, 0.1, 0.0, None)
+    assert Buckets().first(at(*rates), 16) == [2, 2, 2, 4, 4, 8, 8, 8, 16]
+
+
+DARS = {  # of 8 completions in the first round: how many passed, and how many more come by each schedule
+    0: (24, 24 + 32),
+    1: (11, 24),
+    2: (3, 8),
+    3: (1, 3),
+    4: (0, 0),
+    8: (0, 0),
+}
+"""Worked out by hand: with S = 2 p (1 - p), p = 1/16 for none, (4 - 8 S) / S and (8 (1 - p) - 8 S) / S, rounded up."""
+
+
+@pytest.mark.parametrize("passed", DARS)
+def test_dars_gives_what_its_table_says(passed: int) -> None:
+    equal, hardness = make_allocation("dars_equal"), make_allocation("dars_hardness")
+    rate = passed / 8 or 0.5 / 8
+    s = 2 * rate * (1 - rate)
+    for rule, most, peak in ((equal, 32, 4.0), (hardness, 64, 2 * (1 - rate) * 4 if passed else 2 * (1 - 1 / 16) * 4)):
+        expected = 0 if passed >= 4 else min(math.ceil(round((peak - 8 * s) / s, 9)), most - 8)
+        assert rule.more(8, passed, 1, 8) == expected
+    assert (equal.more(8, passed, 1, 8), hardness.more(8, passed, 1, 8)) == DARS[passed]
+    assert equal.more(8 + 11, passed, 2, 8) == 0  # there is no third round
+
+
+def test_a_balanced_prompt_ends_once_both_kinds_are_there_or_rounds_are_over() -> None:
+    rule = Balanced(rounds=4, passed=2, failed=2)
+    assert [rule.more(8, passed, 1, 8) for passed in (0, 1, 2, 6, 7, 8)] == [8, 8, 0, 0, 8, 8]
+    assert rule.more(24, 1, 3, 8) == 8 and rule.more(32, 1, 4, 8) == 0
+    positive = make_allocation("balanced:passed=1,failed=0")
+    assert positive.more(8, 0, 1, 8) == 8 and positive.more(8, 1, 1, 8) == positive.more(8, 8, 1, 8) == 0
+
+
+@dataclass(frozen=True)
+class Mine(Allocation):
+    """A user's own."""
+
+    size: int = 3
+
+    def first(self, records: object, num_generations: int) -> list[int]:
+        return [self.size] * num_generations
+
+
+def test_rules_have_names_fields_and_class_paths() -> None:
+    assert make_allocation("knapsack:budget=64,most=20") == Knapsack(64, most=20)
+    assert make_allocation(f"{__name__}.Mine:size=5") == Mine(5)
+    assert [name for name, rule in ALLOCATIONS.items() if rule.has_rounds] == [
+        "dars_equal",
+        "dars_hardness",
+        "balanced",
+    ]
+    assert make_allocation("uniform").first(at(0.2, None), 6) == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("best", "allocation best: there is none; give one of uniform, knapsack"),
+        ("no.such.Rule", "cannot be loaded"),
+        ("math.floor", "or the class path of an Allocation"),
+        ("uniform:budget=3", "uniform:budget=3: it has no field 'budget'; it has none"),
+        ("knapsack:least=1", "least must be at least 2, not 1"),
+        ("variance:least=4,most=3", "most is 3, which is less than least, 4"),
+        ("buckets:most=1", "least must be at least 2 and at most most, 1, not 2"),
+        ("dars_equal:schedule=steep", "schedule must be equal or hardness, not 'steep'"),
+        ("balanced:rounds=1", "rounds must be at least 2, not 1"),
+        ("balanced:passed=0,failed=0", "passed is 0 and failed is 0"),
+    ],
+)
+def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"^rollout_scheduler\.allocation ") as caught:
+        make_allocation(spec)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        (Knapsack(budget=7), "budget is 7 completions for 4 prompts, which is less than 2 each; give at least 8"),
+        (HardMore(most=8), "most is 8, and the first round has num_generations, 8, so there would be no second"),
+    ],
+)
+def test_a_budget_that_does_not_suffice_is_told_beforehand(rule: Allocation, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        rule.check(4, 8)

@@ -1,0 +1,146 @@
+"""Who is asked, and what is known of whom."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from lit_grpo.budgets.history import PromptHistory, Record, Visit
+from lit_grpo.budgets.prompts import Greso, NearHalf, PromptChooser, PromptRule, make_prompt_rule
+from lit_grpo.types import Prompt
+
+NAN = math.nan
+
+
+def visit(rewards: list[float], number: int = 0, name: str = "a", threshold: float = 1.0) -> Visit:
+    passed = sum(reward >= threshold for reward in rewards)
+    return Visit(name, number, rewards, passed, 10 * len(rewards), number)
+
+
+def history_of(*visits: list[float]) -> PromptHistory:
+    history = PromptHistory()
+    for number, rewards in enumerate(visits):
+        history.note([visit(rewards, number)])
+        history.commit()
+    return history
+
+
+# ---- what is known -------------------------------------------------------------------------------------
+
+
+def test_a_record_tells_what_visits_have_shown() -> None:
+    record = history_of([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0])["a"]
+    assert (record.num_visits, record.version, record.num_flat) == (2, 1, 1)
+    assert record.num_completions == 6 and record.pass_rate == pytest.approx((0.5 * 1 + 4) / 6)
+    assert record.last_pass_rate == 1.0 and record.is_easy and record.mean_tokens == pytest.approx(10.0)
+    assert record.mean == pytest.approx(0.625)
+
+
+def test_flat_visits_count_on_end_and_a_visit_without_rewards_does_not() -> None:
+    assert history_of([0.0] * 4, [0.0] * 4, [NAN] * 4, [0.0] * 3)["a"].num_flat == 3
+    assert history_of([0.0] * 4, [0.0, 1.0], [0.5] * 2)["a"].num_flat == 1
+    assert history_of([NAN])["a"] == Record()
+
+
+def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed() -> None:
+    history = PromptHistory()
+    history.note([visit([1.0, 0.0])])
+    assert history.records == {}
+    history.note([visit([1.0, 1.0])])
+    history.commit(lambda own: [own, [visit([0.0], name="b")]])  # of two ranks
+    assert history["a"].mean == 1.0 and history["b"].mean == 0.0
+    history.commit()
+    assert history["a"].num_visits == 1
+
+
+def test_a_history_goes_on_from_a_checkpoint() -> None:
+    history, again = history_of([1.0, 0.0], [0.5, 0.25]), PromptHistory()
+    again.load_state_dict(history.state_dict())
+    assert again.records == history.records
+
+
+# ---- chances -------------------------------------------------------------------------------------------
+
+
+def chance_of_paper(num_flat: int, easy: bool, p_easy: float, p_hard: float) -> float:
+    """GRESO: a prompt is skipped with probability 1 - max(p^c, 0.01)."""
+    return 1 - (1 - max((p_easy if easy else p_hard) ** num_flat, 0.01))
+
+
+@pytest.mark.parametrize("num_flat", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("easy", [False, True])
+def test_greso_asks_as_often_as_its_paper_says(num_flat: int, easy: bool) -> None:
+    record = Record(3, num_flat=num_flat, last_pass_rate=float(easy))
+    state = {"easy": 0.6, "hard": 0.4}
+    assert Greso().chance(record, state) == pytest.approx(chance_of_paper(num_flat, easy, 0.6, 0.4))
+    assert Greso().chance(Record(), state) == 1.0
+
+
+def test_greso_explores_less_where_too_many_groups_are_flat_for_easy_and_hard_apart() -> None:
+    easy, hard, mixed = Record(1, num_flat=1, last_pass_rate=1.0), Record(1, num_flat=1), Record(1)
+    rule = Greso(target=0.24)  # 8% easy, 16% hard
+    begun = rule.begin()
+    assert rule.learn(begun, [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
+    assert rule.learn(begun, [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
+    state = begun
+    for _ in range(100):
+        state = rule.learn(state, [easy] * 10)
+    assert state == {"easy": 0.01, "hard": 1.0}
+
+
+def test_a_prompt_near_a_half_is_asked_most() -> None:
+    rule = NearHalf(least=0.2)
+    chances = [rule.chance(Record(1, pass_rate=rate), {}) for rate in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert chances == pytest.approx([0.2, 0.75, 1.0, 0.75, 0.2])
+    assert rule.chance(Record(), {}) == 1.0
+
+
+def test_draws_follow_the_chances_and_depend_on_seed_prompt_and_visit_alone() -> None:
+    chooser, other = PromptChooser(Greso(), seed=1), PromptChooser(Greso(), seed=2)
+    for each in (chooser, other):
+        each.history.records = {f"p{n}": Record(1, num_flat=1) for n in range(4000)}
+    prompts = [Prompt(f"p{n}", (1,), "", visit=v) for n in range(4000) for v in (0, 1)]
+    asked = [chooser.asks(prompt) for prompt in prompts]
+    assert sum(asked) / len(asked) == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / len(asked)))
+    assert asked == [chooser.asks(prompt) for prompt in prompts] != [other.asks(prompt) for prompt in prompts]
+    assert asked[::2] != asked[1::2]
+
+
+@dataclass(frozen=True)
+class Mine(PromptRule):
+    """A user's own."""
+
+    value: float = 2.0
+
+    def chance(self, record: object, state: object) -> float:
+        return self.value
+
+
+def test_rules_have_names_fields_and_class_paths() -> None:
+    assert make_prompt_rule("greso:target=0.5") == Greso(0.5)
+    assert make_prompt_rule(f"{__name__}.Mine:value=0.5") == Mine(0.5)
+    chooser = PromptChooser(make_prompt_rule("all"), 0)
+    assert chooser.asks(Prompt("a", (1,), "")) and chooser.metrics() == {}
+    assert PromptChooser(Greso(), 0).metrics() == {"prompts/easy": 0.5, "prompts/hard": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("some", "data.ask some: there is none; give one of all, greso, near_half, or the class path of a PromptRule."),
+        ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
+        ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
+        ("near_half:least=0", "least must be above 0 and at most 1, not 0."),
+    ],
+)
+def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.ask") as caught:
+        make_prompt_rule(spec)
+    assert sentence in str(caught.value)
+
+
+def test_a_chance_that_is_none_is_told_with_its_prompt() -> None:
+    with pytest.raises(ValueError, match=r"Mine gives the prompt 'a' a chance of 2.0; it must be from 0 to 1"):
+        PromptChooser(Mine(), 0).asks(Prompt("a", (1,), ""))
