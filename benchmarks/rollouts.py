@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from lit_grpo.rollout.listeners import Stepped
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of

@@ -26,7 +26,7 @@ from lit_grpo.display.progress import (
 from lit_grpo.display.screen import Screen
 from lit_grpo.module import GRPOModule
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.loop import Listener
+from lit_grpo.rollout.listeners import Listener
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.types import Completion
 
@@ -47,7 +47,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     and the time to go. Where nothing can live (a file, a pipe, a batch job, a notebook), there is a plain line an
     update, and one a minute in a longer rollout. Each validation leaves a line in any case. Only the first rank prints.
 
-    It hears of rollouts as a :class:`lit_grpo.rollout.loop.Listener`.
+    It hears of rollouts as a :class:`lit_grpo.rollout.listeners.Listener`.
     """
 
     def __init__(self) -> None:

@@ -8,26 +8,25 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.data.module import training_loader
-from lit_grpo.faults import Phases
+from lit_grpo.data.module import loaded_prompts, num_skipped, training_loader
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.loop import Listener, Rewarding, RolloutLoop, Stepped
+from lit_grpo.rollout.listeners import Listener, Rewarding, Stepped
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pruning import Pruner
 from lit_grpo.rollout.pump import RolloutPump
+from lit_grpo.rollout.rounds import Budget
 from lit_grpo.rollout.rules import check_generator, make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
+from lit_grpo.scheduling.lengths.probe import PREDICTION_POINTS, Points, ProbeChoice, make_predictor
 from lit_grpo.scheduling.plans.plan import BLIND, check_probe, make_plan
 from lit_grpo.types import Key, Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.arriving import check_arriving
-
-PREDICTION_POINTS = (0, 8, 32, 64)
 
 
 class RolloutScheduler(pl.Callback):
@@ -36,8 +35,8 @@ class RolloutScheduler(pl.Callback):
     A slot that is free takes the next completion at once, whatever its group; which one is next, the plan says. Plans
     follow predicted lengths as long as the predictions have been worth it, else the order of arrival. The plan
     changes how long a rollout takes, and never what is sampled. ``predict`` rewards completions too, where its data has
-    the columns that the reward functions need. Callbacks that are a :class:`lit_grpo.rollout.loop.Listener` hear of
-    every rollout, and may answer.
+    the columns that the reward functions need. Callbacks that are a :class:`lit_grpo.rollout.listeners.Listener` hear
+    of every rollout, and may answer.
 
     Args:
         plan: ``short_last`` decodes in the order of arrival and keeps the short ones for the end, so that slots and
@@ -61,6 +60,11 @@ class RolloutScheduler(pl.Callback):
             the plan without predictions; ``pruned`` stops completions early, by the rewards that are foretold of
             them. Fields of :class:`lit_grpo.rollout.rules.RolloutMode` follow behind a colon
             (``april:batches_in_work=3,max_staleness=4``), and a mode of your own is its class path.
+        allocation: How many completions each prompt gets (:data:`lit_grpo.budgets.allocation.ALLOCATIONS`):
+            ``uniform``, ``model.num_generations``; divided by what earlier visits have shown (``knapsack``,
+            ``variance``, ``buckets``); or in rounds, by what the first ones have earned (``dars_equal``,
+            ``dars_hardness``, ``balanced``). Fields follow behind a colon (``knapsack:budget=256,most=64``), and a rule
+            of your own is its class path.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class RolloutScheduler(pl.Callback):
         min_correlation: float = 0.2,
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
         mode: str = "synchronous",
+        allocation: str = "uniform",
     ) -> None:
         self.mode, self._turns = mode, make_mode(mode)
+        self.allocation, self._budget = allocation, Budget(allocation)
         try:
             make_plan(plan, LengthPredictor(), num_slots=1)
         except ValueError as error:
@@ -102,15 +108,16 @@ class RolloutScheduler(pl.Callback):
         """Check that the reward functions can be called with the data's columns, and the points within the limit."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
-        for split, rows in _prompts(trainer).items():
+        for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
                 continue
             for function in pl_module.rewards:
                 function.check_columns(rows[0].columns)
         if stage == "fit":
-            self._check_turns(pl_module)
+            self._check_turns(trainer, pl_module)
         if self.predict_lengths and self._lengths is None and self._turns.overlap == "none":
-            self._lengths = self._make_lengths(pl_module.sampling.max_tokens)
+            points = self.prediction_points, self._points, None if self._pruner is None else self._pruner.at
+            self._lengths = make_predictor(*points, self.min_correlation, pl_module.sampling.max_tokens)
         if stage == "fit" and self._turns.carries:
             learning = pl_module.settings
             if self._turns.unit == "completion" and learning.advantages.estimator == "dcpo":
@@ -123,10 +130,11 @@ class RolloutScheduler(pl.Callback):
             num_updates = learning.updates_per_batch
             self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, num_updates)
 
-    def _check_turns(self, module: GRPOModule) -> None:
-        """Check that the mode goes with the run's updates and its generator."""
+    def _check_turns(self, trainer: pl.Trainer, module: GRPOModule) -> None:
+        """Check that the mode goes with the run's updates, its generator and what each prompt gets."""
         turns, learning, generator = self._turns, module.settings, module.generator
         max_tokens, num_generations = module.sampling.max_tokens, module.num_generations
+        self._budget.check(self.mode, turns, getattr(_data(trainer), "batch_size", None), num_generations)
         turns.check(learning.updates_per_batch, max_tokens, num_generations, self.predict_lengths)
         check_generator(self.mode, turns, generator)
         if turns.overlap == "within":
@@ -172,7 +180,10 @@ class RolloutScheduler(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
         assert isinstance(pl_module, GRPOModule)
-        pl_module.check_lengths(_prompts(trainer))
+        pl_module.check_lengths(loaded_prompts(trainer))
+        if trainer.training:
+            loader = trainer.train_dataloader
+            self._budget.begin(pl_module.learner.state.history, getattr(loader, "chooser", None), self._turns)
         self._start(trainer, pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -192,13 +203,15 @@ class RolloutScheduler(pl.Callback):
         if self._turns.overlap != "none":
             self._begin_beside(trainer, pl_module, batch, progress)
             return
-        listeners = self._listeners(trainer, pl_module.phases) + ([] if self._pruner is None else [self._pruner])
+        listeners = self._listeners(trainer, pl_module, self._budget) + ([] if self._pruner is None else [self._pruner])
         loop = RolloutLoop(pl_module.generator, self._buffer, self.plan, self._lengths, listeners, self._points)
-        stats = self._collect(trainer, pl_module, loop, batch, pl_module.num_generations, pl_module.sampling, progress)
+        sizes = self._budget.sizes(batch.prompts, pl_module.num_generations)
+        stats = self._collect(trainer, pl_module, loop, batch, sizes, pl_module.sampling, progress)
         if self._turns.carries:
             self._carry(batch, stats)
         if self._pruner is not None:
             batch.metrics |= self._pruner.metrics()
+        batch.metrics |= self._budget.metrics(num_skipped(trainer))
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -211,8 +224,9 @@ class RolloutScheduler(pl.Callback):
         """Learn from the lengths, and forget the batch, now that the update has been made."""
         assert isinstance(pl_module, GRPOModule)
         if self._pump is not None:
-            self._end_beside(self._pump, pl_module, batch)
+            self._end_beside(trainer, self._pump, pl_module, batch)
         self._buffer.learnt()
+        self._budget.learn(batch.groups, pl_module.ranks)
         if self._pruner is not None:
             self._pruner.learn(batch.groups, pl_module.pass_threshold)
             pl_module.log_dict(self._pruner.quality())
@@ -234,7 +248,7 @@ class RolloutScheduler(pl.Callback):
     ) -> None:
         """Sample ``eval_num_generations`` completions a prompt."""
         assert isinstance(pl_module, GRPOModule)
-        loop = RolloutLoop(pl_module.generator, listeners=self._listeners(trainer, pl_module.phases))
+        loop = RolloutLoop(pl_module.generator, listeners=self._listeners(trainer, pl_module))
         self._collect(trainer, pl_module, loop, batch, pl_module.eval_num_generations, pl_module.eval_sampling)
         if self._rewards is not None and not trainer.predicting:
             stage = "test" if trainer.testing else "val"
@@ -265,7 +279,8 @@ class RolloutScheduler(pl.Callback):
         self._pump = self._pump or RolloutPump(self._rewards, drains=self._turns.at_sync == "drain")
         self._tell_state(trainer, progress)
         listeners = [*self._heard_by(trainer), Rewarding(self._rewards, waits=False)]
-        requests = group_requests(batch.prompts, module.num_generations, module.sampling, module.sampling_seed)
+        sizes = self._budget.sizes(batch.prompts, module.num_generations)
+        requests = group_requests(batch.prompts, sizes, module.sampling, module.sampling_seed)
         self._buffer.open(requests)
         self._pump.start(RolloutLoop(module.generator, self._buffer, self.plan, listeners=listeners))
         if self._turns.overlap == "within":
@@ -275,14 +290,14 @@ class RolloutScheduler(pl.Callback):
             batch.groups = self._pump.take(module.phases.move)
         batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
 
-    def _end_beside(self, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:
+    def _end_beside(self, trainer: pl.Trainer, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:
         """Stop decoding, and log what was done beside the update."""
         stats = pump.stop()
         assert stats is not None
         self._describe(batch, stats)
         if self._turns.carries:
             self._carry(batch, stats)
-        batch.metrics |= pump.metrics(stats)
+        batch.metrics |= pump.metrics(stats) | self._budget.metrics(num_skipped(trainer))
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         module.log_anew("rollout", batch.metrics)
@@ -315,10 +330,13 @@ class RolloutScheduler(pl.Callback):
             "rollout/discarded_tokens": float(stats.num_discarded),
         }
 
-    def _listeners(self, trainer: pl.Trainer, phases: Phases) -> list[Listener]:
-        rewarding = [] if self._rewards is None else [Rewarding(self._rewards)]
-        moving = Stepped(lambda _: phases.move(), lambda: phases.begin("reward"))
-        return [moving, *self._heard_by(trainer), *rewarding]
+    def _listeners(self, trainer: pl.Trainer, module: GRPOModule, budget: Budget | None = None) -> list[Listener]:
+        scoring: list[Listener] = []
+        if self._rewards is not None:
+            rewards, threshold = self._rewards, module.pass_threshold
+            scoring = [Rewarding(rewards) if budget is None else budget.scoring(rewards, threshold)]
+        moving = Stepped(lambda _: module.phases.move(), lambda: module.phases.begin("reward"))
+        return [moving, *self._heard_by(trainer), *scoring]
 
     def _heard_by(self, trainer: pl.Trainer) -> list[Listener]:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -334,24 +352,11 @@ class RolloutScheduler(pl.Callback):
         correlations = {point: self._lengths.within_correlation(point) for point in self._lengths.points if point}
         self._points = self._choice.points(correlations)
 
-    def _make_lengths(self, max_tokens: int) -> LengthPredictor:
-        points = self.prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
-        if self._points and self._points[-1] > max_tokens - 2:
-            raise ValueError(
-                f"probe_tokens names {self._points[-1]}, but sampling.max_tokens is {max_tokens}: "
-                f"{max(max_tokens - 2, 0)} is the largest that leaves anything to order."
-            )
-        if len(self._points) == 1:
-            points = sorted({*points, *self._points})
-        if self._pruner is not None:
-            points = sorted({*points, self._pruner.at})
-        return LengthPredictor(points, num_scalars=2, min_correlation=self.min_correlation, max_tokens=max_tokens)
-
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         if self._started:
             return
         module.generator.start(PolicySpec(module.policy, module.tokenizer))
-        rows = _prompts(trainer)["predict"][:1] if trainer.predicting else []
+        rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if module.rewards and all(can_score(module.rewards, row) for row in rows):
             self._rewards = RewardRunner(
                 module.rewards, module.on_reward_error, module.reward_timeout_s, module.reward_workers
@@ -364,7 +369,7 @@ class RolloutScheduler(pl.Callback):
         module: GRPOModule,
         loop: RolloutLoop,
         batch: PromptBatch,
-        num_generations: int,
+        num_generations: int | list[int],
         sampling: SamplingParams,
         progress: float = 0.0,
     ) -> RolloutStats:
@@ -389,11 +394,6 @@ class RolloutScheduler(pl.Callback):
             rank_zero_warn(message)
         if self._rewards is not None:
             batch.metrics["num_reward_errors"] = float(self._rewards.num_errors)
-
-
-def _prompts(trainer: pl.Trainer) -> dict[str, list[Prompt]]:
-    """The prompts that the data module has loaded, by split."""
-    return getattr(_data(trainer), "prompts", {})
 
 
 def _data(trainer: pl.Trainer) -> Any:

@@ -2,7 +2,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
 
+from lit_grpo.budgets.history import Record
+from lit_grpo.budgets.prompts import Greso, PromptChooser, PromptRule
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import RowSource
@@ -437,6 +439,60 @@ def test_loader_that_was_in_use_starts_at_the_loaded_place() -> None:
     draw(loader, 5)
     loader.load_state_dict(state)
     assert draw(loader, 2) == expected
+
+
+def chooser_of(seed: int = 0, **records: Record) -> PromptChooser:
+    chooser = PromptChooser(Greso(), seed)
+    chooser.history.records = {f"train/{name[1:]}": record for name, record in records.items()}
+    return chooser
+
+
+FLAT = {f"n{number}": Record(4, num_flat=2) for number in range(0, 10, 2)}
+
+
+def test_prompts_that_are_passed_over_are_counted_and_come_again() -> None:
+    loader = PromptLoader(numbered(10), 3, seed=5, chooser=chooser_of(**FLAT))
+    whole = [place for step in draw(PromptLoader(numbered(10), 1, seed=5), 400) for place in step]
+    steps = draw(loader, 80)
+    asked = [place for step in steps for place in step]
+    taken = whole.index(asked[-1]) + 1
+    assert loader.take_skipped() == taken - len(asked) > 0 and loader.take_skipped() == 0
+    assert loader.state_dict()["prompts_consumed"] == taken
+    assert [place for place in whole[:taken] if place in asked] == asked  # in the stream's order
+    skipped = set(whole[:taken]) - set(asked)
+    assert {name for name, _ in skipped} == {f"train/{number}" for number in range(0, 10, 2)}
+    even = [place for place in whole[:taken] if int(place[0][6:]) % 2 == 0]
+    assert len(skipped) / len(even) == pytest.approx(0.75, abs=0.15)  # 1 - 0.5^2
+
+
+def test_a_rule_that_asks_all_changes_nothing_and_ranks_share_what_is_asked() -> None:
+    assert draw(PromptLoader(numbered(7), 2, chooser=chooser_of()), 9) == draw(PromptLoader(numbered(7), 2), 9)
+    one = draw(PromptLoader(numbered(10), 4, chooser=chooser_of(**FLAT)), 10)
+    ranks = [draw(PromptLoader(numbered(10), 2, rank, 2, chooser=chooser_of(**FLAT)), 10) for rank in (0, 1)]
+    assert [first + second for first, second in zip(*ranks, strict=True)] == one
+
+
+def test_what_a_rule_remembers_goes_on_with_the_stream() -> None:
+    loader, resumed = (PromptLoader(numbered(10), 3, chooser=chooser_of(**FLAT)) for _ in range(2))
+    assert loader.chooser is not None
+    draw(loader, 4)
+    loader.chooser.state = {"easy": 0.3, "hard": 0.8}
+    resumed.load_state_dict(loader.state_dict())
+    assert draw(resumed, 6) == draw(loader, 6) and resumed.state_dict() == loader.state_dict()
+    by_another = PromptLoader(numbered(10), 3)
+    by_another.load_state_dict(loader.state_dict())  # which has no rule
+
+
+@dataclass(frozen=True)
+class Nobody(PromptRule):
+    def chance(self, record: object, state: object) -> float:
+        return 0.0
+
+
+def test_a_rule_that_asks_hardly_anybody_is_told() -> None:
+    loader = PromptLoader(numbered(10), 2, chooser=PromptChooser(Nobody(), 0))
+    with pytest.raises(ValueError, match=r"data\.ask asks 0 of 2002 prompts, and a batch takes 2"):
+        draw(loader, 1)
 
 
 def test_batch_size_and_ranks_may_change_on_resume() -> None:

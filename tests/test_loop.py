@@ -12,7 +12,8 @@ import torch
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Generator, InFlight, StepEvents
-from lit_grpo.rollout.loop import Answer, Listener, Rewarding, RolloutLoop, Stepped
+from lit_grpo.rollout.listeners import Answer, Listener, Rewarding, Stepped
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job

@@ -13,7 +13,8 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.loop import Rewarding, RolloutLoop
+from lit_grpo.rollout.listeners import Rewarding
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule, make_mode
 from lit_grpo.rollout.slots.generator import SlotGenerator

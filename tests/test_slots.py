@@ -18,7 +18,8 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.generator import Generator
-from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from lit_grpo.rollout.listeners import Stepped
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
 from lit_grpo.types import Prompt, PromptBatch
 
 
@@ -19,7 +20,8 @@ class PromptLoader:
 
     Index ``s`` of the stream is place ``s % N`` of epoch ``s // N``, whose order depends on the seed and
     the epoch alone; the epoch is the prompt's ``visit``. A step of all W ranks takes the next P x W
-    indices, rank r the r-th P of them, so no prompt is skipped and a batch may cross epochs. Nothing is
+    indices, rank r the r-th P of them, so no prompt is skipped and a batch may cross epochs. With a ``chooser`` it
+    takes the next P x W that are asked; what is passed over is counted, and comes again in the next epoch. Nothing is
     read ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
     that a step which was cut off is done again after resuming.
 
@@ -33,6 +35,7 @@ class PromptLoader:
         world_size: W, the number of ranks.
         seed: Of the order.
         shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
+        chooser: Says which prompts are asked; by default all.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class PromptLoader:
         world_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        chooser: PromptChooser | None = None,
     ) -> None:
+        self.chooser = chooser
         self.prompts = prompts
         self.batch_size = batch_size
         self.rank = rank
@@ -51,13 +56,14 @@ class PromptLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.on_demand = False
-        self._start = 0
+        self._start = self._taken = 0  # what the batch takes of the stream
+        self._num_skipped = 0
         self._batch: PromptBatch | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property
     def prompts_per_step(self) -> int:
-        """P x W, what one step of all ranks takes from the stream."""
+        """P x W, what one step of all ranks asks."""
         return self.batch_size * self.world_size
 
     def __len__(self) -> int:
@@ -71,20 +77,27 @@ class PromptLoader:
                 yield PromptBatch([])
                 continue
             if self._batch is not None:
-                self._start += self.prompts_per_step
-            self._batch = PromptBatch(self._next(self.batch_size))
+                self._start += self._taken
+            prompts, self._taken = self._next(self.batch_size)
+            self._batch = PromptBatch(prompts)
             yield self._batch
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Take the next prompts; all ranks take equally many at the same time."""
-        prompts = self._next(num_prompts)
-        self._start += num_prompts * self.world_size
+        prompts, taken = self._next(num_prompts)
+        self._start += taken
         return prompts
+
+    def take_skipped(self) -> int:
+        """Return how many prompts have been passed over since this was asked last, for all ranks together."""
+        skipped, self._num_skipped = self._num_skipped, 0
+        return skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and what its order depends on."""
         trained = self._batch is not None and self._batch.trained
-        return {"prompts_consumed": self._start + trained * self.prompts_per_step, **self._identity()}
+        rule = {} if self.chooser is None else self.chooser.state_dict()
+        return {"prompts_consumed": self._start + trained * self._taken, "ask": rule, **self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a checkpoint left off; batch size and number of ranks may have changed.
@@ -106,6 +119,8 @@ class PromptLoader:
             )
         self._start = state_dict["prompts_consumed"]
         self._batch = None
+        if self.chooser is not None and state_dict["ask"].keys() == self.chooser.state.keys():
+            self.chooser.load_state_dict(state_dict["ask"])
 
     def _identity(self) -> dict[str, Any]:
         size = len(self.prompts)
@@ -120,10 +135,27 @@ class PromptLoader:
             digest.update(f"{prompt.prompt_id}{prompt.token_ids}{columns}\n".encode())
         return digest.hexdigest()[:12]
 
-    def _next(self, num_prompts: int) -> list[Prompt]:
-        """This rank's share of what stands next in the stream."""
-        first = self._start + self.rank * num_prompts
-        return [self._draw(first + place) for place in range(num_prompts)]
+    def _next(self, num_prompts: int) -> tuple[list[Prompt], int]:
+        """This rank's share of what is asked next, and how many places of the stream that takes.
+
+        Raises:
+            ValueError: Hardly any prompt is asked.
+        """
+        asked: list[Prompt] = []
+        place, wanted = self._start, num_prompts * self.world_size
+        most = (1 + MOST_SKIPPED) * wanted
+        while len(asked) < wanted:
+            prompt = self._draw(place)
+            place += 1
+            if self.chooser is None or self.chooser.asks(prompt):
+                asked.append(prompt)
+            elif place - self._start >= most:
+                raise ValueError(
+                    f"data.ask asks {len(asked)} of {most} prompts, and a batch takes {wanted}: raise the chances that "
+                    "its rule gives, or give more prompts."
+                )
+        self._num_skipped += place - self._start - wanted
+        return asked[self.rank * num_prompts :][:num_prompts], place - self._start
 
     def _draw(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self.prompts))

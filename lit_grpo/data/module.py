@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.budgets.prompts import PromptChooser, make_prompt_rule
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import PromptRenderer, UnusableRow
 from lit_grpo.data.sources import Row, RowSource, make_source
@@ -15,6 +16,7 @@ from lit_grpo.policy.loading import TINY, as_given, load_tokenizer
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -58,6 +60,10 @@ class PromptDataModule(LightningDataModule):
             an error (``refuse``) or are left out with a warning (``drop``).
         shuffle: Whether each epoch goes through the training prompts in an order of its own.
         seed: Of that order.
+        ask: Which of the training prompts are asked when they are due, by what their earlier visits have shown
+            (:data:`lit_grpo.budgets.prompts.PROMPT_RULES`): ``all``, or fewer of those that teach little by ``greso``
+            or ``near_half``. Fields of a rule follow behind a colon (``greso:target=0.2``), and a rule of your own is
+            its class path.
     """
 
     def __init__(
@@ -80,8 +86,10 @@ class PromptDataModule(LightningDataModule):
         unusable_rows: Literal["refuse", "drop"] = "refuse",
         shuffle: bool = True,
         seed: int = 0,
+        ask: str = "all",
     ) -> None:
         super().__init__()
+        self.ask, self._prompt_rule = ask, make_prompt_rule(ask)
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("eval_batch_size", eval_batch_size, 1),
@@ -174,7 +182,9 @@ class PromptDataModule(LightningDataModule):
                 f"data.batch_size is {self.batch_size}{ranks}, but data.train has only {num_prompts} prompts, so that "
                 f"a step would repeat some; set it to {num_prompts // world_size or 1} or less, or give more prompts."
             )
-        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, self.seed, self.shuffle)
+        chooser = None if self.ask == "all" else PromptChooser(self._prompt_rule, self.seed)
+        order = self.seed, self.shuffle
+        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, *order, chooser)
 
     def _eval_loader(self, split: str) -> EvalLoader:
         return EvalLoader(self.prompts[split], self.eval_batch_size, *self._rank_and_world_size())
@@ -262,3 +272,14 @@ def training_loader(data: object) -> PromptLoader:
             "dataloader of your own take synchronous."
         )
     return loader
+
+
+def loaded_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
+    """The prompts that the data module has loaded, by split; none of a dataloader of the user's own."""
+    return getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def num_skipped(trainer: Trainer) -> int:
+    """How many prompts our loader has passed over since it was asked last."""
+    loader = trainer.train_dataloader
+    return loader.take_skipped() if isinstance(loader, PromptLoader) else 0

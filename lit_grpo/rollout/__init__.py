@@ -2,7 +2,8 @@
 
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, GenerationError, Generator, Observation, StepEvents
-from lit_grpo.rollout.loop import Answer, Listener, RolloutLoop
+from lit_grpo.rollout.listeners import Answer, Listener
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 
 __all__ = [

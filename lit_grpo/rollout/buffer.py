@@ -291,22 +291,27 @@ class RolloutBuffer:
             self._groups[group.prompt.prompt_id, group.prompt.visit] = group
 
 
-def group_requests(prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams, seed: int) -> list[Request]:
-    """Return requests for so many samples of each prompt.
+def group_requests(
+    prompts: Sequence[Prompt], num_samples: int | Sequence[int], sampling: SamplingParams, seed: int
+) -> list[Request]:
+    """Return requests for so many samples of each prompt; a number for all, or one for each.
 
     Raises:
         ValueError: A group would have no member.
     """
-    if num_samples < 1:
-        raise ValueError(f"A group of {num_samples} samples has no member; give num_generations of 1 or more.")
-    return [Request(prompt, (sample,), sampling, seed) for prompt in prompts for sample in range(num_samples)]
+    sizes = [num_samples] * len(prompts) if isinstance(num_samples, int) else num_samples
+    if sizes and min(sizes) < 1:
+        raise ValueError(f"A group of {min(sizes)} samples has no member; give num_generations of 1 or more.")
+    pairs = zip(prompts, sizes, strict=True)
+    return [Request(prompt, (sample,), sampling, seed) for prompt, size in pairs for sample in range(size)]
 
 
 def _close(group: _Open) -> RolloutGroup:
-    """Make a group of what has ended."""
+    """Let what has ended be due, beside what is due already; return it alone, which is to be scored."""
     rollouts = [Rollout(group.prompt, group.completions[path]) for path in sorted(group.completions)]
-    group.due, group.completions = RolloutGroup(group.prompt, rollouts), {}
-    return group.due
+    before = [] if group.due is None else group.due.rollouts
+    group.due, group.completions = RolloutGroup(group.prompt, [*before, *rollouts]), {}
+    return RolloutGroup(group.prompt, rollouts)
 
 
 def _oldest(group: _Open) -> int | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.length_reports import LengthReports
+from lit_grpo.rollout.listeners import Answer, Listener
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
@@ -17,75 +17,8 @@ from lit_grpo.scheduling.plans.probing import Probing
 from lit_grpo.scheduling.plans.queue import Queue
 
 if TYPE_CHECKING:
-    from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import Decoder, Observation, StepEvents
     from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplingParams
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a listener wants done: more requests of open groups, or none of some that are in work.
-
-    An ``abort`` ends a request with what it has, as a member of its group; a ``drop`` leaves it out of its group.
-    """
-
-    submit: Sequence[Request] = ()
-    abort: Sequence[Key] = ()
-    drop: Sequence[Key] = ()
-
-
-class Listener:
-    """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden."""
-
-    def begin(self, flight: Flight) -> None:
-        """A rollout begins; ``flight`` tells what is in work for as long as it lasts."""
-
-    def step(self, events: StepEvents) -> Answer | None:
-        """A step has been taken."""
-
-    def finish(self, completion: Completion) -> Answer | None:
-        """A completion has ended."""
-
-    def whole(self, group: RolloutGroup) -> Answer | None:
-        """The last member of a group has ended."""
-
-    def end(self, failed: bool) -> None:
-        """The rollout is over, or has ``failed``: what was told of it is void."""
-
-
-class Stepped(Listener):
-    """Calls a function with the number of tokens after each step, for displays, and another at the end."""
-
-    def __init__(self, call: Callable[[int], None], at_end: Callable[[], None] = lambda: None) -> None:
-        self._call, self._at_end = call, at_end
-
-    def end(self, failed: bool) -> None:
-        """Call the other."""
-        self._at_end()
-
-    def step(self, events: StepEvents) -> None:
-        """Pass the number on."""
-        self._call(events.num_tokens)
-
-
-class Rewarding(Listener):
-    """Scores each group as soon as it is whole, while others still decode."""
-
-    def __init__(self, runner: RewardRunner, waits: bool = True) -> None:
-        self._runner, self._waits = runner, waits
-
-    def whole(self, group: RolloutGroup) -> None:
-        """Begin to score."""
-        self._runner.submit(group)
-
-    def end(self, failed: bool) -> None:
-        """Wait for the rewards, or drop what is being scored; where it does not wait, leave it to whoever does."""
-        if not self._waits:
-            return
-        if failed:
-            self._runner.close()
-        else:
-            self._runner.gather()
 
 
 class RolloutLoop:
@@ -119,9 +52,9 @@ class RolloutLoop:
         self.listeners = listeners
 
     def collect(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
+        self, prompts: Sequence[Prompt], num_generations: int | Sequence[int], sampling: SamplingParams, seed: int
     ) -> tuple[list[RolloutGroup], RolloutStats]:
-        """Open a group of each prompt, run, and take what is released."""
+        """Open a group of each prompt, all of one size or each of its own, run, and take what is released."""
         self.buffer.open(group_requests(prompts, num_generations, sampling, seed))
         stats = self.run(self.buffer.ready)
         return self.buffer.take(), stats
@@ -193,7 +126,7 @@ class _Rollout:
         self._submit(self._requests)
         self._generator.expect({request.group: request.prompt for request in self._requests}.values())
         self.stats.scheduling_s = time.perf_counter() - self._start
-        while not until(self.stats.num_steps):
+        while self._goes_on(until):
             began = time.perf_counter()
             self._admit()
             if not self._flight.num_active:
@@ -208,6 +141,13 @@ class _Rollout:
             self._take(events)
             self.stats.add_step(events, self._capacity, admitted - self._start, stepped - self._start)
             self.stats.scheduling_s += admitted - began + time.perf_counter() - stepped
+
+    def _goes_on(self, until: Callable[[int], bool]) -> bool:
+        """Whether there is more to decode, once listeners have asked for what they want."""
+        if not self._flight.num_active and not self._flight.num_waiting:
+            for listener in self._listeners:
+                self._follow(listener.idle())
+        return not until(self.stats.num_steps)
 
     def _tell(self, groups: Iterable[RolloutGroup]) -> None:
         """Let listeners know of groups that are to be scored."""

@@ -72,6 +72,12 @@ ONLY_ELSEWHERE = {
         "rollout_scheduler.mode pruned",
     ),
     **dict.fromkeys(("rollout/drafted_tokens", "rollout/draft_acceptance"), "generator.speculate"),
+    **dict.fromkeys(
+        ("budget/frac_flat_first", "budget/further_completions"), "rollout_scheduler.allocation with rounds"
+    ),
+    **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout_scheduler.allocation that divides"),
+    **dict.fromkeys(("prompts/easy", "prompts/hard"), "data.ask greso"),
+    "prompts/skipped": "data.ask other than all",
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }

@@ -26,7 +26,8 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import GenerationError
-from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from lit_grpo.rollout.listeners import Stepped
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError

@@ -14,7 +14,8 @@ from test_learner import gradient_of
 
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.loop import RolloutLoop, Stepped
+from lit_grpo.rollout.listeners import Stepped
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots import prompts as prompts_module
 from lit_grpo.rollout.slots import queries as queries_module

@@ -17,7 +17,8 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.loop import Listener, RolloutLoop
+from lit_grpo.rollout.listeners import Listener
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.loop import Answer, Listener
+from lit_grpo.rollout.listeners import Answer, Listener
 from lit_grpo.rollout.pruning.head import WINDOW, QualityHead
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.types import GroupKey, Key, RolloutGroup

@@ -10,7 +10,8 @@ import numpy as np
 
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
-from lit_grpo.rollout.loop import Listener, RolloutLoop
+from lit_grpo.rollout.listeners import Listener
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.scheduling.flight import RETRY_STEPS, Flight
 from lit_grpo.scheduling.jobs import LearntLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
