@@ -28,6 +28,7 @@ from lit_grpo.rollout.vllm.arguments import (
     kv_bytes_per_token,
     require_vllm,
     sampling_fields,
+    server_arguments,
     server_environment,
     warn_of_dtype,
 )
@@ -37,6 +38,13 @@ from lit_grpo.rollout.vllm.introduction import _check_settings
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
+
+
+def test_servers_on_a_cpu_share_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert server_arguments("float32", 8, 2)["gpu_memory_utilization"] == pytest.approx(0.2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "gpu_memory_utilization" not in server_arguments("float32", 8, 2)
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:

@@ -229,7 +229,8 @@ class Fleet:
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
-        arguments = server_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots) | dict(server_args)
+        dtype = str(policy.dtype).removeprefix("torch.")
+        arguments = server_arguments(dtype, self.num_slots, self.num_servers) | dict(server_args)
         environment = server_environment(self.num_servers)
         deadline = time.monotonic() + self.start_timeout_s
         for number in range(self.num_servers):
