@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -17,7 +16,6 @@ from lit_grpo.types import Completion, GroupKey, Key, Request, SamplePath, Span
 RETRY_STEPS = 8
 """Where memory has refused a job, it is asked for again every so many steps, and once something has left."""
 _MOMENTS = 16  # of the future at which memory is added up
-_smallest_budget = lru_cache(4096)(smallest_budget)
 
 
 class _Active(NamedTuple):
@@ -137,7 +135,7 @@ class Flight:
 
     def take(self, job: Job) -> bool:
         """Start a waiting job where it fits, else say ``False``. Where nothing is active, any job fits."""
-        smallest = _smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
+        smallest = smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
         request = self._waiting[job.key]
         scarce = self.kv_tokens is not None and self._active and self._most_tokens + smallest > self.kv_tokens
         if scarce and self._forecast(job, request.prefix.num_tokens) > (self.kv_tokens or 0):
@@ -162,7 +160,7 @@ class Flight:
         """An active job is done, or is to stop; return it."""
         _, job, slot, begin, _ = self._active.pop(key)
         self._free.append(slot)
-        self._most_tokens -= _smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
+        self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
         self._refused = False
         self._count(job, -1)
         if begin < self.step:

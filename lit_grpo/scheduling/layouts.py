@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -72,6 +72,7 @@ class Pieces:
         return rooms
 
 
+@lru_cache(4096)
 def smallest_budget(layout: KVLayout, prompt_tokens: int, max_tokens: int) -> int:
     """Return the fewest KV tokens that one completion, with its prompt, can be decoded in whatever it comes to."""
     prompt, most = np.array([prompt_tokens]), np.array([max_tokens])

@@ -16,10 +16,10 @@ from lit_grpo.rollout.sampling import to_device
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.kv.shelves import KVShape, Shelf, ShelfReader
 from lit_grpo.rollout.slots.kv.writers import ShelfWriter, Stretch
-from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
+from lit_grpo.scheduling.layouts import TIGHT, piece_sizes, prompt_room
 
 _WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
-_SLACK_OF_PROMPTS, _SLACK_OF_PIECES = 1.0, 0.25  # prompts come and go; pieces get fewer towards the end of a rollout
+_SLACK, _SLACK_OF_TIGHT = 1.0, 0.25  # what is not used comes and goes, and giving it back copies what is
 
 
 class SlotCache:
@@ -35,6 +35,7 @@ class SlotCache:
         self.shape = shape
         self.max_tokens = max_tokens
         self._max_rows = max_rows
+        self._slack = _SLACK_OF_TIGHT if shape.pieces.growth == TIGHT else _SLACK
         self._pieces = [Shelf(size, shape, max_rows) for size in piece_sizes(max_tokens, shape.pieces.growth)]
         self._starts = np.cumsum([0, *(shelf.num_tokens for shelf in self._pieces)])[:-1]
         self._rows_of: list[list[int]] = [[] for _ in self._pieces]  # by shelf: the row of each entry
@@ -70,7 +71,7 @@ class SlotCache:
             if (its_room, its_entry) == (room, moved):
                 self._prompts[other] = (room, entry, length)
         if shelf.num_entries:
-            shelf.trim(_SLACK_OF_PROMPTS)
+            shelf.trim(_SLACK)
         else:
             del self._prompt_shelves[room]
         self._readers = None
@@ -248,7 +249,7 @@ class SlotCache:
             longest: The tokens of the longest completion, the new ones included; little more is read of any.
         """
         for shelf in self._pieces:
-            shelf.trim(_SLACK_OF_PIECES)
+            shelf.trim(self._slack)
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         self._readers = []
         for start, shelf, rows_of in zip(self._starts.tolist(), self._pieces, self._rows_of, strict=True):

@@ -102,9 +102,9 @@ class Shelf:
         kept = min(room, self.room)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                # Zeros, because what is masked is multiplied by zero, and memory may hold NaN.
-                tensors[layer] = old.new_zeros((room, *old.shape[1:]))
-                tensors[layer][:kept] = old[:kept]
+                new = tensors[layer] = old.new_empty((room, *old.shape[1:]))
+                new[:kept] = old[:kept]
+                new[kept:] = 0  # because what is masked is multiplied by zero, and memory may hold NaN
 
 
 class ShelfReader:
