@@ -97,7 +97,7 @@ def main(options: Options) -> int:
     settings: Row = {"prompts": size.prompts, "group": size.group, "seeds": len(size.seeds), "threads": 1}
     with kept_runs("learning_per_hour", options) as folder:
         for task in tasks:
-            best, seconds = _best_settings(task, task.tried[1:3] if options.quick else task.tried, size, folder)
+            best, seconds = _best_settings(task, task.tried[1:2] if options.quick else task.tried, size, folder)
             settings |= {f"updates, {task.config}": task.updates, f"held out, {task.config}": task.held_out}
             settings |= {f"TRL on {task.config}, s an update, {name}": each for name, each in seconds.items()}
             settings[f"TRL on {task.config}"] = _label(best)

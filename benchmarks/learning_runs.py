@@ -80,8 +80,9 @@ class Curves:
     """What a run has come to, by update from 0 on; NaN where it was not measured.
 
     ``exact_U`` is held-out exact match, ``reward_U`` and ``length_U`` the mean reward and length of the batch that led
-    to the update, ``open_U`` the prompts that stayed open behind it, ``samples_U`` and ``tokens_U`` what has been
-    learnt from and decoded so far; seconds are without validations.
+    to the update, ``open_U`` the prompts that stayed open behind it, ``flat_U`` the share of its groups without a
+    difference, ``samples_U`` and ``tokens_U`` what has been learnt from and decoded so far; seconds are without
+    validations.
     """
 
     exact_U: np.ndarray
@@ -93,6 +94,7 @@ class Curves:
     staleness_U: np.ndarray
     length_U: np.ndarray
     open_U: np.ndarray
+    flat_U: np.ndarray
 
 
 @contextmanager
@@ -176,6 +178,7 @@ def read_curves(folder: Path) -> Curves:
     return Curves(
         column(EXACT), column(REWARD), samples_U, decoded_U.cumsum(), seconds("wall_s"), seconds("cpu_s"),
         column("staleness/mean"), column("completions/mean_length"), column("rollout/open_prompts"),
+        column("frac_reward_zero_std"),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def main(options: Options) -> int:
     endless = copy.copy(model)  # the same weights under another generation config
     endless.generation_config = copy.deepcopy(model.generation_config)
     endless.generation_config.eos_token_id = None
-    repeats, bounds = (1, {4: 2.0}) if options.quick else (3, {32: 2.0, 64: 2.0})
+    repeats, bounds = (1, {4: 2.0}) if options.quick else (3, {32: 2.5, 64: 4.0})
     prompts = arithmetic_prompts(tokenizer, 2 if options.quick else 32)
     group_size, max_tokens = (4, 8) if options.quick else (16, 160)
     rows: list[Row] = []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.data.module import loaded_prompts, num_skipped, training_loader
+from lit_grpo.data.module import loaded_prompts, own_loader, training_loader
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
@@ -65,6 +65,8 @@ class RolloutScheduler(pl.Callback):
             ``variance``, ``buckets``); or in rounds, by what the first ones have earned (``dars_equal``,
             ``dars_hardness``, ``balanced``). Fields follow behind a colon (``knapsack:budget=256,most=64``), and a rule
             of your own is its class path.
+        replace_flat: In place of groups whose rewards are all equal, which are then not learnt from, at most so many
+            further prompts are asked in the same rollout (DAPO's dynamic sampling, arXiv 2503.14476); 0 for none.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class RolloutScheduler(pl.Callback):
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
         mode: str = "synchronous",
         allocation: str = "uniform",
+        replace_flat: int = 0,
     ) -> None:
         self.mode, self._turns = mode, make_mode(mode)
-        self.allocation, self._budget = allocation, Budget(allocation)
+        self.allocation, self.replace_flat, self._budget = allocation, replace_flat, Budget(allocation, replace_flat)
         try:
             make_plan(plan, LengthPredictor(), num_slots=1)
         except ValueError as error:
@@ -93,10 +96,8 @@ class RolloutScheduler(pl.Callback):
         self._num_slots = 0
         if probe_tokens != "auto":
             self._points = check_probe(probe_tokens, plan, predict_lengths)
-        self.plan = plan
-        self.predict_lengths = predict_lengths
-        self.prediction_points = prediction_points
-        self.min_correlation = min_correlation
+        self.plan, self.predict_lengths = plan, predict_lengths
+        self.prediction_points, self.min_correlation = prediction_points, min_correlation
         self._lengths: LengthPredictor | None = None
         self._buffer = RolloutBuffer()
         self._predicted: dict[Key, float] = {}  # of the groups that are open between two batches
@@ -182,8 +183,7 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         pl_module.check_lengths(loaded_prompts(trainer))
         if trainer.training:
-            loader = trainer.train_dataloader
-            self._budget.begin(pl_module.learner.state.history, getattr(loader, "chooser", None), self._turns)
+            self._budget.begin(pl_module.learner.state.history, own_loader(trainer), self._turns)
         self._start(trainer, pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -209,9 +209,8 @@ class RolloutScheduler(pl.Callback):
         stats = self._collect(trainer, pl_module, loop, batch, sizes, pl_module.sampling, progress)
         if self._turns.carries:
             self._carry(batch, stats)
-        if self._pruner is not None:
-            batch.metrics |= self._pruner.metrics()
-        batch.metrics |= self._budget.metrics(num_skipped(trainer))
+        self._budget.settle(batch, pl_module.ranks)
+        batch.metrics |= self._budget.metrics() | ({} if self._pruner is None else self._pruner.metrics())
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
@@ -224,7 +223,7 @@ class RolloutScheduler(pl.Callback):
         """Learn from the lengths, and forget the batch, now that the update has been made."""
         assert isinstance(pl_module, GRPOModule)
         if self._pump is not None:
-            self._end_beside(trainer, self._pump, pl_module, batch)
+            self._end_beside(self._pump, pl_module, batch)
         self._buffer.learnt()
         self._budget.learn(batch.groups, pl_module.ranks)
         if self._pruner is not None:
@@ -290,14 +289,14 @@ class RolloutScheduler(pl.Callback):
             batch.groups = self._pump.take(module.phases.move)
         batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
 
-    def _end_beside(self, trainer: pl.Trainer, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:
+    def _end_beside(self, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:
         """Stop decoding, and log what was done beside the update."""
         stats = pump.stop()
         assert stats is not None
         self._describe(batch, stats)
         if self._turns.carries:
             self._carry(batch, stats)
-        batch.metrics |= pump.metrics(stats) | self._budget.metrics(num_skipped(trainer))
+        batch.metrics |= pump.metrics(stats) | self._budget.metrics()
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
         module.log_anew("rollout", batch.metrics)

@@ -180,3 +180,50 @@ def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence:
 def test_a_budget_that_does_not_suffice_is_told_beforehand(rule: Allocation, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         rule.check(4, 8)
+
+
+# ---- what a rule does to the gradient ------------------------------------------------------------------
+
+DRAWS = 10_000
+
+
+def policy_gradients(rate: float, rule: Allocation, first: int, rng: np.random.Generator) -> np.ndarray:
+    """The leave-one-out gradient of one prompt in many draws; its policy passes at ``rate``, the logit being learnt.
+
+    A completion's gradient of the log-prob is ``passed - rate``, so the gradient of the pass rate is ``p (1 - p)``.
+    """
+    gradients = []
+    for _ in range(DRAWS):
+        passed = rng.random(first) < rate
+        rounds = 1
+        while more := rule.more(len(passed), int(passed.sum()), rounds, first):
+            passed = np.append(passed, rng.random(more) < rate)
+            rounds += 1
+        others = (passed.sum() - passed) / (len(passed) - 1)
+        gradients.append(((passed - others) * (passed - rate)).mean())
+    return np.array(gradients)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
+def test_sizes_that_are_set_beforehand_leave_the_gradient_unbiased(rate: float) -> None:
+    rng = np.random.default_rng(0)
+    for rule in (Knapsack(), Proportional(), Buckets(most=16)):
+        (size,) = rule.first(at(rate), 8)
+        gradients = policy_gradients(rate, Allocation(), size, rng)
+        assert gradients.mean() == pytest.approx(rate * (1 - rate), abs=4 * gradients.std() / DRAWS**0.5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rate", "share"),
+    [
+        ("balanced", 0.1, 1.285),
+        ("balanced", 0.8, 1.17),
+        ("balanced:passed=1,failed=0", 0.1, 1.31),
+        ("dars_equal", 0.1, 1.17),
+    ],
+)
+def test_stopping_at_what_one_waits_for_biases_the_gradient(spec: str, rate: float, share: float) -> None:
+    gradients = policy_gradients(rate, make_allocation(spec), 8, np.random.default_rng(0))
+    found = gradients.mean() / (rate * (1 - rate))
+    error = gradients.std() / DRAWS**0.5 / (rate * (1 - rate))
+    assert found == pytest.approx(share, abs=0.03) and abs(found - 1) > 4 * error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from test_loop import FakeGenerator, prompts
 from lit_grpo.budgets.allocation import Allocation, Balanced, HardMore, make_allocation
 from lit_grpo.budgets.history import PromptHistory, Record
 from lit_grpo.budgets.prompts import Greso, PromptChooser
+from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, load_rewards
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Budget, Rounds
 from lit_grpo.rollout.rules import MODES, make_mode
-from lit_grpo.types import RolloutGroup, SamplingParams
+from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=40)
 PASSES = {"a": "1" * 16, "b": "0" * 16, "c": "0001" + "0100" + "1" * 8, "d": "0111" + "0" * 12}
@@ -132,22 +134,30 @@ def test_sizes_follow_what_is_known_of_prompts() -> None:
     budget.begin(history, None, make_mode("synchronous"))
     sizes = budget.sizes(prompts("a", "b", "c"), 6)
     assert sizes == [2, 10, 6]
-    assert budget.metrics(0) == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
+    assert budget.metrics() == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
+
+
+def loader(number: int = 9, size: int = 3, **options: Any) -> PromptLoader:
+    loader = PromptLoader(prompts(*(f"p{place}" for place in range(number))), size, shuffle=False, **options)
+    next(iter(loader))
+    return loader
 
 
 def test_who_is_asked_is_learnt_from_every_batch() -> None:
     budget, chooser = Budget("uniform"), PromptChooser(Greso(), 0)
     history = PromptHistory()
-    budget.begin(history, chooser, make_mode("synchronous"))
-    history.records = {"a": Record(1, num_flat=1)}
+    budget.begin(history, loader(chooser=chooser), make_mode("synchronous"))
+    history.records = {"p0": Record(1, num_flat=1)}
     assert chooser.history is history
-    budget.learn([RolloutGroup(prompts("a")[0], [])], Ranks())
-    assert budget.metrics(3) == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 3.0}
+    budget.learn([RolloutGroup(prompts("p0")[0], [])], Ranks())
+    assert budget.metrics() == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
 
 
 @pytest.mark.parametrize("mode", [name for name in MODES if name != "synchronous"])
 def test_rounds_need_a_mode_that_waits_for_them(mode: str) -> None:
     turns = make_mode(mode)
+    with pytest.raises(ValueError, match=f"replace_flat 4 asks for more .* rollout_scheduler.mode {mode} does not"):
+        Budget("uniform", 4).check(mode, turns, 4, 8)
     with pytest.raises(ValueError, match=f"balanced asks for more .* rollout_scheduler.mode {mode} does not"):
         Budget("balanced").check(mode, turns, 4, 8)
     Budget("knapsack").check(mode, turns, 4, 8)
@@ -156,9 +166,9 @@ def test_rounds_need_a_mode_that_waits_for_them(mode: str) -> None:
 def test_what_is_asked_by_whole_visits_needs_whole_groups() -> None:
     budget, turns = Budget("uniform"), make_mode("sortedrl")
     with pytest.raises(ValueError, match=r"data\.ask goes by the rewards of a prompt's whole visit"):
-        budget.begin(PromptHistory(), PromptChooser(Greso(), 0), turns)
+        budget.begin(PromptHistory(), loader(chooser=PromptChooser(Greso(), 0)), turns)
     budget.begin(PromptHistory(), None, turns)
-    budget.begin(PromptHistory(), PromptChooser(Greso(), 0), replace(turns, unit="group"))
+    budget.begin(PromptHistory(), loader(chooser=PromptChooser(Greso(), 0)), replace(turns, unit="group"))
 
 
 def test_a_budget_that_does_not_suffice_names_its_field() -> None:
@@ -166,3 +176,77 @@ def test_a_budget_that_does_not_suffice_names_its_field() -> None:
         Budget("knapsack:budget=7").check("synchronous", make_mode("synchronous"), 4, 8)
     Budget("knapsack:budget=7").check("synchronous", make_mode("synchronous"), None, 8)
     assert make_allocation("knapsack:budget=8").check(4, 8) is None
+
+
+# ---- groups without a difference are replaced ----------------------------------------------------------
+
+
+def differs(name: str) -> bool:
+    """Prompts p2, p3, p6, p7 and so on are passed now and then; the others always, or never."""
+    return int(name[1:]) % 4 in (2, 3)
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        passes = "0110" if differs(f"p{number}") else str(number % 4) * 4
+        monkeypatch.setitem(PASSES, f"p{number}", passes)
+
+
+def fill(runner: RewardRunner, loader: PromptLoader, replaces: int, seed_of_lengths: int = 0) -> PromptBatch:
+    """A batch whose groups without a difference are replaced."""
+    batch = next(iter(loader))
+    rng = random.Random(seed_of_lengths)
+    lengths = {f"p{number}": [rng.randint(1, 9) for _ in range(4)] for number in range(40)}
+    budget = Budget("uniform", replaces)
+    budget.begin(PromptHistory(), loader, make_mode("synchronous"))
+    rollout = RolloutLoop(Marked(5, lengths), listeners=[budget.scoring(runner, 1.0)])
+    batch.groups, _ = rollout.collect(batch.prompts, budget.sizes(batch.prompts, 4), SAMPLING, seed=0)
+    budget.settle(batch, Ranks())
+    batch.metrics = budget.metrics()
+    return batch
+
+
+@pytest.mark.usefixtures("marks")
+@pytest.mark.parametrize("seed", range(3))  # of lengths, and so of who is whole first
+def test_prompts_are_asked_until_the_batch_is_full_of_groups_that_differ(runner: RewardRunner, seed: int) -> None:
+    stream = PromptLoader(prompts(*(f"p{place}" for place in range(20))), 3, shuffle=False)
+    batch = fill(runner, stream, 20, seed)
+    names = [prompt.prompt_id for prompt in batch.prompts]
+    assert names == ["p0", "p1", "p2", "p3", "p4", "p5", "p6"]  # the first seven hold three that differ
+    assert [group.prompt.prompt_id for group in batch.groups] == names
+    kept = {r.prompt.prompt_id for group in batch.groups for r in group.rollouts if r.kept}
+    assert kept == {"p2", "p3", "p6"} and batch.metrics == {"budget/replaced_groups": 4.0}
+    assert stream.state_dict()["prompts_consumed"] == 0
+    batch.trained = True
+    assert stream.state_dict()["prompts_consumed"] == 7
+    assert next(iter(stream)).prompts[0].prompt_id == "p7"
+
+
+@pytest.mark.usefixtures("marks")
+def test_a_limit_on_replacements_that_is_reached_is_told_once(runner: RewardRunner) -> None:
+    stream = PromptLoader(prompts(*(f"p{place}" for place in range(20))), 3, shuffle=False)
+    with pytest.warns(UserWarning, match=r"replace_flat 1 is reached: 1 groups of a batch have no difference"):
+        batch = fill(runner, stream, 1)
+    assert [prompt.prompt_id for prompt in batch.prompts] == ["p0", "p1", "p2", "p3"]
+    assert batch.metrics == {"budget/replaced_groups": 1.0}
+
+
+def test_ranks_share_what_stands_behind_the_batch() -> None:
+    streams = [loader(20, 2, rank=rank, world_size=2) for rank in (0, 1)]
+    taken = [list(stream.further(most)) for stream, most in zip(streams, (3, 1), strict=True)]
+    assert [[prompt.prompt_id for prompt in some] for some in taken] == [["p4", "p6", "p8"], ["p5"]]
+    largest = max(stream._taken for stream in streams)
+    for stream in streams:
+        stream.agree(lambda value: max(value, float(largest)))
+    assert [[each.prompt_id for each in next(iter(stream)).prompts] for stream in streams] == [
+        ["p10", "p11"],
+        ["p12", "p13"],
+    ]
+
+
+def test_replacing_needs_our_prompts_and_a_number() -> None:
+    with pytest.raises(ValueError, match=r"replace_flat must be at least 0, which replaces none, not -1"):
+        Budget("uniform", -1)
+    with pytest.raises(ValueError, match=r"replace_flat asks further prompts of lit_grpo\.data\.PromptDataModule"):
+        Budget("uniform", 2).check("synchronous", make_mode("synchronous"), None, 8)

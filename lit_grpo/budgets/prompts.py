@@ -14,8 +14,8 @@ from lit_grpo.types import Prompt
 
 SMALLEST_CHANCE = 0.01
 """Of any prompt to be asked: what nobody passes today may be passed tomorrow."""
-MOST_SKIPPED = 1000
-"""Prompts that may be skipped for each one that is asked, before a run is stopped."""
+MOST_SKIPPED = 100_000
+"""Prompts that may be passed over in a row, before a run is stopped."""
 
 State = Mapping[str, float]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -88,6 +88,24 @@ class PromptLoader:
         self._start += taken
         return prompts
 
+    def further(self, most: int) -> Iterator[Prompt]:
+        """Yield prompts that are asked behind the batch's, at most so many, and count those that are taken to it.
+
+        Of W ranks this one gets every W-th; once all have what they want, :meth:`agree` has to be told.
+        """
+        place = self._start + self._taken
+        for _ in range(most):
+            prompts: list[Prompt] = []
+            for _ in range(self.world_size):
+                prompt, place = self._ask(place)
+                prompts.append(prompt)
+            self._taken = place - self._start
+            yield prompts[self.rank]
+
+    def agree(self, largest: Callable[[float], float]) -> None:
+        """Count to the batch what any rank has taken of the stream; ``largest`` is over ranks."""
+        self._taken = int(largest(float(self._taken)))
+
     def take_skipped(self) -> int:
         """Return how many prompts have been passed over since this was asked last, for all ranks together."""
         skipped, self._num_skipped = self._num_skipped, 0
@@ -119,8 +137,9 @@ class PromptLoader:
             )
         self._start = state_dict["prompts_consumed"]
         self._batch = None
-        if self.chooser is not None and state_dict["ask"].keys() == self.chooser.state.keys():
-            self.chooser.load_state_dict(state_dict["ask"])
+        rule = state_dict.get("ask", {})
+        if self.chooser is not None and rule.keys() == self.chooser.state.keys():  # else another rule begins anew
+            self.chooser.load_state_dict(rule)
 
     def _identity(self) -> dict[str, Any]:
         size = len(self.prompts)
@@ -139,23 +158,26 @@ class PromptLoader:
         """This rank's share of what is asked next, and how many places of the stream that takes.
 
         Raises:
-            ValueError: Hardly any prompt is asked.
+            ValueError: No prompt is asked.
         """
         asked: list[Prompt] = []
         place, wanted = self._start, num_prompts * self.world_size
-        most = (1 + MOST_SKIPPED) * wanted
         while len(asked) < wanted:
-            prompt = self._draw(place)
-            place += 1
-            if self.chooser is None or self.chooser.asks(prompt):
-                asked.append(prompt)
-            elif place - self._start >= most:
-                raise ValueError(
-                    f"data.ask asks {len(asked)} of {most} prompts, and a batch takes {wanted}: raise the chances that "
-                    "its rule gives, or give more prompts."
-                )
-        self._num_skipped += place - self._start - wanted
+            prompt, place = self._ask(place)
+            asked.append(prompt)
         return asked[self.rank * num_prompts :][:num_prompts], place - self._start
+
+    def _ask(self, place: int) -> tuple[Prompt, int]:
+        """The first prompt from a place of the stream on that is asked, and the place behind it."""
+        for index in range(place, place + MOST_SKIPPED):
+            prompt = self._draw(index)
+            if self.chooser is None or self.chooser.asks(prompt):
+                self._num_skipped += index - place
+                return prompt, index + 1
+        raise ValueError(
+            f"data.ask asks none of {MOST_SKIPPED} prompts in a row: raise the chances that its rule gives, or give "
+            "more prompts."
+        )
 
     def _draw(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self.prompts))

@@ -279,7 +279,7 @@ def loaded_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
     return getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def num_skipped(trainer: Trainer) -> int:
-    """How many prompts our loader has passed over since it was asked last."""
+def own_loader(trainer: Trainer) -> PromptLoader | None:
+    """Return the loader of training prompts that a trainer has, where it is ours."""
     loader = trainer.train_dataloader
-    return loader.take_skipped() if isinstance(loader, PromptLoader) else 0
+    return loader if isinstance(loader, PromptLoader) else None

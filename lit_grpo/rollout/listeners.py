@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a listener wants done: more requests of open groups, or none of some that are in work.
+    """What a listener wants done: more requests of open groups or of new ones, or none of some that are in work.
 
     An ``abort`` ends a request with what it has, as a member of its group; a ``drop`` leaves it out of its group.
     """
 
     submit: Sequence[Request] = ()
+    open: Sequence[Request] = ()
     abort: Sequence[Key] = ()
     drop: Sequence[Key] = ()
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lit_grpo.budgets.allocation import Allocation, make_allocation
 from lit_grpo.budgets.history import PromptHistory, is_flat, moments
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.rollout.listeners import Answer, Listener, Rewarding
 from lit_grpo.rollout.rules import RolloutMode
-from lit_grpo.types import GroupKey, Prompt, Request, Rollout, RolloutGroup
+from lit_grpo.types import GroupKey, Prompt, PromptBatch, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from lit_grpo.ranks import Ranks
@@ -33,18 +33,33 @@ class _Rounds:
 class Rounds(Listener):
     """Scores each round of a group as soon as it is whole, and asks for another as an allocation says.
 
-    Other groups are decoded meanwhile. What a group gets depends on its own rewards alone, so the rollout's completions
-    are the same however long rewards take.
+    Where a group has had all its rounds and no difference, another prompt is asked in its place, as long as there are
+    any (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are decoded meanwhile. What a group gets depends on
+    its own rewards alone, and each that has no difference takes the next prompt, so the rollout's completions are the
+    same however long rewards take.
 
     Args:
         runner: Scores.
         allocation: Says how many more a prompt gets.
         pass_threshold: What the first reward of a completion has to reach for it to count as passed.
+        replacements: Prompts that may be asked in place of groups without a difference, in their order.
     """
 
-    def __init__(self, runner: RewardRunner, allocation: Allocation, pass_threshold: float) -> None:
+    def __init__(
+        self,
+        runner: RewardRunner,
+        allocation: Allocation,
+        pass_threshold: float,
+        replacements: Iterator[Prompt] = iter(()),  # noqa: B008 (has nothing to give)
+    ) -> None:
         self._runner, self._allocation, self._threshold = runner, allocation, pass_threshold
+        self._replacements = replacements
         self._clear()
+
+    @property
+    def flat(self) -> set[GroupKey]:
+        """The groups that have had all their rounds, and no difference."""
+        return {key for key, rounds in self._rounds.items() if _is_flat(rounds.rollouts)}
 
     def begin(self, flight: Flight) -> None:
         """Begin with no group."""
@@ -85,9 +100,24 @@ class Rounds(Listener):
         self._runner.gather(groups)
         for group in groups:
             del self._scored[group.key]
-        return Answer(submit=[request for group in groups for request in self._more(group.key)])
+        submit: list[Request] = []
+        opened: list[Request] = []
+        for group in groups:
+            more = self._more(group.key)
+            submit += more
+            if not more and _is_flat(self._rounds[group.key].rollouts):
+                opened += self._instead(self._rounds[group.key])
+        return Answer(submit=submit, open=opened)
 
-    def _more(self, key: GroupKey) -> Iterable[Request]:
+    def _instead(self, rounds: _Rounds) -> list[Request]:
+        """The requests of another prompt's first round, where there is one."""
+        prompt = next(self._replacements, None)
+        if prompt is None or not rounds.rollouts:
+            return []
+        request = rounds.rollouts[0].completion.request
+        return [replace(request, prompt=prompt, path=(number,)) for number in range(rounds.first)]
+
+    def _more(self, key: GroupKey) -> list[Request]:
         """The requests of a group's next round."""
         rounds = self._rounds[key]
         rewards = [next(iter(each.rewards.values())) for each in rounds.rollouts if not math.isnan(each.reward)]
@@ -109,17 +139,39 @@ def _is_flat(rollouts: Sequence[Rollout]) -> bool:
     return not rewards or is_flat(*moments(rewards))
 
 
+class PromptStream(Protocol):
+    """Where a batch's prompts come from, as far as a budget has to do with it."""
+
+    chooser: PromptChooser | None
+
+    def further(self, most: int) -> Iterator[Prompt]:
+        """Yield prompts that stand behind the batch's, at most so many."""
+        ...
+
+    def agree(self, largest: Callable[[float], float]) -> None:
+        """Count to the batch what any rank has taken."""
+        ...
+
+    def take_skipped(self) -> int:
+        """Return how many prompts have been passed over since this was asked last."""
+        ...
+
+
 class Budget:
     """What a run's completions are spent on: how many each prompt gets, in how many rounds, and who is asked.
 
     Args:
         spec: What :func:`lit_grpo.budgets.allocation.make_allocation` takes.
+        replaces: How many further prompts of a batch may be asked in place of groups without a difference.
     """
 
-    def __init__(self, spec: str) -> None:
-        self.spec, self.allocation = spec, make_allocation(spec)
+    def __init__(self, spec: str, replaces: int = 0) -> None:
+        if replaces < 0:
+            raise ValueError(f"rollout_scheduler.replace_flat must be at least 0, which replaces none, not {replaces}.")
+        self.spec, self.allocation, self.replaces = spec, make_allocation(spec), replaces
+        self._warned = False
         self.history = PromptHistory()
-        self.chooser: PromptChooser | None = None
+        self._stream: PromptStream | None = None
         self._rounds: Rounds | None = None
         self._sizes: list[int] = []
 
@@ -140,24 +192,36 @@ class Budget:
                 self.allocation.check(num_prompts, num_generations)
         except ValueError as error:
             raise ValueError(f"rollout_scheduler.allocation {self.spec}: {error}") from None
-        if self.allocation.has_rounds and (turns.carries or turns.overlap != "none" or turns.prune_at is not None):
+        if self.replaces and num_prompts is None:
             raise ValueError(
-                f"rollout_scheduler.allocation {self.spec} asks for more once a prompt's rewards are there, and "
-                f"rollout_scheduler.mode {mode} does not wait for all of them: take synchronous, or uniform."
+                "rollout_scheduler.replace_flat asks further prompts of lit_grpo.data.PromptDataModule; with a "
+                "dataloader of your own set it to 0."
+            )
+        if self._waits and (turns.carries or turns.overlap != "none" or turns.prune_at is not None):
+            field = f"allocation {self.spec}" if self.allocation.has_rounds else f"replace_flat {self.replaces}"
+            raise ValueError(
+                f"rollout_scheduler.{field} asks for more once a prompt's rewards are there, and "
+                f"rollout_scheduler.mode {mode} does not wait for all of them: take synchronous, or uniform and 0."
             )
 
-    def begin(self, history: PromptHistory, chooser: PromptChooser | None, turns: RolloutMode) -> None:
-        """Go by what is known of prompts, and say who is asked by it.
+    @property
+    def _waits(self) -> bool:
+        """Whether rewards decide what is decoded next."""
+        return self.allocation.has_rounds or self.replaces > 0
+
+    def begin(self, history: PromptHistory, stream: PromptStream | None, turns: RolloutMode) -> None:
+        """Go by what is known of prompts, and say who is asked by it; without a ``stream`` others say who.
 
         Raises:
             ValueError: Who is asked depends on what whole visits show, and groups leave in parts.
         """
+        chooser = None if stream is None else stream.chooser
         if chooser is not None and turns.unit == "completion":
             raise ValueError(
                 "data.ask goes by the rewards of a prompt's whole visit, and a rollout_scheduler.mode with unit "
                 "completion lets groups leave in parts; take unit=group, or ask all."
             )
-        self.history, self.chooser = history, chooser
+        self.history, self._stream = history, stream
         if chooser is not None:
             chooser.history = history
 
@@ -168,23 +232,47 @@ class Budget:
         return self._sizes
 
     def scoring(self, runner: RewardRunner, pass_threshold: float) -> Listener:
-        """Return what scores groups, and asks for further rounds."""
-        if not self.allocation.has_rounds:
+        """Return what scores groups, and asks for further rounds and prompts."""
+        if not self._waits:
             return Rewarding(runner)
-        self._rounds = Rounds(runner, self.allocation, pass_threshold)
+        further = iter(()) if self._stream is None else self._stream.further(self.replaces)
+        self._rounds = Rounds(runner, self.allocation, pass_threshold, further)
         return self._rounds
+
+    def settle(self, batch: PromptBatch, ranks: Ranks) -> None:
+        """Leave groups without a difference out of a batch's update, where others are asked in their place."""
+        batch.prompts = [group.prompt for group in batch.groups]
+        if not self.replaces or self._rounds is None or self._stream is None:
+            return
+        self._stream.agree(ranks.max)
+        flat = self._rounds.flat
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                rollout.kept = group.key not in flat
+        short = int(ranks.max(float(max(len(flat) - self.replaces, 0))))
+        if short and not self._warned:
+            self._warned = True
+            ranks.warn(
+                f"rollout_scheduler.replace_flat {self.replaces} is reached: {short} groups of a batch have no "
+                "difference and could not be replaced; raise it, or give prompts that are passed now and then."
+            )
 
     def learn(self, groups: Sequence[RolloutGroup], ranks: Ranks) -> None:
         """Learn from a batch, which the history has, who is to be asked."""
-        if self.chooser is not None:
+        chooser = None if self._stream is None else self._stream.chooser
+        if chooser is not None:
             own = [group.prompt.prompt_id for group in groups]
-            self.chooser.learn([prompt_id for part in ranks.gather(own) for prompt_id in part])
+            chooser.learn([prompt_id for part in ranks.gather(own) for prompt_id in part])
 
-    def metrics(self, num_skipped: int) -> dict[str, float]:
-        """Return what to log of a batch, before which so many prompts were passed over."""
-        metrics = {} if self._rounds is None else self._rounds.metrics()
-        if self.chooser is not None:
-            metrics |= self.chooser.metrics() | {"prompts/skipped": float(num_skipped)}
+    def metrics(self) -> dict[str, float]:
+        """Return what to log of a batch."""
+        metrics: dict[str, float] = {}
+        if self._rounds is not None and self.allocation.has_rounds:
+            metrics |= self._rounds.metrics()
+        if self._rounds is not None and self.replaces:
+            metrics["budget/replaced_groups"] = float(min(len(self._rounds.flat), self.replaces))
+        if self._stream is not None and self._stream.chooser is not None:
+            metrics |= self._stream.chooser.metrics() | {"prompts/skipped": float(self._stream.take_skipped())}
         if len(set(self._sizes)) > 1:
             metrics |= {
                 "budget/smallest_group": float(min(self._sizes)),

@@ -76,6 +76,7 @@ ONLY_ELSEWHERE = {
         ("budget/frac_flat_first", "budget/further_completions"), "rollout_scheduler.allocation with rounds"
     ),
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout_scheduler.allocation that divides"),
+    "budget/replaced_groups": "rollout_scheduler.replace_flat",
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "data.ask greso"),
     "prompts/skipped": "data.ask other than all",
     "sapo/gate": "objective.loss sapo",

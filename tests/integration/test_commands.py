@@ -47,6 +47,11 @@ CONFIGS = {
         "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
         "--data.validation.init_args.num_rows 8",
     ),
+    "budget": (
+        "budget",
+        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
+        "--data.validation.init_args.num_rows 8",
+    ),
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
 }
 """The run of a config, and what is added so that it takes a second or two."""

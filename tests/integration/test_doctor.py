@@ -445,6 +445,7 @@ ON_THE_DEMO = [
 """For configs of larger models: the embedded policy, on its own exercises."""
 CONFIGS = {
     "arithmetic": [],
+    "budget": [],
     "infinite_sampling": [],
     "knights": ["--model.max_tokens_per_micro_batch", "700"],
     "own_task": [],

@@ -1,0 +1,237 @@
+"""What each rule of a budget learns, by generated tokens and by time, on the demo's task and on the harder one.
+
+All runs of a task have the same policy, learning rate, schedule and number of updates of 16 prompts, and three seeds;
+the training prompts are few, so that they come again and there is something to go by. Uniform groups have 16
+completions, and so have the others on average where they divide a budget; rules with rounds begin with 8. A run has one
+thread and a core of its own, two run at a time, and seeds and rules take turns. Seconds are those of rollouts and
+updates, without validations and start. A curve is the mean over the seeds; where it comes to a value is its first
+validation at or above it.
+
+Then the same completions are decoded in one round of 16 and in two of 8, in turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
+from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.rollouts import slots
+from benchmarks.workloads import arithmetic_prompts, arithmetic_rows, load
+from lit_grpo.budgets.allocation import Allocation, Balanced
+from lit_grpo.rewards import ExactMatch, RewardRunner, load_rewards
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.types import SamplingParams
+
+PICTURE = ROOT / "docs" / "pictures" / "budgets.svg"
+SHARE_OF_TOKENS, SHARE_OF_STEP = 0.5, 1.1
+UNIFORM, TOGETHER = "uniform", "greso, balanced and PODS"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How it is set: who is asked, how many completions each gets, of how many at first, and how many are learnt from.
+
+    ``statistics`` are what an advantage's mean and deviation are of, where not all are learnt from.
+    """
+
+    ask: str = "all"
+    allocation: str = "uniform"
+    first: int = 16
+    select: str = "all"
+    keep: int | None = None
+    statistics: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What stands behind the config."""
+        chosen = {"rule": self.select, "keep": self.keep, "statistics": self.statistics}
+        return {
+            "--data.ask": self.ask,
+            "--rollout_scheduler.allocation": self.allocation,
+            "--model.num_generations": self.first,
+            **{f"--model.selection.{name}": value for name, value in chosen.items() if value is not None},
+        }
+
+
+RULES = {
+    UNIFORM: Rule(),
+    "greso": Rule(ask="greso"),
+    "near_half": Rule(ask="near_half"),
+    "knapsack": Rule(allocation="knapsack"),
+    "variance": Rule(allocation="variance"),
+    "buckets": Rule(allocation="buckets:most=16"),
+    "dars_equal": Rule(allocation="dars_equal", first=8),
+    "dars_hardness": Rule(allocation="dars_hardness", first=8),
+    "balanced": Rule(allocation="balanced", first=8, select="max_variance", keep=4, statistics="group"),
+    "positive": Rule(allocation="balanced:passed=1,failed=0", first=8),
+    "PODS": Rule(select="max_variance", keep=4),
+    "D3S, completions": Rule(select="batch_variance", keep=4),
+    "random": Rule(select="random", keep=4),
+    TOGETHER: Rule("greso", "balanced:passed=1,failed=0", 8, "max_variance", 4, "group"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A configuration, the training prompts that are used of it, the updates of a run, and the rules compared."""
+
+    config: str
+    num_rows: int
+    updates: int
+    validate_every: int
+    rules: tuple[str, ...] = tuple(RULES)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    prompts: int = 16
+    held_out: int = 256
+
+
+TASKS = (
+    Task("arithmetic", 256, 48, 4),
+    Task("knights", 64, 16, 4, (UNIFORM, "greso", "knapsack", "dars_equal", "positive", TOGETHER)),
+)
+QUICK = Task("arithmetic", 4, 3, 1, (UNIFORM, "knapsack", TOGETHER), (0,), 2, 8)
+
+
+def main(options: Options) -> int:
+    """Run all, draw them, time two rounds, and judge."""
+    tasks = (QUICK,) if options.quick else TASKS
+    found: dict[tuple[str, str], list[Curves]] = {}
+    with kept_runs("budgets", options) as folder:
+        for task in tasks:
+            runs = {(rule, seed): _run(task, rule, seed) for seed in task.seeds for rule in task.rules}
+            curves = run_all(list(runs.values()), folder)
+            found |= {(task.config, rule): [curves[runs[rule, s].name] for s in task.seeds] for rule in task.rules}
+    rows = [_row(task, rule, seeds, found[task, UNIFORM]) for (task, rule), seeds in found.items()]
+    if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
+        draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
+    rounds = _two_rounds(options)
+    settings: Row = {"seeds": len(tasks[0].seeds), "threads": 1, "prompts": tasks[0].prompts}
+    settings |= {f"updates, {task.config}": task.updates for task in tasks}
+    settings |= {f"training prompts, {task.config}": task.num_rows for task in tasks}
+    ratio = statistics.median(row["ratio"] for row in rounds)
+    text = "seconds of a rollout of two rounds over those of one with the same completions"
+    claims = [*([] if options.quick else _claims(rows)), Claim(text, ratio, "<=", SHARE_OF_STEP)]
+    return finish("budgets", options, settings, [*rows, *rounds], claims)
+
+
+def _run(task: Task, rule: str, seed: int) -> LearningRun:
+    arguments = RULES[rule].arguments() | {
+        "--seed_everything": seed,
+        "--trainer.max_steps": task.updates,
+        "--trainer.val_check_interval": task.validate_every,
+        "--model.lr_scheduler.init_args.total_iters": task.updates,
+        "--data.batch_size": task.prompts,
+        "--data.train.init_args.num_rows": task.num_rows,
+        "--data.validation.init_args.num_rows": task.held_out,
+    }
+    words = [str(word) for pair in arguments.items() for word in pair]
+    return LearningRun("-".join([task.config, *rule.replace(",", "").split(), str(seed)]), task.config, tuple(words))
+
+
+def _row(task: str, rule: str, seeds: Sequence[Curves], uniform: Sequence[Curves]) -> Row:
+    exact_U, tokens_U, wall_s_U = (mean_curve(seeds, name) for name in ("exact_U", "tokens_U", "wall_s_U"))
+    level = float(mean_curve(uniform, "exact_U")[-1])
+    reached = np.flatnonzero(exact_U >= level)
+    first = int(reached[0]) if len(reached) else None
+    return {
+        "task": task,
+        "rule": rule,
+        "start": float(exact_U[0]),
+        **spread([float(each.exact_U[-1]) for each in seeds], "final"),
+        "tokens": float(tokens_U[-1]),
+        "completions": float(mean_curve(seeds, "samples_U")[-1]),
+        "wall_s": float(wall_s_U[-1]),
+        "flat": float(np.nanmean(mean_curve(seeds, "flat_U")[1:])),
+        "by_uniform_tokens": _by(exact_U, tokens_U, float(mean_curve(uniform, "tokens_U")[-1])),
+        "by_uniform_seconds": _by(exact_U, wall_s_U, float(mean_curve(uniform, "wall_s_U")[-1])),
+        "tokens_to_level": float("nan") if first is None else float(tokens_U[first]),
+        "seconds_to_level": float("nan") if first is None else float(wall_s_U[first]),
+    }
+
+
+def _by(exact_U: np.ndarray, axis_U: np.ndarray, moment: float) -> float:
+    """What a curve has come to by a moment of an axis."""
+    return float(exact_U[~np.isnan(exact_U) & (axis_U <= moment)][-1])
+
+
+def _claims(rows: Sequence[Row]) -> list[Claim]:
+    claims = []
+    for task in dict.fromkeys(str(row["task"]) for row in rows):
+        uniform, *others = [row for row in rows if row["task"] == task]
+        for what, axis, limit in (("generated tokens", "tokens", SHARE_OF_TOKENS), ("seconds", "wall_s", 1.0)):
+            column = "tokens_to_level" if axis == "tokens" else "seconds_to_level"
+            best = min(others, key=lambda row: float(np.nan_to_num(float(row[column]), nan=np.inf)))
+            text = f"{task}: {what} of the best rule ({best['rule']}) to the uniform end, over the uniform ones"
+            claims.append(Claim(text, float(best[column]) / float(uniform[axis]), "<=", limit))
+    return claims
+
+
+def _two_rounds(options: Options) -> list[Row]:
+    """Decode and score the same completions in one round and in two, in turns, and return the ratios."""
+    torch.set_num_threads(1)
+    repeats, num_prompts, size, limit = (1, 2, 4, 16) if options.quick else (9, 16, 16, 128)
+    policy, tokenizer = load("tiny", options.device)
+    generator = slots(policy, tokenizer, num_slots=64)
+    rows = arithmetic_rows(num_prompts)
+    prompts = [
+        replace(each, columns=row)
+        for each, row in zip(arithmetic_prompts(tokenizer, num_prompts), rows.rows(), strict=True)
+    ]
+    runner = RewardRunner(load_rewards([ExactMatch(pattern=r"(?:^|=)(\d+)$")], 10.0))
+    seconds: dict[str, list[float]] = {"one": [], "two": []}
+    keys = set()
+    for repeat in range(repeats + 1):
+        for name, first, rule in (("one", size, Allocation()), ("two", size // 2, Balanced(rounds=2, passed=10**6))):
+            loop = RolloutLoop(generator, listeners=[Rounds(runner, rule, 1.0)])
+            groups, stats = loop.collect(prompts, first, SamplingParams(max_tokens=limit), repeat)
+            keys.add(tuple(each.completion.token_ids_T.tobytes() for group in groups for each in group.rollouts))
+            seconds[name].append(stats.rollout_s)
+        assert len(keys) == repeat + 1, "one and two rounds have sampled other completions"
+    runner.close()
+    note(f"rollouts of one round: {statistics.median(seconds['one']):.2f} s")
+    pairs = list(zip(seconds["one"][1:], seconds["two"][1:], strict=True))  # the first of each is for warming up
+    return [
+        {"task": "rounds", "rule": f"pair {n}", "one_s": a, "two_s": b, "ratio": b / a}
+        for n, (a, b) in enumerate(pairs)
+    ]
+
+
+def draw(found: dict[tuple[str, str], list[Curves]], path: Any) -> None:
+    """Draw held-out exact match by generated tokens and by seconds, a column for each task; the range of uniform."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(task for task, _ in found))
+    figure = Figure(figsize=(6 * len(tasks), 8), layout="constrained")
+    axes = figure.subplots(2, len(tasks), squeeze=False)
+    for (task, rule), seeds in found.items():
+        measured_U = ~np.isnan(mean_curve(seeds, "exact_U"))
+        exact_SU = np.array([each.exact_U[measured_U] for each in seeds])
+        for axis, name in zip(axes[:, tasks.index(task)], ("tokens_U", "wall_s_U"), strict=True):
+            x_U = mean_curve(seeds, name)[measured_U]
+            style = (
+                {"color": "black", "linewidth": 2} if rule == UNIFORM else {"linewidth": 2 if rule == TOGETHER else 1}
+            )
+            (line,) = axis.plot(x_U, exact_SU.mean(0), label=rule, **style)
+            if rule in (UNIFORM, TOGETHER):
+                axis.fill_between(
+                    x_U, exact_SU.min(0), exact_SU.max(0), color=line.get_color(), alpha=0.12, linewidth=0
+                )
+    for axes_of_task, task in zip(axes.T, tasks, strict=True):
+        for axis, label in zip(axes_of_task, ("generated tokens", "seconds of rollouts and updates"), strict=True):
+            axis.set(title=task, xlabel=label, ylabel="held-out exact match")
+            axis.grid(alpha=0.3)
+        axes_of_task[0].legend(loc="lower right", fontsize="x-small")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    assert __doc__ is not None
+    sys.exit(main(parse_options(__doc__)))

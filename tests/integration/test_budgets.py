@@ -1,0 +1,169 @@
+"""Budgets in real runs: sizes by history, further rounds, prompts that are passed over; all of it resumes exactly."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_made import Checkpoints, make_module, make_trainer, sgd
+from test_training_modes import Trained, check_log_probs, describe
+
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.cli.command_line import run
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import SamplingParams
+from lit_grpo.update.selection import Selection
+
+pytestmark = pytest.mark.integration
+
+NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 9
+RULES: dict[str, dict[str, Any]] = {
+    "greso, balanced, PODS": {
+        "ask": "greso:begin_at=0.3",
+        "allocation": "balanced:rounds=3,passed=1,failed=1",
+        "selection": Selection("max_variance", 3, "group"),
+    },
+    "near a half, knapsack, D3S": {
+        "ask": "near_half",
+        "allocation": "knapsack:budget=15",
+        "selection": Selection("batch_variance", 2),
+    },
+    "dars": {"allocation": "dars_equal:most=9"},
+    "variance while prompts stay open": {"mode": "april:max_staleness=3", "ask": "greso", "allocation": "variance"},
+}
+
+
+def rarely(completion: str, prompt: str) -> float:
+    """A reward that some prompts earn always, some never, and the others now and then."""
+    kind = int(prompt[0]) % 3
+    return float(kind == 0 or (kind == 1 and sum(map(ord, completion)) % 3 == 0))
+
+
+def train(
+    policy_folder: Path, rule: dict[str, Any], folder: Path, checkpoint: str | None = None
+) -> tuple[Trained, GRPOModule, PromptDataModule]:
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
+    folder.mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = str(folder / "prompts.jsonl")
+    data = PromptDataModule(str(policy_folder), train=source, batch_size=BATCH, ask=rule.get("ask", "all"))
+    module = make_module(
+        policy_folder,
+        generator=SlotGenerator(7),
+        num_generations=GROUP,
+        optimizer=sgd(0.5),
+        sampling=SamplingParams(max_tokens=24),
+        rewards=[RewardSpec(f"{__file__}:rarely")],
+        selection=rule.get("selection", Selection()),
+    )
+    trained = Trained()
+    scheduler = RolloutScheduler(allocation=rule.get("allocation", "uniform"), mode=rule.get("mode", "synchronous"))
+    options: dict[str, Any] = {"max_steps": UPDATES, "max_epochs": -1, "default_root_dir": folder}
+    trainer = make_trainer(scheduler, WeightSync(), trained, Checkpoints(folder), **options)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return trained, module, data
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_with_a_budget_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
+    trained, module, data = train(policy_folder, RULES[name], tmp_path / "whole")
+    check_log_probs(trained)
+    history = module.learner.state.history
+    assert history.records and sum(record.num_visits for record in history.records.values()) == BATCH * UPDATES
+    for version in (4, 5):  # in the middle of an epoch, and not
+        checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
+        again, resumed, resumed_data = train(policy_folder, RULES[name], tmp_path / f"from-{version}", checkpoint)
+        assert list(again.batches) == list(range(version, UPDATES))
+        for number, batch in again.batches.items():
+            assert describe(batch) == describe(trained.batches[number])
+        for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert resumed.learner.state.history.records == history.records
+        assert resumed_data.state_dict() == data.state_dict()
+
+
+def sizes(trained: Trained) -> list[dict[str, int]]:
+    """How many rollouts each prompt had, by update."""
+    counts: list[dict[str, int]] = []
+    for batch in trained.batches.values():
+        counts.append({})
+        for rollout in batch:
+            counts[-1][rollout.prompt.prompt_id] = counts[-1].get(rollout.prompt.prompt_id, 0) + 1
+    return counts
+
+
+def kind(prompt_id: str) -> int:
+    return int(prompt_id.removeprefix("train/")) % 3
+
+
+def test_rounds_go_to_prompts_without_a_difference(policy_folder: Path, tmp_path: Path) -> None:
+    trained, _, _ = train(policy_folder, {"allocation": "balanced:rounds=3,passed=1,failed=1"}, tmp_path)
+    for counts, log in zip(sizes(trained), trained.logs, strict=True):
+        assert all(size == 3 * GROUP for name, size in counts.items() if kind(name) != 1)  # which never differ
+        assert all(size % GROUP == 0 and size <= 3 * GROUP for size in counts.values())
+        assert log["budget/further_completions"] == sum(counts.values()) - GROUP * len(counts)
+        assert log["budget/frac_flat_first"] >= log["frac_reward_zero_std"]
+    assert any(size < 3 * GROUP for counts in sizes(trained) for name, size in counts.items() if kind(name) == 1)
+
+
+def test_the_knapsack_spends_its_budget_on_prompts_that_differ(policy_folder: Path, tmp_path: Path) -> None:
+    trained, _, _ = train(policy_folder, {"allocation": "knapsack:budget=18"}, tmp_path)
+    first, second, *others = sizes(trained)
+    assert set(first.values()) == set(second.values()) == {6}  # nothing is known of anybody
+    for counts in others:
+        assert sum(counts.values()) == 18
+        assert all(size == 2 for name, size in counts.items() if kind(name) == 0 and any(map(differs, counts)))
+    assert max(size for counts in others for size in counts.values()) > 6
+
+
+def differs(prompt_id: str) -> bool:
+    return kind(prompt_id) == 1
+
+
+def test_what_is_mastered_or_hopeless_is_passed_over(policy_folder: Path, tmp_path: Path) -> None:
+    trained, _, data = train(policy_folder, {"ask": "greso:begin_at=0.05,step=0.01"}, tmp_path)
+    asked = [name for counts in sizes(trained) for name in counts]
+    taken = data.state_dict()["prompts_consumed"]
+    skipped = sum(log["prompts/skipped"] for log in trained.logs)
+    assert len(asked) == BATCH * UPDATES and taken == len(asked) + skipped and skipped > 0
+    late = [kind(name) for counts in sizes(trained)[4:] for name in counts]
+    assert late.count(1) > len(late) / 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        ({"allocation": "balanced", "mode": "april"}, "allocation balanced asks for more once .* mode april does not"),
+        ({"allocation": "knapsack:budget=5"}, "budget is 5 completions for 3 prompts, which is less than 2 each"),
+        ({"ask": "greso", "mode": "sortedrl"}, r"data\.ask goes by the rewards of a prompt's whole visit"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_anything_starts(
+    policy_folder: Path, tmp_path: Path, rule: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        train(policy_folder, rule, tmp_path)
+
+
+def test_the_demo_with_a_budget_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [
+        "--data.batch_size",
+        "4",
+        "--data.train.init_args.num_rows",
+        "8",
+        "--data.validation.init_args.num_rows",
+        "8",
+    ]
+    run(["fit", "--config", "budget", *small, "--trainer.max_steps", "5", "--trainer.val_check_interval", "5"])
+    with (tmp_path / "runs" / "budget" / "metrics.csv").open(newline="") as file:
+        logged = [row for row in csv.DictReader(file) if row["reward"]]
+    assert len(logged) == 5 and all(float(row["budget/further_completions"]) >= 0 for row in logged)
+    assert {row["prompts/skipped"] for row in logged[:2]} == {"0.0"}  # of the first epoch
