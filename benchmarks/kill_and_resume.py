@@ -150,7 +150,7 @@ def main(options: Options) -> int:
 def _plans(quick: bool) -> list[Plan]:
     if quick:
         return [
-            Plan("SIGKILL", {"update": 1, "validation": 1}, mode="april"),
+            Plan("SIGKILL", {"update": 1}, mode="april"),
             Plan("SIGTERM", {"rollout": 1}, 2, True),
         ]
     each = dict.fromkeys(PHASES, 1)

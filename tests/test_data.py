@@ -441,8 +441,8 @@ def test_loader_that_was_in_use_starts_at_the_loaded_place() -> None:
     assert draw(loader, 2) == expected
 
 
-def chooser_of(seed: int = 0, **records: Record) -> PromptChooser:
-    chooser = PromptChooser(Greso(), seed)
+def chooser_of(**records: Record) -> PromptChooser:
+    chooser = PromptChooser(Greso(), seed=0)
     chooser.history.records = {f"train/{name[1:]}": record for name, record in records.items()}
     return chooser
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.budgets.history import Visit
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import EntropyBonus, EntropyController, KLController, ObjectiveState
 from lit_grpo.update.objective.corrections import Correction, correction_weights, gap_metrics, gap_sums
@@ -264,7 +265,7 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> No
     before = state(0.1, 0.5)
     before.kl.update(5.0, 5000)
     before.entropy.update(0.2)
-    before.history.advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), ["train/0"])
+    before.history.note([Visit("train/0", 0, [0.0, 1.0], 1, 2, 0)])
     before.history.commit()
     after, fixed = state(0.1, 0.5), state(0.3, None)
     for restored in (after, fixed):
@@ -272,7 +273,7 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> No
     assert after.coefficients() == before.coefficients()
     assert before.coefficients() == pytest.approx({"kl_beta": 0.11, "entropy_coefficient": 0.105})
     assert after.entropy.applied == before.entropy.applied == pytest.approx(0.105)
-    assert after.history.visits == before.history.visits
+    assert after.history.records == before.history.records
     assert fixed.kl.beta == 0.3
 
 

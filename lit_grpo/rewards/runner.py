@@ -107,10 +107,6 @@ class RewardRunner:
             for _, future in pending:
                 future.cancel()
 
-    def is_done(self, group: RolloutGroup) -> bool:
-        """Whether all that was submitted of a group has been scored, so that :meth:`gather` would not wait for it."""
-        return all(future.done() for other, future in list(self._pending.values()) if other.key == group.key)
-
     def score(self, group: RolloutGroup) -> None:
         """Score a group, and all that were submitted before it, now."""
         self.submit(group)

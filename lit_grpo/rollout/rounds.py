@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from lit_grpo.scheduling.flight import Flight
 
 
+PATIENCE = 8
+"""Decode steps."""
+
+
 @dataclass
 class _Rounds:
     """What a prompt has come to, and in how many rounds, the first of which had ``first`` completions."""
@@ -33,10 +37,11 @@ class _Rounds:
 class Rounds(Listener):
     """Scores each round of a group as soon as it is whole, and asks for another as an allocation says.
 
+    That is decided ``PATIENCE`` steps later, in which rewards have time to come; those that have not are waited for, so
+    that a run can be repeated to the last bit.
     Where a group has had all its rounds and no difference, another prompt is asked in its place, as long as there are
     any (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are decoded meanwhile. What a group gets depends on
-    its own rewards alone, and each that has no difference takes the next prompt, so the rollout's completions are the
-    same however long rewards take.
+    its own rewards alone, and each that has no difference takes the next prompt.
 
     Args:
         runner: Scores.
@@ -68,19 +73,20 @@ class Rounds(Listener):
     def whole(self, group: RolloutGroup) -> None:
         """Begin to score a round."""
         self._runner.submit(group)
-        self._scored[group.key] = group
+        self._scored.append((group, self._step))
         rounds = self._rounds.setdefault(group.key, _Rounds(len(group.rollouts)))
         rounds.rollouts += group.rollouts
         rounds.num_rounds += 1
 
     def step(self, events: StepEvents) -> Answer | None:
-        """Decide of those whose rewards have come."""
-        done = [group for group in self._scored.values() if self._runner.is_done(group)]
-        return self._decide(done) if done else None
+        """Decide of those that have been whole for long enough."""
+        self._step += 1
+        due = [group for group, since in self._scored if self._step - since >= PATIENCE]
+        return self._decide(due) if due else None
 
     def idle(self) -> Answer | None:
-        """Wait for the rewards of all, and decide."""
-        return self._decide(list(self._scored.values()))
+        """Decide of all."""
+        return self._decide([group for group, _ in self._scored])
 
     def end(self, failed: bool) -> None:
         """Drop what is being scored, where the rollout has failed; else all has been."""
@@ -98,8 +104,7 @@ class Rounds(Listener):
 
     def _decide(self, groups: Sequence[RolloutGroup]) -> Answer:
         self._runner.gather(groups)
-        for group in groups:
-            del self._scored[group.key]
+        del self._scored[: len(groups)]
         submit: list[Request] = []
         opened: list[Request] = []
         for group in groups:
@@ -130,7 +135,8 @@ class Rounds(Listener):
 
     def _clear(self) -> None:
         self._rounds: dict[GroupKey, _Rounds] = {}
-        self._scored: dict[GroupKey, RolloutGroup] = {}  # rounds whose rewards have not been looked at
+        self._scored: list[tuple[RolloutGroup, int]] = []  # rounds that wait for their rewards, and since which step
+        self._step = 0
 
 
 def _is_flat(rollouts: Sequence[Rollout]) -> bool:
@@ -244,7 +250,7 @@ class Budget:
         batch.prompts = [group.prompt for group in batch.groups]
         if not self.replaces or self._rounds is None or self._stream is None:
             return
-        self._stream.agree(ranks.max)
+        self._stream.agree(lambda taken: float(ranks.max(taken)))
         flat = self._rounds.flat
         for group in batch.groups:
             for rollout in group.rollouts:

@@ -11,7 +11,7 @@ import numpy as np
 
 _PIECE_STEP = 32
 _PROMPT_STEP = 16
-FEW, TIGHT = 2.0, 1 / 3
+FEW, TIGHT = 2.0, 1 / 4
 """How much longer than all before it a piece may be: for few pieces, and for such as hold little that is not used."""
 
 
@@ -84,13 +84,13 @@ def piece_sizes(max_tokens: int, growth: float = FEW) -> list[int]:
 
     A completion has as many pieces as its tokens need, and never more than ``max_tokens``. Each piece costs operations
     at each decode step, so there should be few; but with a growth of 2 a completion takes up to three times its tokens,
-    with a third up to a third more.
+    with a quarter up to a quarter more.
 
     Example:
         >>> piece_sizes(400)
         [64, 128, 208]
         >>> piece_sizes(400, TIGHT)
-        [32, 32, 32, 32, 64, 64, 96, 48]
+        [32, 32, 32, 32, 32, 64, 64, 96, 16]
     """
     sizes, total = [], 0
     while total < max_tokens:

@@ -25,7 +25,7 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 
 pytestmark = pytest.mark.integration
 
-NUM_EXAMPLES = int(os.environ.get("LIT_GRPO_FUZZ", "120"))
+NUM_EXAMPLES = int(os.environ.get("LIT_GRPO_FUZZ", "80"))
 SETTINGS = settings(
     max_examples=NUM_EXAMPLES,
     derandomize=True,

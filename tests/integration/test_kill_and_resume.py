@@ -12,7 +12,7 @@ def test_runs_that_are_killed_and_resumed_end_as_one_that_was_left_alone(tmp_pat
     result, _ = run_quick("kill_and_resume", tmp_path / "result.json")
     check_result(result, "kill_and_resume")
     assert [(row["signal"], row["mode"], row["ranks"], row["kills"]) for row in result["rows"]] == [
-        ("SIGKILL", "april", 1, 2),
+        ("SIGKILL", "april", 1, 1),
         ("SIGTERM", "synchronous", 2, 1),
     ]
     assert all(row["equal"] == row["runs"] > 0 for row in result["rows"])

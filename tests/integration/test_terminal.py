@@ -122,8 +122,7 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert command in text[text.index("next") :]
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (120, 40)])
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+@pytest.mark.parametrize(("columns", "lines", "chat"), [(80, 24, True), (120, 40, False)], ids=["chat", "text"])
 def test_a_terminal_shows_the_run_and_what_it_is_at(
     tmp_path: Path, policy_folder: Path, chat_folder: Path, columns: int, lines: int, chat: bool
 ) -> None:

@@ -56,6 +56,8 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "modes",
         "overlap",
         "default_cost",
+        "update_peak",
+        "budgets",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
