@@ -33,7 +33,7 @@ from lit_grpo.types import SamplingParams
 
 PICTURE = ROOT / "docs" / "pictures" / "budgets.svg"
 SHARE_OF_TOKENS, SHARE_OF_STEP = 0.5, 1.1
-UNIFORM, TOGETHER = "uniform", "greso, balanced and PODS"
+UNIFORM, TOGETHER = "uniform", "greso, balanced and PODS (configs/budget.yaml)"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Rule:
     select: str = "all"
     keep: int | None = None
     statistics: str | None = None
+    replace_flat: int = 0
 
     def arguments(self) -> dict[str, Any]:
         """What stands behind the config."""
@@ -56,6 +57,7 @@ class Rule:
         return {
             "--data.ask": self.ask,
             "--rollout_scheduler.allocation": self.allocation,
+            "--rollout_scheduler.replace_flat": self.replace_flat,
             "--model.num_generations": self.first,
             **{f"--model.selection.{name}": value for name, value in chosen.items() if value is not None},
         }
@@ -72,10 +74,11 @@ RULES = {
     "dars_hardness": Rule(allocation="dars_hardness", first=8),
     "balanced": Rule(allocation="balanced", first=8, select="max_variance", keep=4, statistics="group"),
     "positive": Rule(allocation="balanced:passed=1,failed=0", first=8),
+    "replace_flat": Rule(replace_flat=16),
     "PODS": Rule(select="max_variance", keep=4),
     "D3S, completions": Rule(select="batch_variance", keep=4),
     "random": Rule(select="random", keep=4),
-    TOGETHER: Rule("greso", "balanced:passed=1,failed=0", 8, "max_variance", 4, "group"),
+    TOGETHER: Rule("greso", "balanced:rounds=3,passed=2,failed=2", 8, "max_variance", 4, "group"),
 }
 
 
@@ -133,7 +136,9 @@ def _run(task: Task, rule: str, seed: int) -> LearningRun:
         "--data.validation.init_args.num_rows": task.held_out,
     }
     words = [str(word) for pair in arguments.items() for word in pair]
-    return LearningRun("-".join([task.config, *rule.replace(",", "").split(), str(seed)]), task.config, tuple(words))
+    return LearningRun(
+        "-".join([task.config, *rule.replace(",", "").partition("(")[0].split(), str(seed)]), task.config, tuple(words)
+    )
 
 
 def _row(task: str, rule: str, seeds: Sequence[Curves], uniform: Sequence[Curves]) -> Row:

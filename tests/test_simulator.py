@@ -206,7 +206,7 @@ def test_twenty_thousand_completions_take_less_than_seconds() -> None:
     trace = load_trace("lognormal_mild:prompts=500,group=40")
     start = time.process_time()
     run("lpt", trace, Engine(256))
-    assert time.process_time() - start < 4  # 1.5 s on a small machine
+    assert time.process_time() - start < 20  # 1.5 s without coverage; minutes where it grows with the square
 
 
 @pytest.mark.parametrize(
