@@ -29,11 +29,6 @@ class Allocation:
         """Whether a prompt may get more once its first completions have been rewarded."""
         return False
 
-    @property
-    def most_of_prompt(self) -> int | None:
-        """The most completions that a prompt may get; None for the whole budget of a batch."""
-        return None
-
     def check(self, num_prompts: int, num_generations: int) -> None:
         """Check that it goes with batches of so many prompts, and so many completions each on average.
 
@@ -83,11 +78,6 @@ class _Divided(Allocation):
             raise ValueError(f"least must be at least 2, not {self.least}: one completion shows no difference.")
         if self.most is not None and self.most < self.least:
             raise ValueError(f"most is {self.most}, which is less than least, {self.least}; give more.")
-
-    @property
-    def most_of_prompt(self) -> int | None:
-        """As ``most`` says."""
-        return self.most
 
     def check(self, num_prompts: int, num_generations: int) -> None:
         """Refuse a budget that does not suffice."""
@@ -159,11 +149,6 @@ class Buckets(Allocation):
         if not 2 <= self.least <= self.most:
             raise ValueError(f"least must be at least 2 and at most most, {self.most}, not {self.least}.")
 
-    @property
-    def most_of_prompt(self) -> int | None:
-        """As ``most`` says."""
-        return self.most
-
     def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
         """See above."""
         return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]
@@ -197,11 +182,6 @@ class HardMore(Allocation):
     def has_rounds(self) -> bool:
         """There are two."""
         return True
-
-    @property
-    def most_of_prompt(self) -> int | None:
-        """As ``most`` says."""
-        return self.most
 
     def check(self, num_prompts: int, num_generations: int) -> None:
         """Refuse a first round that leaves none for a second."""

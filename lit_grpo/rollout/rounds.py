@@ -38,10 +38,10 @@ class Rounds(Listener):
     """Scores each round of a group as soon as it is whole, and asks for another as an allocation says.
 
     That is decided ``PATIENCE`` steps later, in which rewards have time to come; those that have not are waited for, so
-    that a run can be repeated to the last bit.
-    Where a group has had all its rounds and no difference, another prompt is asked in its place, as long as there are
-    any (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are decoded meanwhile. What a group gets depends on
-    its own rewards alone, and each that has no difference takes the next prompt.
+    that a run can be repeated to the last bit. Where a group has had all its rounds and no difference, another prompt
+    is asked in its place, as long as there are any (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are
+    decoded meanwhile. What a group gets depends on its own rewards alone, and each that has no difference takes the
+    next prompt.
 
     Args:
         runner: Scores.
@@ -55,10 +55,10 @@ class Rounds(Listener):
         runner: RewardRunner,
         allocation: Allocation,
         pass_threshold: float,
-        replacements: Iterator[Prompt] = iter(()),  # noqa: B008 (has nothing to give)
+        replacements: Iterator[Prompt] | None = None,
     ) -> None:
         self._runner, self._allocation, self._threshold = runner, allocation, pass_threshold
-        self._replacements = replacements
+        self._replacements = iter(()) if replacements is None else replacements
         self._clear()
 
     @property
@@ -116,8 +116,8 @@ class Rounds(Listener):
 
     def _instead(self, rounds: _Rounds) -> list[Request]:
         """The requests of another prompt's first round, where there is one."""
-        prompt = next(self._replacements, None)
-        if prompt is None or not rounds.rollouts:
+        prompt = next(self._replacements, None) if rounds.rollouts else None
+        if prompt is None:
             return []
         request = rounds.rollouts[0].completion.request
         return [replace(request, prompt=prompt, path=(number,)) for number in range(rounds.first)]
@@ -241,7 +241,7 @@ class Budget:
         """Return what scores groups, and asks for further rounds and prompts."""
         if not self._waits:
             return Rewarding(runner)
-        further = iter(()) if self._stream is None else self._stream.further(self.replaces)
+        further = None if self._stream is None else self._stream.further(self.replaces)
         self._rounds = Rounds(runner, self.allocation, pass_threshold, further)
         return self._rounds
 
