@@ -45,7 +45,7 @@ unit: .venv/dev
 	.venv/bin/python -m pytest --cov --cov-report= -m "not integration" --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
-	.venv/bin/python -m pytest --cov --cov-append --cov-report= -m integration --numprocesses 4 --dist loadfile --durations 10
+	.venv/bin/python -m pytest --cov --cov-append --cov-report= -m integration --numprocesses 3 --dist loadfile --durations 10
 
 # Versions other than those of constraints.txt, each kind in an environment of its own.
 NEWEST_PYTHON ?= 3.13
