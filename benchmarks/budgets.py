@@ -173,11 +173,13 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
     claims = []
     for task in dict.fromkeys(str(row["task"]) for row in rows):
         uniform, *others = [row for row in rows if row["task"] == task]
-        for what, axis, limit in (("generated tokens", "tokens", SHARE_OF_TOKENS), ("seconds", "wall_s", 1.0)):
-            column = "tokens_to_level" if axis == "tokens" else "seconds_to_level"
+        for what, column, limit in (
+            ("generated tokens", "tokens_to_level", SHARE_OF_TOKENS),
+            ("seconds", "seconds_to_level", 1.0),
+        ):
             best = min(others, key=lambda row: float(np.nan_to_num(float(row[column]), nan=np.inf)))
-            text = f"{task}: {what} of the best rule ({best['rule']}) to the uniform end, over the uniform ones"
-            claims.append(Claim(text, float(best[column]) / float(uniform[axis]), "<=", limit))
+            text = f"{task}: {what} of the best rule ({best['rule']}) to where uniform ends, over its own to there"
+            claims.append(Claim(text, float(best[column]) / float(uniform[column]), "<=", limit))
     return claims
 
 
