@@ -66,6 +66,16 @@ def as_plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
+def check_number(name: str, value: Any, least: int, kind: Any) -> None:
+    """Check a field that is a number of ``kind``, ``int`` or ``int | float``.
+
+    Raises:
+        ValueError: It is none, or less than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        raise ValueError(f"{name} must be a {'whole ' * (kind is int)}number of at least {least}, not {value!r}.")
+
+
 def by_name(setting: str, spec: str, rows: Mapping[str, Row], kind: type[Row]) -> Row:
     """Return one of several rows of data, with some of its fields set.
 

@@ -134,7 +134,7 @@ class Mine(Allocation):
 
     size: int = 3
 
-    def first(self, records: object, num_generations: int) -> list[int]:
+    def first(self, records: object, num_generations: int, num_prompts: int | None = None) -> list[int]:
         return [self.size] * num_generations
 
 
@@ -227,3 +227,29 @@ def test_stopping_at_what_one_waits_for_biases_the_gradient(spec: str, rate: flo
     found = gradients.mean() / (rate * (1 - rate))
     error = gradients.std() / DRAWS**0.5 / (rate * (1 - rate))
     assert found == pytest.approx(share, abs=0.03) and abs(found - 1) > 4 * error
+
+
+@pytest.mark.parametrize("rule", [Knapsack(budget=40), Proportional(budget=40)])
+def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: Allocation) -> None:
+    """A mode opens more prompts than a batch has at first, and fewer later."""
+    assert rule.first(at(*[None] * 8), 16, 4) == [10] * 8
+    assert rule.first(at(None), 16, 4) == [10]
+    assert sum(rule.first(at(0.2, 0.5, 0.9), 16, 4)) == 30
+    assert rule.first([], 16, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("knapsack:least=two", "least must be a whole number of at least 1, not 'two'"),
+        ("knapsack:budget=40.5", "budget must be a whole number of at least 1, not 40.5"),
+        ("variance:most=many", "most must be a whole number of at least 1, not 'many'"),
+        ("buckets:most=7.5", "most must be a whole number of at least 1, not 7.5"),
+        ("dars_equal:most=x", "most must be a whole number of at least 1, not 'x'"),
+        ("balanced:passed=half", "passed must be a whole number of at least 0, not 'half'"),
+        ("balanced:rounds=2.5", "rounds must be a whole number of at least 1, not 2.5"),
+    ],
+)
+def test_a_field_that_is_no_whole_number_is_told(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout_scheduler\.allocation {spec}: {sentence}\.$"):
+        make_allocation(spec)

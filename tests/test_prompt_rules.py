@@ -132,6 +132,8 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("some", "data.ask some: there is none; give one of all, greso, near_half, or the class path of a PromptRule."),
         ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
         ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
+        ("greso:step=small", "step must be a number of at least 0, not 'small'."),
+        ("near_half:least=x", "least must be a number of at least 0, not 'x'."),
         ("near_half:least=0", "least must be above 0 and at most 1, not 0."),
     ],
 )

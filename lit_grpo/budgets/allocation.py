@@ -11,10 +11,17 @@ from typing import Literal
 import numpy as np
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.settings import by_name
+from lit_grpo.settings import by_name, check_number
 
 PASSED_BY_NOBODY = 0.5
 """Passes as which none of a first round counts in DARS."""
+
+
+def _check_whole(rule: Allocation, least: int, *names: str) -> None:
+    """Check that fields are whole numbers, or, where they may be left out, None."""
+    for name in names:
+        if not (name in ("most", "budget") and getattr(rule, name) is None):
+            check_number(name, getattr(rule, name), least, int)
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,13 @@ class Allocation:
             ValueError: It does not.
         """
 
-    def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
-        """Return how many completions each prompt of a batch gets to begin with.
+    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+        """Return how many completions each of some prompts gets to begin with.
 
         Args:
             records: What is known of each prompt.
             num_generations: ``model.num_generations``.
+            num_prompts: Prompts of an update, on each rank, where a mode opens more or fewer of them; by default these.
         """
         return [num_generations] * len(records)
 
@@ -74,6 +82,7 @@ class _Divided(Allocation):
     most: int | None = None
 
     def __post_init__(self) -> None:
+        _check_whole(self, 1, "least", "most", "budget")
         if self.least < 2:
             raise ValueError(f"least must be at least 2, not {self.least}: one completion shows no difference.")
         if self.most is not None and self.most < self.least:
@@ -88,11 +97,12 @@ class _Divided(Allocation):
                 f"at least {self.least * num_prompts}, or fewer prompts a batch."
             )
 
-    def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
-        """Divide the budget."""
+    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+        """Divide the budget, or such a part of it as these prompts are of an update's."""
         if not records:
             return []
-        budget = self._budget(len(records), num_generations)
+        num_prompts = num_prompts or len(records)
+        budget = self._budget(num_prompts, num_generations) * len(records) // num_prompts
         equal = [budget // len(records) + (row < budget % len(records)) for row in range(len(records))]
         known = [row for row, record in enumerate(records) if record.num_visits]
         counts = equal if self.most is None else [min(count, self.most) for count in equal]
@@ -146,10 +156,11 @@ class Buckets(Allocation):
     most: int = 8
 
     def __post_init__(self) -> None:
+        _check_whole(self, 1, "least", "most")
         if not 2 <= self.least <= self.most:
             raise ValueError(f"least must be at least 2 and at most most, {self.most}, not {self.least}.")
 
-    def first(self, records: Sequence[Record], num_generations: int) -> list[int]:
+    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
         return [self._of(record.pass_rate) if record.num_visits else num_generations for record in records]
 
@@ -175,6 +186,7 @@ class HardMore(Allocation):
     most: int = 32
 
     def __post_init__(self) -> None:
+        _check_whole(self, 1, "most")
         if self.schedule not in ("equal", "hardness"):
             raise ValueError(f"schedule must be equal or hardness, not {self.schedule!r}.")
 
@@ -220,9 +232,11 @@ class Balanced(Allocation):
     failed: int = 2
 
     def __post_init__(self) -> None:
+        _check_whole(self, 1, "rounds")
+        _check_whole(self, 0, "passed", "failed")
         if self.rounds < 2:
             raise ValueError(f"rounds must be at least 2, not {self.rounds}: with one there is nothing to wait for.")
-        if min(self.passed, self.failed) < 0 or not self.passed + self.failed:
+        if not self.passed + self.failed:
             raise ValueError(
                 f"passed is {self.passed} and failed is {self.failed}; give numbers that are to be reached."
             )

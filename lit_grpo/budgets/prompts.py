@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.budgets.history import PromptHistory, Record
-from lit_grpo.settings import by_name
+from lit_grpo.settings import by_name, check_number
 from lit_grpo.types import Prompt
 
 SMALLEST_CHANCE = 0.01
@@ -66,6 +66,7 @@ class Greso(PromptRule):
 
     def __post_init__(self) -> None:
         for name in ("target", "begin_at", "step"):
+            check_number(name, getattr(self, name), 0, int | float)
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}.")
 
@@ -99,6 +100,7 @@ class NearHalf(PromptRule):
     least: float = 0.1
 
     def __post_init__(self) -> None:
+        check_number("least", self.least, 0, int | float)
         if not 0 < self.least <= 1:
             raise ValueError(f"least must be above 0 and at most 1, not {self.least}.")
 

@@ -281,8 +281,9 @@ class _Rollout:
         answers: list[Answer | None] = []
         for request in answer.submit:
             self._buffer.ask(request)
-        self._buffer.open(answer.open)
-        self._generator.expect({request.group: request.prompt for request in answer.open}.values())
+        if answer.open:
+            self._buffer.open(answer.open)
+            self._generator.expect({request.group: request.prompt for request in answer.open}.values())
         self._submit([*answer.submit, *answer.open])
         for key in answer.abort:
             completion = self._stop(key).ended("abort")

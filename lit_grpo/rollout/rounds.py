@@ -180,6 +180,7 @@ class Budget:
         self._stream: PromptStream | None = None
         self._rounds: Rounds | None = None
         self._sizes: list[int] = []
+        self._num_prompts: int | None = None  # of an update, on each rank
 
     def check(self, mode: str, turns: RolloutMode, num_prompts: int | None, num_generations: int) -> None:
         """Check that the rules go with a run.
@@ -193,6 +194,7 @@ class Budget:
         Raises:
             ValueError: They do not.
         """
+        self._num_prompts = num_prompts
         try:
             if num_prompts is not None:
                 self.allocation.check(num_prompts, num_generations)
@@ -234,7 +236,7 @@ class Budget:
     def sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
         """Return how many completions each prompt of a batch gets to begin with."""
         records = [self.history[prompt.prompt_id] for prompt in prompts]
-        self._sizes = self.allocation.first(records, num_generations)
+        self._sizes = self.allocation.first(records, num_generations, self._num_prompts)
         return self._sizes
 
     def scoring(self, runner: RewardRunner, pass_threshold: float) -> Listener:

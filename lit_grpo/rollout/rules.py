@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lit_grpo.rollout.generator import decodes_beside_updates
-from lit_grpo.settings import by_name
+from lit_grpo.settings import by_name, check_number
 
 Refill = Literal["always", "when_empty"]
 Unit = Literal["group", "completion"]
@@ -108,10 +108,10 @@ class RolloutMode:
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
         if self.batches_in_work is not None:
-            _check_number("batches_in_work", self.batches_in_work, 1, int | float)
+            check_number("batches_in_work", self.batches_in_work, 1, int | float)
         for name, least in (("max_staleness", 0), ("max_restarts", 0), ("tokens_per_update", 1)):
             if not (name == "tokens_per_update" and self.tokens_per_update is None):
-                _check_number(name, getattr(self, name), least, int)
+                check_number(name, getattr(self, name), least, int)
         goes_on, steps = self.leftovers in ("keep", "mask"), self.tokens_per_update
         if self.leftovers == "finish" and (self.num_batches > 1 or steps is not None or self.unit == "completion"):
             raise ValueError(
@@ -137,7 +137,7 @@ class RolloutMode:
 
     def _check_pruning(self) -> None:
         if self.prune_at is not None:
-            _check_number("prune_at", self.prune_at, 1, int)
+            check_number("prune_at", self.prune_at, 1, int)
             if self.leftovers != "finish":
                 raise ValueError(
                     f"prune_at {self.prune_at} compares the completions of one rollout, and leftovers "
@@ -149,7 +149,7 @@ class RolloutMode:
                     "take overlap none, or leave prune_at out."
                 )
         for name in ("keep", "positive_share"):
-            _check_number(name, getattr(self, name), 0, int | float)
+            check_number(name, getattr(self, name), 0, int | float)
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is a share, so it must be at most 1, not {getattr(self, name)}.")
 
@@ -254,11 +254,6 @@ def _check_pruning(prune_at: int, max_tokens: int, num_generations: int, predict
             "The mode's prune_at foretells success from hidden states, and rollout_scheduler.predict_lengths is false: "
             "set it to true."
         )
-
-
-def _check_number(name: str, value: Any, least: int, kind: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-        raise ValueError(f"{name} must be a {'whole ' * (kind is int)}number of at least {least}, not {value!r}.")
 
 
 MODES: dict[str, RolloutMode] = {
