@@ -22,6 +22,7 @@ import torch
 from benchmarks.length_records import NUM_SCALARS, Record, drift, made_up, sampled
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import HardRows, arithmetic_prompts, load
+from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.data.sources import RowSource
 from lit_grpo.scheduling.lengths import LengthPredictor, spearman, within_correlation
@@ -100,9 +101,11 @@ def _sampled(
 
 def _systems(records: Sequence[Record], held_out: Sequence[Record], num_scalars: int) -> dict[str, Said]:
     """Return what each predictor said of all records; nothing is learned from those held out."""
+    forgetful = LengthPredictor(POINTS, num_scalars)
+    forgetful.share(PromptHistory())  # of which nobody commits what is noted
     return {
         "predictor": _replay(LengthPredictor(POINTS, num_scalars), records, held_out),
-        "without history": _replay(LengthPredictor(POINTS, num_scalars, history=0), records, held_out),
+        "without history": _replay(forgetful, records, held_out),
         "without features": _replay(LengthPredictor(POINTS), records, held_out, features=False),
         EARLIER: _told(_earlier_means, records, held_out),
         "mean of siblings": _told(_sibling_means, records, held_out),

@@ -183,7 +183,8 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         pl_module.check_lengths(loaded_prompts(trainer))
         if trainer.training:
-            self._budget.begin(pl_module.learner.state.history, own_loader(trainer), self._turns)
+            history = pl_module.learner.state.history
+            self._budget.begin(history, own_loader(trainer), self._turns, self._lengths)
         self._start(trainer, pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -225,7 +226,6 @@ class RolloutScheduler(pl.Callback):
         if self._pump is not None:
             self._end_beside(self._pump, pl_module, batch)
         self._buffer.learnt()
-        self._budget.learn(batch.groups, pl_module.ranks)
         if self._pruner is not None:
             self._pruner.learn(batch.groups, pl_module.pass_threshold)
             pl_module.log_dict(self._pruner.quality())
@@ -236,6 +236,7 @@ class RolloutScheduler(pl.Callback):
                 pl_module.log_dict(self._choice.metrics())
             self._lengths.end(commit=True)
             pl_module.log_dict(self._lengths.metrics())
+        self._budget.learn(batch.groups, pl_module.ranks)
 
     def on_validation_batch_start(
         self,

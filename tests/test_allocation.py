@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,12 +20,13 @@ from lit_grpo.budgets.allocation import (
     HardMore,
     Knapsack,
     Proportional,
+    Uniform,
     greedy,
     knapsack_value,
     make_allocation,
     proportional,
 )
-from lit_grpo.budgets.history import Record
+from lit_grpo.budgets.history import Lengths, PromptHistory, Record, Visit
 
 
 def at(*rates: float | None) -> list[Record]:
@@ -84,12 +87,72 @@ def test_proportional_shares_are_off_by_less_than_one_and_add_up(seed: int) -> N
     rng = np.random.default_rng(seed)
     weights, least, most = rng.random(9) * rng.integers(0, 2, 9), 2, int(rng.integers(6, 40))
     budget = int(rng.integers(18, 100))
-    counts = np.array(proportional(weights, budget, least, most))
+    counts = np.array(proportional(weights, np.ones(9), budget, least, most))
     assert counts.sum() == min(budget, 9 * most) and counts.min() >= least and counts.max() <= most
     free = (counts > least) & (counts < most) & (weights > 0)
     if free.sum() > 1:  # those that no bound holds are in proportion
         scale = counts[free].sum() / weights[free].sum()
         assert (np.abs(counts[free] - scale * weights[free]) < 1.5).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_budget_of_tokens_is_worth_as_much_as_the_best_division_but_for_one_completion(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.choice([0.0, 1.0, rng.random(), rng.random()]) for _ in range(rng.randint(1, 4))]
+    costs, least, most = [rng.uniform(5, 60) for _ in rates], 2, rng.randint(3, 9)
+    budget = 2 * sum(costs) + rng.uniform(0, 400)
+
+    def worth(counts: Sequence[int]) -> float:
+        return math.fsum(knapsack_value(count, rate) for count, rate in zip(counts, rates, strict=True))
+
+    def price(counts: Sequence[int]) -> float:
+        return math.fsum(count * cost for count, cost in zip(counts, costs, strict=True))
+
+    counts = greedy(rates, budget, least, most, costs=costs)
+    every = itertools.product(range(least, most + 1), repeat=len(rates))
+    best = max(worth(division) for division in every if price(division) <= budget)
+    step = max(knapsack_value(3, rate) - knapsack_value(2, rate) for rate in rates)
+    assert best - step <= worth(counts) <= best + 1e-12
+    assert price(counts) <= budget and min(counts) >= least and max(counts) <= most
+    left = budget - price(counts)
+    assert all(cost > left for count, cost in zip(counts, costs, strict=True) if count < most)
+
+
+def long(*tokens: float, rate: float = 0.5) -> list[Record]:
+    """Records of prompts whose completions take so many tokens."""
+    return [Record(1, num_completions=8, pass_rate=rate, mean_tokens=each) for each in tokens]
+
+
+@pytest.mark.parametrize("name", ["uniform", "knapsack", "variance"])
+def test_a_budget_of_tokens_is_spent_to_less_than_a_completion(name: str) -> None:
+    records = [*long(10, 100, 40), Record(mean_tokens=50)]
+    counts = make_allocation(f"{name}:tokens=2000").first(records, 8)
+    spent = 10 * counts[0] + 100 * counts[1] + 40 * counts[2] + 50 * counts[3]
+    assert 1900 < spent <= 2000 and min(counts) >= 2
+    if name == "knapsack":  # equal in all else, the short ones are cheaper
+        assert counts[0] > counts[2] > counts[1]
+    else:
+        assert max(counts) - min(counts) <= 1
+
+
+def test_tokens_are_counted_from_the_first_length_on_and_each_prompt_gets_the_least() -> None:
+    rule = make_allocation("uniform:tokens=1000")
+    assert rule.first(at(None, None), 8) == [8, 8]  # nothing is known of any length
+    assert rule.first(long(400, 900), 8) == [2, 2]
+    assert rule.first(long(10, 10), 8, 4) == [25, 25]  # of an update of four prompts, half
+    assert make_allocation("uniform:tokens=1000,most=20").first(long(10, 10), 8) == [20, 20]
+    assert make_allocation("uniform:budget=12").first(at(0.5, None), 8) == [6, 6]
+    assert rule.goes_by_lengths and not make_allocation("uniform").goes_by_lengths
+
+
+def test_a_new_prompt_is_expected_to_be_as_long_as_all_others() -> None:
+    history = PromptHistory()
+    assert history.expected(["a"])[0].mean_tokens == 0.0
+    history.note([Visit("a", 0, [1.0, 0.0], 1, 60, 0), Visit("b", 0, [1.0, 0.0], 1, 20, 0)])
+    history.commit()
+    history.note_lengths([("c", Lengths(1, 9.0, 0.0))])  # a part of whose visit has come
+    history.commit()
+    assert [record.mean_tokens for record in history.expected(["b", "c", "new", "a"])] == [10.0, 20.0, 20.0, 30.0]
 
 
 def test_buckets_are_powers_of_two_that_expect_a_pass() -> None:
@@ -155,7 +218,10 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("best", "allocation best: there is none; give one of uniform, knapsack"),
         ("no.such.Rule", "cannot be loaded"),
         ("math.floor", "or the class path of an Allocation"),
-        ("uniform:budget=3", "uniform:budget=3: it has no field 'budget'; it has none"),
+        ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most"),
+        ("knapsack:budget=64,tokens=900", "budget is 64 completions and tokens is 900; give one of them"),
+        ("uniform:tokens=0", "tokens must be a whole number of at least 1, not 0"),
+        ("uniform:tokens=many", "tokens must be"),
         ("knapsack:least=1", "least must be at least 2, not 1"),
         ("variance:least=4,most=3", "most is 3, which is less than least, 4"),
         ("buckets:most=1", "least must be at least 2 and at most most, 1, not 2"),
@@ -174,6 +240,7 @@ def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence:
     ("rule", "sentence"),
     [
         (Knapsack(budget=7), "budget is 7 completions for 4 prompts, which is less than 2 each; give at least 8"),
+        (Uniform(tokens=7), "tokens is 7 tokens for 4 prompts, which is less than 2 each; give at least 8"),
         (HardMore(most=8), "most is 8, and the first round has num_generations, 8, so there would be no second"),
     ],
 )

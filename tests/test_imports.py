@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "policy": UTILITIES,
     "scheduling": {"types"},
     "scheduling.plans": {"types", "scheduling"},
-    "scheduling.lengths": {"types", "scheduling"},
+    "scheduling.lengths": {"types", "budgets", "scheduling"},
     "scheduling.replay": {"types", "scheduling", "scheduling.plans", "rollout"},
     "rewards": UTILITIES,
     "rollout.weights": {*UTILITIES, "policy"},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lit_grpo.budgets.history import PromptHistory, Record, Visit
+from lit_grpo.budgets.history import Lengths, PromptHistory, Record, Visit
 from lit_grpo.budgets.prompts import Greso, NearHalf, PromptChooser, PromptRule, make_prompt_rule
 from lit_grpo.types import Prompt
 
@@ -49,14 +49,20 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
     history.note([visit([1.0, 0.0])])
     assert history.records == {}
     history.note([visit([1.0, 1.0])])
-    history.commit(lambda own: [own, [visit([0.0], name="b")]])  # of two ranks
+    history.note_lengths([("a", Lengths(2, 3.0, 0.5)), ("c", Lengths(0, 0.0, 0.0))])
+    history.commit(lambda own: [own, ([visit([0.0], name="b")], [("b", Lengths(4, 1.0, 0.0))])])  # of two ranks
     assert history["a"].mean == 1.0 and history["b"].mean == 0.0
+    assert history.lengths(["b", "a", "c"]).tolist() == [[4, 1.0, 0.0], [2, 3.0, 0.5], [0, 0, 0]]
+    assert "c" not in history.records  # of which nothing has come
     history.commit()
     assert history["a"].num_visits == 1
 
 
 def test_a_history_goes_on_from_a_checkpoint() -> None:
     history, again = history_of([1.0, 0.0], [0.5, 0.25]), PromptHistory()
+    history.note_lengths([("a", Lengths(2, 3.0, 0.5)), ("new", Lengths(1, 2.0, 0.0))])
+    history.commit()
+    assert history["new"].num_visits == 0 and history["new"].lengths.number == 1
     again.load_state_dict(history.state_dict())
     assert again.records == history.records
 

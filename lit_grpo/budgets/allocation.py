@@ -15,12 +15,14 @@ from lit_grpo.settings import by_name, check_number
 
 PASSED_BY_NOBODY = 0.5
 """Passes as which none of a first round counts in DARS."""
+SMALLEST_PART = 1e-6
+"""Of a completion or a token: less than this is rounding."""
 
 
 def _check_whole(rule: Allocation, least: int, *names: str) -> None:
     """Check that fields are whole numbers, or, where they may be left out, None."""
     for name in names:
-        if not (name in ("most", "budget") and getattr(rule, name) is None):
+        if not (name in ("most", "budget", "tokens") and getattr(rule, name) is None):
             check_number(name, getattr(rule, name), least, int)
 
 
@@ -36,6 +38,11 @@ class Allocation:
         """Whether a prompt may get more once its first completions have been rewarded."""
         return False
 
+    @property
+    def goes_by_lengths(self) -> bool:
+        """Whether it divides tokens, and needs to know how many a completion takes."""
+        return False
+
     def check(self, num_prompts: int, num_generations: int) -> None:
         """Check that it goes with batches of so many prompts, and so many completions each on average.
 
@@ -47,7 +54,8 @@ class Allocation:
         """Return how many completions each of some prompts gets to begin with.
 
         Args:
-            records: What is known of each prompt.
+            records: What is known of each prompt; ``mean_tokens`` of a new one is that of all prompts, where any is
+                known, else 0.
             num_generations: ``model.num_generations``.
             num_prompts: Prompts of an update, on each rank, where a mode opens more or fewer of them; by default these.
         """
@@ -67,57 +75,89 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Divided(Allocation):
-    """A budget of completions, divided by how often prompts have been passed.
+    """A budget of completions or of tokens, divided by how often prompts have been passed.
 
-    A prompt that nothing is known of, on its first visit, gets an equal share of the budget.
+    A prompt that nothing is known of, on its first visit, gets an equal share of the budget. A completion is expected
+    to take as many tokens as its prompt's have taken of late, or, on the first visit, as those of all prompts. As long
+    as no length is known, all get ``model.num_generations``.
 
     Args:
         budget: Completions of an update, on each rank; by default ``data.batch_size`` x ``model.num_generations``.
+        tokens: Tokens of an update, on each rank, that the completions are expected to take, in place of ``budget``.
+            Where they do not suffice, each prompt gets ``least``.
         least: The least that a prompt gets.
         most: The most that a prompt gets; by default what is left.
     """
 
     budget: int | None = None
+    tokens: int | None = None
     least: int = 2
     most: int | None = None
 
     def __post_init__(self) -> None:
-        _check_whole(self, 1, "least", "most", "budget")
+        _check_whole(self, 1, "least", "most", "budget", "tokens")
+        if self.budget is not None and self.tokens is not None:
+            raise ValueError(f"budget is {self.budget} completions and tokens is {self.tokens}; give one of them.")
         if self.least < 2:
             raise ValueError(f"least must be at least 2, not {self.least}: one completion shows no difference.")
         if self.most is not None and self.most < self.least:
             raise ValueError(f"most is {self.most}, which is less than least, {self.least}; give more.")
 
+    @property
+    def goes_by_lengths(self) -> bool:
+        """Whether the budget is of tokens."""
+        return self.tokens is not None
+
     def check(self, num_prompts: int, num_generations: int) -> None:
         """Refuse a budget that does not suffice."""
-        budget = self._budget(num_prompts, num_generations)
+        name, unit, budget = "budget", "completions", self.budget or num_prompts * num_generations
+        if self.tokens is not None:
+            name, unit, budget = "tokens", "tokens", self.tokens
         if budget < self.least * num_prompts:
             raise ValueError(
-                f"budget is {budget} completions for {num_prompts} prompts, which is less than {self.least} each; give "
-                f"at least {self.least * num_prompts}, or fewer prompts a batch."
+                f"{name} is {budget} {unit} for {num_prompts} prompts, which is less than {self.least} each; give at "
+                f"least {self.least * num_prompts}, or fewer prompts a batch."
             )
 
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """Divide the budget, or such a part of it as these prompts are of an update's."""
         if not records:
             return []
-        num_prompts = num_prompts or len(records)
-        budget = self._budget(num_prompts, num_generations) * len(records) // num_prompts
-        equal = [budget // len(records) + (row < budget % len(records)) for row in range(len(records))]
-        known = [row for row, record in enumerate(records) if record.num_visits]
-        counts = equal if self.most is None else [min(count, self.most) for count in equal]
-        shared = sum(equal[row] for row in known)
-        rates = np.array([records[row].pass_rate for row in known])
-        for row, count in zip(known, self.divided(rates, shared, self.most or shared), strict=True):
-            counts[row] = count
-        return counts
+        number, costs = len(records), np.array([record.mean_tokens for record in records])
+        whole = self.tokens
+        if whole is None or not costs.all():
+            costs, whole = np.ones(number), self.budget or (num_prompts or number) * num_generations
+        budget = whole * number // (num_prompts or number)
+        most = self.most or max(int(budget / costs.min()), self.least)
+        counts = np.array(proportional(np.ones(number), costs, budget, self.least, most))
+        known = np.array([record.num_visits > 0 for record in records])
+        rates, shared = np.array([record.pass_rate for record in records]), float(counts[known] @ costs[known])
+        counts[known] = self.divided(rates[known], costs[known], shared, most)
+        return counts.tolist()
 
-    def divided(self, rates: np.ndarray, budget: int, most: int) -> list[int]:
-        """Divide a budget over prompts that pass at these rates, shape (prompts,)."""
+    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
+        """Divide a budget over prompts that pass at these rates, of completions at these costs, both (prompts,)."""
         raise NotImplementedError
 
-    def _budget(self, num_prompts: int, num_generations: int) -> int:
-        return num_prompts * num_generations if self.budget is None else self.budget
+
+@dataclass(frozen=True)
+class Uniform(_Divided):
+    """As many of each prompt: ``num_generations``, or as many as a budget allows."""
+
+    def check(self, num_prompts: int, num_generations: int) -> None:
+        """Refuse a budget that does not suffice."""
+        if self.budget or self.tokens:
+            super().check(num_prompts, num_generations)
+
+    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+        """See above."""
+        if self.budget or self.tokens:
+            return super().first(records, num_generations, num_prompts)
+        return [num_generations] * len(records)
+
+    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
+        """See above."""
+        return proportional(np.ones(len(rates)), costs, budget, self.least, most)
 
 
 @dataclass(frozen=True)
@@ -126,22 +166,23 @@ class Knapsack(_Divided):
 
     N completions of a prompt that passes at rate p are worth ``(1 - p^N - (1 - p)^N) p (1 - p)^2``: the chance that not
     all are alike, times what the policy learns then. It is concave in N, so the best division gives one completion
-    after another to whomever it is worth most. Where none is worth anything, as at rates of 0 and 1, they go to
-    prompts that nobody has passed, and then to the others, evenly.
+    after another to whomever it is worth most; of a budget of tokens, to whomever it is worth most a token, which
+    falls short of the best division by less than one completion. Where none is worth anything, as at rates of 0 and 1,
+    they go to prompts that nobody has passed, and then to the others, evenly.
     """
 
-    def divided(self, rates: np.ndarray, budget: int, most: int) -> list[int]:
+    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""
-        return greedy(rates.tolist(), budget, self.least, most)
+        return greedy(rates.tolist(), budget, self.least, most, costs=costs.tolist())
 
 
 @dataclass(frozen=True)
 class Proportional(_Divided):
     """In proportion to the variance of a prompt's rewards, ``p (1 - p)``, within ``least`` and ``most``."""
 
-    def divided(self, rates: np.ndarray, budget: int, most: int) -> list[int]:
+    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""
-        return proportional(rates * (1 - rates), budget, self.least, most)
+        return proportional(rates * (1 - rates), costs, budget, self.least, most)
 
 
 @dataclass(frozen=True)
@@ -253,7 +294,7 @@ class Balanced(Allocation):
 
 
 ALLOCATIONS: dict[str, Allocation] = {
-    "uniform": Allocation(),
+    "uniform": Uniform(),
     "knapsack": Knapsack(),
     "variance": Proportional(),
     "buckets": Buckets(),
@@ -283,51 +324,71 @@ def knapsack_value(number: int, rate: float) -> float:
 
 
 def greedy(
-    rates: Sequence[float], budget: int, least: int, most: int, value: Callable[[int, float], float] = knapsack_value
+    rates: Sequence[float],
+    budget: float,
+    least: int,
+    most: int,
+    value: Callable[[int, float], float] = knapsack_value,
+    costs: Sequence[float] | None = None,
 ) -> list[int]:
-    """Divide a budget so that the sum of a concave ``value`` is largest; nothing is left unless all have the most.
+    """Divide a budget so that the sum of a concave ``value`` is largest; what is left buys no further completion.
 
     Args:
         rates: Of prompts.
-        budget: Completions, at least ``least`` a prompt.
-        least: The least of each.
+        budget: What all completions may cost.
+        least: The least of each, whatever it costs.
         most: The most of each.
         value: Of so many completions at a rate.
+        costs: Of a completion of each prompt; by default 1.
     """
     counts = [least] * len(rates)
+    costs = [1.0] * len(rates) if costs is None else costs
 
     def turn(row: int) -> tuple[float, bool, int, int]:
         rate, number = rates[row], counts[row]
-        return (value(number, rate) - value(number + 1, rate), rate > 0, number, row)
+        return ((value(number, rate) - value(number + 1, rate)) / costs[row], rate > 0, number, row)
 
     waiting = [turn(row) for row in range(len(rates)) if least < most]
     heapq.heapify(waiting)
-    for _ in range(budget - least * len(rates)):
-        if not waiting:
-            break
+    left = budget - least * sum(costs)
+    while waiting:
         row = heapq.heappop(waiting)[-1]
+        if costs[row] > left + SMALLEST_PART:
+            continue  # what costs less may still fit
         counts[row] += 1
+        left -= costs[row]
         if counts[row] < most:
             heapq.heappush(waiting, turn(row))
     return counts
 
 
-def proportional(weights: np.ndarray, budget: int, least: int, most: int) -> list[int]:
-    """Divide a budget in proportion to weights, shape (prompts,), with the least and the most of each.
+def proportional(weights: np.ndarray, costs: np.ndarray, budget: float, least: int, most: int) -> list[int]:
+    """Divide a budget so that counts are in proportion to weights, with the least and the most of each.
 
-    The largest remainders are rounded up. Where those with a weight have the most, the others share the rest.
+    The largest remainders are rounded up, as far as the budget goes. Where those with a weight have the most, the
+    others share the rest.
+
+    Args:
+        weights: Of prompts, shape (prompts,).
+        costs: Of a completion of each, likewise.
+        budget: What all completions may cost.
+        least: The least of each, whatever it costs.
+        most: The most of each.
     """
     number = len(weights)
     if not number:
         return []
-    budget = min(budget, most * number)
     weights = weights + 1e-9 * max(float(weights.max()), 1.0)
     low, high = 0.0, most / float(weights.min())
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (low, middle) if np.clip(middle * weights, least, most).sum() > budget else (middle, high)
+        spent = np.clip(middle * weights, least, most) @ costs
+        low, high = (low, middle) if spent > budget else (middle, high)
     shares = np.clip(low * weights, least, most)
-    counts = np.floor(shares + 1e-6).astype(int)
-    rests = np.where(counts < most, shares - counts, -np.inf)
-    counts[np.argsort(-rests, kind="stable")[: budget - counts.sum()]] += 1
+    counts = np.floor(shares + SMALLEST_PART).astype(int)
+    left = budget - counts @ costs
+    for row in np.argsort(-(shares - counts), kind="stable").tolist():
+        if counts[row] < most and costs[row] <= left + SMALLEST_PART:
+            counts[row] += 1
+            left -= costs[row]
     return counts.tolist()

@@ -5,12 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 EARLIER_VISITS = 0.5
 """What all earlier completions count, beside those of a new visit, in what a prompt's completions are now like."""
 SMALLEST = 1e-6
 """A deviation of less than this (relative to the mean, above 1) is rounding: such rewards are all equal."""
+
+
+class Lengths(NamedTuple):
+    """Number, mean and variance of the logs of completions' lengths, in tokens."""
+
+    number: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def after(self, visit: Lengths) -> Lengths:
+        """Return them with those of a visit, one completion or more."""
+        number = visit.number + EARLIER_VISITS * self.number
+        weight = visit.number / number
+        mean = self.mean + (visit.mean - self.mean) * weight
+        return Lengths(number, mean, self.variance + (visit.variance - self.variance) * weight)
+
+
+NO_LENGTHS = Lengths()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,8 @@ class Record:
         mean_tokens: Of these; completions without a reward among them.
         num_flat: Visits on end, the last one included, in which all rewards were equal.
         version: Of the policy that learnt from the last one.
+        lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
+            half at each new one.
     """
 
     num_visits: int = 0
@@ -59,6 +81,7 @@ class Record:
     mean_tokens: float = 0.0
     num_flat: int = 0
     version: int = -1
+    lengths: Lengths = NO_LENGTHS
 
     @property
     def is_easy(self) -> bool:
@@ -99,6 +122,8 @@ class Record:
 
 
 NEW = Record()
+Noted = tuple[list[Visit], list[tuple[str, Lengths]]]
+"""What one rank has noted."""
 
 
 class PromptHistory:
@@ -110,31 +135,53 @@ class PromptHistory:
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
         self._noted: dict[tuple[str, int], Visit] = {}
+        self._lengths: list[tuple[str, Lengths]] = []
 
     def __getitem__(self, prompt_id: str) -> Record:
         """Return what is known of a prompt: nothing of a new one."""
         return self.records.get(prompt_id, NEW)
 
+    def expected(self, prompt_ids: Sequence[str]) -> list[Record]:
+        """Return what is known of prompts; of new ones ``mean_tokens`` is that of all prompts."""
+        known = [record.mean_tokens for record in self.records.values() if record.num_visits]
+        mean = math.fsum(known) / max(len(known), 1)
+        records = [self[prompt_id] for prompt_id in prompt_ids]
+        return [record if record.num_visits else replace(record, mean_tokens=mean) for record in records]
+
+    def lengths(self, prompt_ids: Sequence[str]) -> np.ndarray:
+        """Return the :class:`Lengths` of prompts, shape (prompts, 3); zeros of those without a completion so far."""
+        return np.array([self[prompt_id].lengths for prompt_id in prompt_ids]).reshape(-1, 3)
+
     def note(self, visits: Sequence[Visit]) -> None:
         """Take visits of this rank's prompts."""
         self._noted |= {(visit.prompt_id, visit.number): visit for visit in visits}
 
-    def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
+    def note_lengths(self, lengths: Sequence[tuple[str, Lengths]]) -> None:
+        """Take the lengths of completions of this rank's prompts; those without a completion are left out."""
+        self._lengths += [(prompt_id, each) for prompt_id, each in lengths if each.number]
+
+    def commit(self, gather: Callable[[Noted], list[Noted]] = lambda own: [own]) -> None:
         """Count what has been noted, on all ranks, in their order."""
-        for visits in gather(list(self._noted.values())):
+        for visits, lengths in gather((list(self._noted.values()), self._lengths)):
             for visit in visits:
                 record = self[visit.prompt_id].after(visit)
                 if record.num_visits:
                     self.records[visit.prompt_id] = record
-        self._noted = {}
+            for prompt_id, each in lengths:
+                record = self[prompt_id]
+                self.records[prompt_id] = replace(record, lengths=record.lengths.after(each))
+        self._noted, self._lengths = {}, []
 
     def state_dict(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps, in plain types."""
-        return {prompt_id: list(astuple(record)) for prompt_id, record in self.records.items()}
+        return {prompt_id: [*astuple(record)[:-1], *record.lengths] for prompt_id, record in self.records.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Go on from a checkpoint."""
-        self.records = {prompt_id: Record(*values) for prompt_id, values in state.items()}
+        width = len(Lengths._fields)
+        self.records = {
+            prompt_id: Record(*values[:-width], Lengths(*values[-width:])) for prompt_id, values in state.items()
+        }
 
 
 def moments(rewards: Sequence[float]) -> tuple[float, float]:

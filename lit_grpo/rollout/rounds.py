@@ -145,6 +145,14 @@ def _is_flat(rollouts: Sequence[Rollout]) -> bool:
     return not rewards or is_flat(*moments(rewards))
 
 
+class Sharing(Protocol):
+    """Who else goes by what is known of prompts."""
+
+    def share(self, history: PromptHistory) -> None:
+        """Take over the history that is there."""
+        ...
+
+
 class PromptStream(Protocol):
     """Where a batch's prompts come from, as far as a budget has to do with it."""
 
@@ -217,8 +225,16 @@ class Budget:
         """Whether rewards decide what is decoded next."""
         return self.allocation.has_rounds or self.replaces > 0
 
-    def begin(self, history: PromptHistory, stream: PromptStream | None, turns: RolloutMode) -> None:
+    def begin(
+        self,
+        history: PromptHistory,
+        stream: PromptStream | None,
+        turns: RolloutMode,
+        lengths: Sharing | None = None,
+    ) -> None:
         """Go by what is known of prompts, and say who is asked by it; without a ``stream`` others say who.
+
+        Lengths are foretold by the same history.
 
         Raises:
             ValueError: Who is asked depends on what whole visits show, and groups leave in parts.
@@ -232,10 +248,14 @@ class Budget:
         self.history, self._stream = history, stream
         if chooser is not None:
             chooser.history = history
+        if lengths is not None:
+            lengths.share(history)
 
     def sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
         """Return how many completions each prompt of a batch gets to begin with."""
-        records = [self.history[prompt.prompt_id] for prompt in prompts]
+        ids = [prompt.prompt_id for prompt in prompts]
+        goes_by_lengths = self.allocation.goes_by_lengths
+        records = self.history.expected(ids) if goes_by_lengths else [self.history[prompt_id] for prompt_id in ids]
         self._sizes = self.allocation.first(records, num_generations, self._num_prompts)
         return self._sizes
 
@@ -266,7 +286,8 @@ class Budget:
             )
 
     def learn(self, groups: Sequence[RolloutGroup], ranks: Ranks) -> None:
-        """Learn from a batch, which the history has, who is to be asked."""
+        """Let what has been noted count, and learn from a batch who is to be asked."""
+        self.history.commit(ranks.gather)
         chooser = None if self._stream is None else self._stream.chooser
         if chooser is not None:
             own = [group.prompt.prompt_id for group in groups]

@@ -36,6 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
         "selection": Selection("batch_variance", 2),
     },
     "dars": {"allocation": "dars_equal:most=9"},
+    "tokens": {"allocation": "variance:tokens=200"},
     "variance while prompts stay open": {"mode": "april:max_staleness=3", "ask": "greso", "allocation": "variance"},
 }
 
@@ -111,6 +112,15 @@ def test_rounds_go_to_prompts_without_a_difference(policy_folder: Path, tmp_path
         assert log["budget/further_completions"] == sum(counts.values()) - GROUP * len(counts)
         assert log["budget/frac_flat_first"] >= log["frac_reward_zero_std"]
     assert any(size < 3 * GROUP for counts in sizes(trained) for name, size in counts.items() if kind(name) == 1)
+
+
+def test_a_budget_of_tokens_sets_what_an_update_samples(policy_folder: Path, tmp_path: Path) -> None:
+    trained, _, _ = train(policy_folder, {"allocation": "uniform:tokens=400"}, tmp_path)
+    first, *others = sizes(trained)
+    assert set(first.values()) == {GROUP}  # nothing is known of any length
+    tokens = [sum(rollout.completion.num_tokens for rollout in batch) for batch in trained.batches.values()]
+    assert tokens[0] < 300
+    assert sum(tokens[1:]) / len(others) == pytest.approx(400, rel=0.15)
 
 
 def test_the_knapsack_spends_its_budget_on_prompts_that_differ(policy_folder: Path, tmp_path: Path) -> None:

@@ -2,46 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-LAST_VISIT = 0.5  # the weight of all earlier visits, at each new one
 VARIANCE_COUNT = 4  # completions as which all prompts count in what is said of the variance of one
 FORETOLD_COUNT = 0.3  # completions as which what was foretold of a new prompt counts, beside its siblings
-
-
-class PromptHistory:
-    """Number, mean and variance of the log lengths of each prompt's completions, the latest visit weighing most.
-
-    Args:
-        capacity: How many prompts are remembered; the one not seen for the longest time goes first.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.prompts: dict[str, list[float]] = {}
-
-    def known(self, prompt_ids: Sequence[str]) -> np.ndarray:
-        """Return number, mean and variance of each prompt, shape (n, 3); zeros where it is new."""
-        return np.array([self.prompts.get(prompt_id, (0.0, 0.0, 0.0)) for prompt_id in prompt_ids]).reshape(-1, 3)
-
-    def learn(self, prompt_ids: Sequence[str], visit: np.ndarray) -> None:
-        """Take number, mean and variance of a visit, shape (prompts, 3); those that had no completion are left out."""
-        earlier = self.known(prompt_ids)
-        counts = visit[:, :1] + LAST_VISIT * earlier[:, :1]
-        mixed = earlier + (visit - earlier) * visit[:, :1] / np.maximum(counts, 1)
-        mixed[:, :1] = counts
-        for prompt_id, row, new in zip(prompt_ids, mixed.tolist(), visit[:, 0].tolist(), strict=True):
-            if new:
-                self.prompts.pop(prompt_id, None)
-                self.prompts[prompt_id] = row
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget prompts beyond the capacity."""
-        for prompt_id in list(self.prompts)[: max(len(self.prompts) - self.capacity, 0)]:
-            del self.prompts[prompt_id]
 
 
 def scales(number: np.ndarray, variance: np.ndarray, within: float) -> np.ndarray:

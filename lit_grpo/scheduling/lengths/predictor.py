@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from lit_grpo.budgets.history import Lengths, PromptHistory
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.lengths.history import PromptHistory, scales, sibling_shifts
+from lit_grpo.scheduling.lengths.history import scales, sibling_shifts
 from lit_grpo.scheduling.lengths.model import FORGETTING, LengthModel
 from lit_grpo.scheduling.lengths.projection import Projection
 from lit_grpo.scheduling.lengths.quality import spearman, within_correlation
@@ -68,7 +69,6 @@ class LengthPredictor:
         points: After how many tokens features are observed, ascending; 0 is the last position of the prompt.
         num_scalars: How many columns at the end of the features are no hidden state (mean log-prob, entropy);
             these are not projected.
-        history: How many prompts the lengths of earlier visits are kept for; 0 does without.
         min_correlation: The rank correlation from which on predictions are worth following.
         max_tokens: The limit of completions, where it is known, to check ``points`` against.
 
@@ -80,22 +80,26 @@ class LengthPredictor:
         self,
         points: Sequence[int] = (0, 8, 32, 64),
         num_scalars: int = 0,
-        history: int = 100_000,
         min_correlation: float = 0.2,
         max_tokens: int | None = None,
     ) -> None:
-        _check(points, max_tokens, num_scalars, history, min_correlation)
+        _check(points, max_tokens, num_scalars, min_correlation)
         self.points, self.min_correlation = tuple(points), min_correlation
         self.revision, self.informative = 0, False
         self._settings = {"points": list(points), "num_scalars": num_scalars}
         self._stages = tuple(sorted({0, *points}))
-        self._projection, self._history = Projection(NUM_COLUMNS, num_scalars), PromptHistory(history)
+        self._projection = Projection(NUM_COLUMNS, num_scalars)
+        self.history, self._is_own = PromptHistory(), True
         self._models = [(LengthModel(NEW_PROMPT), LengthModel(KNOWN_PROMPT)) for _ in self._stages]
         self._quality = [np.empty((0, 3)) for _ in self._stages]  # rows of predicted, actual, number of the group
         # of all log lengths, forgetting: their number and sum, squares within groups and their degrees of freedom
         self._logs = np.zeros(4)
         self._num_groups, self._num_ignored = 0, 0  # of what has been committed
         self._clear()
+
+    def share(self, history: PromptHistory) -> None:
+        """Go by what others know of prompts too; the lengths that are noted there count once its owner commits them."""
+        self.history, self._is_own = history, False
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Take the jobs of a rollout, all at once or in portions."""
@@ -107,7 +111,7 @@ class LengthPredictor:
         added["group"], added["limit"] = [self._groups[job.group] for job in new], [job.max_tokens for job in new]
         for name in ("mu", "new", "before"):
             added[name] = np.nan
-        known = self._history.known([job.key[0] for job in new])
+        known = self.history.lengths([job.key[0] for job in new])
         self._remember(added, *known.T)
         self._jobs = np.concatenate([self._jobs, added])
         self._said = np.concatenate([self._said, np.full((len(new), len(self._stages)), np.nan)])
@@ -196,11 +200,10 @@ class LengthPredictor:
         return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned as plain Python values; a rollout under way is not part of it."""
+        """Return what has been learned as plain Python values; neither a rollout under way nor the history is part."""
         return {
             "settings": self._settings,
             "scale": self._projection.scale.tolist() if self._num_groups else [],
-            "history": [[name, *known] for name, known in self._history.prompts.items()],
             "models": [[model.state_dict() for model in pair] for pair in self._models],
             "quality": [rows.tolist() for rows in self._quality],
             "logs": self._logs.tolist(),
@@ -219,8 +222,6 @@ class LengthPredictor:
                 f"The checkpoint's length predictor has {state['settings']}, but this one {self._settings}; "
                 "give it the same arguments."
             )
-        self._history.prompts = {name: known for name, *known in state["history"]}
-        self._history.forget()
         for pair, states in zip(self._models, state["models"], strict=True):
             for model, its_state in zip(pair, states, strict=True):
                 model.load_state_dict(its_state)
@@ -297,7 +298,9 @@ class LengthPredictor:
         visit = _moments(groups, logs, begun)
         sums = visit[:, 0] @ np.column_stack([np.ones(len(visit)), visit[:, 1:]])
         self._logs = FORGETTING * self._logs + (*sums, np.maximum(visit[:, 0] - 1, 0).sum())
-        self._history.learn(names, visit)
+        self.history.note_lengths([(name, Lengths(*row)) for name, row in zip(names, visit.tolist(), strict=True)])
+        if self._is_own:
+            self.history.commit()
         new, visited = jobs["number"] == 0, jobs.copy()  # as if the others of a group had been an earlier visit
         count, mean, variance = visit[groups].T
         self._remember(visited, count - begun, (count * mean - logs * begun) / np.maximum(count - begun, 1), variance)
@@ -357,14 +360,12 @@ def _mixed(number: np.ndarray, new: np.ndarray, known: np.ndarray) -> np.ndarray
     return np.where(number > 0, (new + number * known) / (number + 1), new)
 
 
-def _check(points: Sequence[int], limit: int | None, num_scalars: int, history: int, min_correlation: float) -> None:
+def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_correlation: float) -> None:
     if not points or min(points) < 0 or list(points) != sorted(set(points)):
         raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
     if limit is not None and points[-1] >= limit:
         raise ValueError(f"points names {points[-1]} tokens, but a completion has at most {limit}; leave it out.")
     if not 0 <= num_scalars <= MOST_SCALARS:
         raise ValueError(f"num_scalars must be from 0 to {MOST_SCALARS}, not {num_scalars}.")
-    if history < 0:
-        raise ValueError(f"history must be a number of prompts >= 0, not {history}; 0 does without.")
     if not -1 <= min_correlation <= 1:
         raise ValueError(f"min_correlation must be a correlation from -1 to 1, not {min_correlation}.")
