@@ -180,7 +180,7 @@ class PromptHistory:
         """Go on from a checkpoint."""
         width = len(Lengths._fields)
         self.records = {
-            prompt_id: Record(*values[:-width], Lengths(*values[-width:])) for prompt_id, values in state.items()
+            prompt_id: Record(*[*values[:-width], Lengths(*values[-width:])]) for prompt_id, values in state.items()
         }
 
 
