@@ -316,6 +316,34 @@ def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> 
     return outcome(module, recorder) | {"learnt": [batch for *_, batch in scheduling.seen]}
 
 
+def seldom(completion: str, prompt: str) -> float:
+    """A reward that some prompts never earn, and the others now and then."""
+    return float(int(prompt[0]) % 2 and sum(map(ord, completion)) % 3 == 0)
+
+
+def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_options: Any) -> dict[str, Any]:
+    """Eight batches of four prompts in all, of six that there are, and the last five again from a checkpoint."""
+    output = output / f"budget-{replace_flat}"
+    output.mkdir(exist_ok=True)
+    (output / "train.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+{n}="}) for n in range(6)))
+
+    def train(scheduling: Scheduling, ckpt_path: Path | None = None) -> dict[str, Any]:
+        batch_size = 4 // trainer_options.get("devices", 1)
+        source = str(output / "train.jsonl")
+        data = PromptDataModule(policy, train=source, batch_size=batch_size, ask="greso:begin_at=0.3")
+        rewards = [RewardSpec(f"{__file__}:seldom")]
+        module = make_module(policy, optimizer=momentum, rewards=rewards, num_generations=4)
+        scheduler = RolloutScheduler(allocation="balanced:rounds=2,passed=1,failed=1", replace_flat=replace_flat)
+        own = {"max_steps": 8, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
+        trainer = make_trainer(scheduler, WeightSync(), scheduling, **own)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+        learnt = [sorted(key for key, _ in batch) for *_, batch in scheduling.seen]
+        records = module.learner.state.history.state_dict()
+        return {"learnt": learnt, "records": records, "weights": weights_of(module), "stream": data.state_dict()}
+
+    return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
+
+
 def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name."""
     cases = {
@@ -326,6 +354,8 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
         "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "resumed": lambda: run_on(policy, output, **trainer_options),
         "in a mode": lambda: run_on(policy, output, "april:max_staleness=3,batches_in_work=4", **trainer_options),
+        "budget": lambda: run_with_budget(policy, output, **trainer_options),
+        "budget, replaced": lambda: run_with_budget(policy, output, 2, **trainer_options),
         **{mode: lambda mode=mode: run_beside(policy, output, mode, **trainer_options) for mode in BESIDE},
     }
 
@@ -416,6 +446,30 @@ def test_ranks_have_prompts_of_their_own_in_work_and_go_on_with_them(ranks: list
     keys = [key for each in learnt for key, _ in each]
     assert len(keys) == len({*keys}) == 2 * 6 * 24
     assert all(any(len({*versions}) > 1 for _, versions in each) for each in learnt)  # some went on
+
+
+def test_two_ranks_ask_the_prompts_and_rounds_of_one_process(
+    ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    expected, (first, second) = single("budget")["whole"], (outcomes["budget"]["whole"] for outcomes in ranks)
+    both = [sorted(own + others) for own, others in zip(first["learnt"], second["learnt"], strict=True)]
+    assert both == expected["learnt"]
+    assert {len(batch) for batch in both} > {16}  # some groups had further rounds
+    assert len({key[:2] for batch in both for key in batch}) == 8 * 4
+    assert first["records"] == second["records"] and first["records"].keys() == expected["records"].keys()
+    torch.testing.assert_close(first["weights"], expected["weights"], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["budget", "budget, replaced"])
+def test_ranks_go_on_with_their_budget_as_if_nothing_had_been(name: str, ranks: list[Outcomes]) -> None:
+    for outcomes in ranks:
+        whole, resumed = outcomes[name]["whole"], outcomes[name]["resumed"]
+        assert resumed["learnt"] == whole["learnt"][3:] and resumed["records"] == whole["records"]
+        assert torch.equal(resumed["weights"], whole["weights"]) and resumed["stream"] == whole["stream"]
+    first, second = (outcomes[name]["whole"] for outcomes in ranks)
+    assert first["stream"] == second["stream"] and torch.equal(first["weights"], second["weights"])
+    keys = [key for outcome in (first, second) for batch in outcome["learnt"] for key in batch]
+    assert len(keys) == len({*keys})
 
 
 @pytest.mark.parametrize("mode", BESIDE)
