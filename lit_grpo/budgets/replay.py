@@ -209,17 +209,16 @@ class ReplayMemory:
         if not self.active:
             return
         for group in groups:
-            fresh = [rollout for rollout in group.rollouts if not math.isnan(rollout.reward)]
-            learnt = [rollout for rollout in fresh if rollout.kept]
+            rewarded = [rollout for rollout in group.rollouts if not math.isnan(rollout.reward)]
+            learnt = [rollout for rollout in rewarded if rollout.kept]
             self._num_groups += 1
             self._num_fresh += len(learnt)
-            chosen = self._chosen(group, len(fresh), version) if learnt else []
-            joined = [*fresh, *_members(group, chosen)]
-            if not chosen or _are_equal(joined):
+            chosen = self._chosen(group, len(rewarded), version) if learnt else []
+            if not chosen or _are_equal([*(each.reward for each in rewarded), *(each.reward for each in chosen)]):
                 continue
-            self._num_revived += _are_equal(fresh)
+            self._num_revived += _are_equal([rollout.reward for rollout in rewarded])
             self._ages += [each.age(version) for each in chosen]
-            group.rollouts += joined[len(fresh) :]
+            group.rollouts += _members(group, chosen)
 
     def joining(self, arriving: Iterable[list[RolloutGroup]], version: int) -> Iterator[list[RolloutGroup]]:
         """Yield groups as they arrive, joined."""
@@ -238,7 +237,7 @@ class ReplayMemory:
             and each.trajectory.num_tokens <= request.sampling.max_tokens
         ]
         number = min(self.rule.most(num_fresh), len(known))
-        return self.rule.choose(known, number, request) if number else []
+        return self.rule.choose(known, number, request)[:number] if number else []
 
     def metrics(self) -> dict[str, float]:
         """Return what to log of a batch."""
@@ -272,7 +271,10 @@ class ReplayMemory:
         self._clear()
         if not self.active:
             return
-        own = [_success(rollout) for group in groups for rollout in group.fresh if _passed(rollout, pass_threshold)]
+        own: list[Success] = []
+        for group in groups:
+            passed = [_success(rollout) for rollout in group.fresh if _passed(rollout, pass_threshold)]
+            own += list({_tokens(each.trajectory): each for each in passed}.values())[-self.rule.kept :]
         for success in (success for part in gather(own) for success in part):
             tokens = _tokens(success.trajectory)
             before = [each for each in self._known.get(success.prompt_id, ()) if _tokens(each.trajectory) != tokens]
@@ -358,9 +360,8 @@ def _members(group: RolloutGroup, chosen: Sequence[Success]) -> list[Rollout]:
     ]
 
 
-def _are_equal(rollouts: Sequence[Rollout]) -> bool:
-    """Whether the rewards of these are all equal."""
-    return is_flat(*moments([rollout.reward for rollout in rollouts]))
+def _are_equal(rewards: Sequence[float]) -> bool:
+    return is_flat(*moments(rewards))
 
 
 def _tokens(trajectory: Trajectory) -> bytes:
