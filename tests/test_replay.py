@@ -183,6 +183,17 @@ def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
     assert not memory.state_dict()["path"] and memory.metrics()["replay/prompts"] == 0
 
 
+def test_of_a_group_with_many_successes_the_last_that_differ_are_remembered() -> None:
+    tokens = [[5], [6], [5], [7], [7], [6], [6]]
+    batch = RolloutGroup(FIRST, [sampled(FIRST, path, ids, 1, 0) for path, ids in enumerate(tokens)])
+    state = remembering("rlep:kept=3", batch).state_dict()
+    assert sorted(map(tuple, zip(state["path"], state["token_ids"].tolist(), strict=True))) == [
+        ([2], 5),
+        ([4], 7),
+        ([6], 6),
+    ]
+
+
 def rows(memory: ReplayMemory) -> list[Any]:
     """All that a memory holds, bit for bit."""
     state = memory.state_dict()

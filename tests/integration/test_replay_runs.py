@@ -76,10 +76,12 @@ def train(
         generator=generator or SlotGenerator(6),
         num_generations=GROUP,
         rewards=[RewardSpec(f"{__file__}:rarely")],
-        **({"optimizer": sgd(0.5), "sampling": SamplingParams(max_tokens=24)}),
+        optimizer=sgd(0.5),
+        sampling=SamplingParams(max_tokens=24),
         **{name: value for name, value in options.items() if name not in of_scheduler},
     )
-    learnt, scheduler = Learnt(), RolloutScheduler(**({"replay": "rlep"} | of_scheduler))
+    settings: dict[str, Any] = {"replay": "rlep"} | of_scheduler
+    learnt, scheduler = Learnt(), RolloutScheduler(**settings)
     steps = BATCHES * options.get("num_minibatches", 1)
     trainer = make_trainer(
         scheduler,
