@@ -20,7 +20,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pruning import Pruner
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rounds import Budget
-from lit_grpo.rollout.rules import check_generator, make_mode
+from lit_grpo.rollout.rules import check_estimator, check_generator, check_resumed, make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import PREDICTION_POINTS, Points, ProbeChoice, make_predictor
@@ -67,6 +67,10 @@ class RolloutScheduler(pl.Callback):
             of your own is its class path.
         replace_flat: In place of groups whose rewards are all equal, which are then not learnt from, at most so many
             further prompts are asked in the same rollout (DAPO's dynamic sampling, arXiv 2503.14476); 0 for none.
+        replay: Which successes of earlier visits of a prompt take part in its group again
+            (:data:`lit_grpo.budgets.replay.REPLAYS`): ``none``; ``rlep``, two at random; or ``repo``, up to eight of
+            the highest reward. Fields follow behind a colon (``rlep:members=4,max_age=100``), and a rule of your own is
+            its class path.
     """
 
     def __init__(
@@ -79,9 +83,11 @@ class RolloutScheduler(pl.Callback):
         mode: str = "synchronous",
         allocation: str = "uniform",
         replace_flat: int = 0,
+        replay: str = "none",
     ) -> None:
         self.mode, self._turns = mode, make_mode(mode)
-        self.allocation, self.replace_flat, self._budget = allocation, replace_flat, Budget(allocation, replace_flat)
+        self.allocation, self.replace_flat, self.replay = allocation, replace_flat, replay
+        self._budget = Budget(allocation, replace_flat, replay)
         try:
             make_plan(plan, LengthPredictor(), num_slots=1)
         except ValueError as error:
@@ -120,15 +126,9 @@ class RolloutScheduler(pl.Callback):
             points = self.prediction_points, self._points, None if self._pruner is None else self._pruner.at
             self._lengths = make_predictor(*points, self.min_correlation, pl_module.sampling.max_tokens)
         if stage == "fit" and self._turns.carries:
-            learning = pl_module.settings
-            if self._turns.unit == "completion" and learning.advantages.estimator == "dcpo":
-                raise ValueError(
-                    "advantages.estimator dcpo remembers each visit of a prompt, and rollout_scheduler.mode "
-                    f"{self.mode} lets its group leave in parts; add unit=group, or take another estimator."
-                )
             loader = training_loader(_data(trainer))
             loader.on_demand = True
-            num_updates = learning.updates_per_batch
+            num_updates = pl_module.settings.updates_per_batch
             self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, num_updates)
 
     def _check_turns(self, trainer: pl.Trainer, module: GRPOModule) -> None:
@@ -138,6 +138,8 @@ class RolloutScheduler(pl.Callback):
         self._budget.check(self.mode, turns, getattr(_data(trainer), "batch_size", None), num_generations)
         turns.check(learning.updates_per_batch, max_tokens, num_generations, self.predict_lengths)
         check_generator(self.mode, turns, generator)
+        check_estimator(self.mode, turns, learning.advantages.estimator)
+        self._budget.replay.check(learning.objective, learning.advantages.estimator)
         if turns.overlap == "within":
             check_arriving(learning, module.ranks.size)
         if hasattr(generator, "keeps_kv"):
@@ -152,7 +154,7 @@ class RolloutScheduler(pl.Callback):
         if self._pruner is not None:
             own["pruning"] = self._pruner.state_dict()
         own |= {"buffer": self._buffer.state_dict(), "predicted": list(self._predicted.items())}
-        return {"mode": self.mode, "ranks": Ranks().gather(own)}
+        return {"mode": self.mode, "ranks": Ranks().gather(own), "replay": self._budget.replay.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left.
@@ -162,12 +164,7 @@ class RolloutScheduler(pl.Callback):
         """
         states, ranks = state_dict["ranks"], Ranks()
         num_open = sum(len(state["buffer"]["groups"]) for state in states)
-        if num_open and (state_dict["mode"] != self.mode or len(states) != ranks.size):
-            raise ValueError(
-                f"The checkpoint has {num_open} prompts in work, begun on {len(states)} ranks in the "
-                f"rollout_scheduler.mode {state_dict['mode']}, and this run has {ranks.size} and {self.mode}: go on as "
-                "it was."
-            )
+        check_resumed((self.mode, ranks.size), (state_dict["mode"], len(states)), num_open)
         own = states[ranks.own % len(states)]
         if self._lengths is not None and "lengths" in own:
             self._lengths.load_state_dict(own["lengths"])
@@ -176,6 +173,7 @@ class RolloutScheduler(pl.Callback):
         if self._pruner is not None and "pruning" in own:
             self._pruner.load_state_dict(own["pruning"])
         self._buffer.load_state_dict(own["buffer"])
+        self._budget.replay.load_state_dict(state_dict["replay"])
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -210,7 +208,7 @@ class RolloutScheduler(pl.Callback):
         stats = self._collect(trainer, pl_module, loop, batch, sizes, pl_module.sampling, progress)
         if self._turns.carries:
             self._carry(batch, stats)
-        self._budget.settle(batch, pl_module.ranks)
+        self._budget.settle(batch, pl_module.policy_version, pl_module.ranks)
         batch.metrics |= self._budget.metrics() | ({} if self._pruner is None else self._pruner.metrics())
         if self._rewards is not None:
             batch.metrics |= self._rewards.metrics.take()
@@ -236,7 +234,7 @@ class RolloutScheduler(pl.Callback):
                 pl_module.log_dict(self._choice.metrics())
             self._lengths.end(commit=True)
             pl_module.log_dict(self._lengths.metrics())
-        self._budget.learn(batch.groups, pl_module.ranks)
+        self._budget.learn(batch.groups, pl_module.pass_threshold, pl_module.policy_version, pl_module.ranks)
 
     def on_validation_batch_start(
         self,
@@ -284,10 +282,12 @@ class RolloutScheduler(pl.Callback):
         self._buffer.open(requests)
         self._pump.start(RolloutLoop(module.generator, self._buffer, self.plan, listeners=listeners))
         if self._turns.overlap == "within":
-            batch.arriving = self._pump.arriving(batch, module.phases)
+            arriving = self._pump.arriving(batch, module.phases)
+            batch.arriving = self._budget.replay.joining(arriving, module.policy_version)
             return
         with module.phases.of("rollout"):
             batch.groups = self._pump.take(module.phases.move)
+        self._budget.replay.join(batch.groups, module.policy_version)
         batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
 
     def _end_beside(self, pump: RolloutPump, module: GRPOModule, batch: PromptBatch) -> None:

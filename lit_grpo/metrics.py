@@ -44,7 +44,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return what is logged of a batch's fresh rollouts on all ranks, kept or not, by name; NaN for what is of nothing.
 
-    What the names mean stands in ``lit_grpo/dashboard/metrics.yaml``; where TRL has them, they mean the same.
+    Of groups it is what all members show that were sampled at this visit: none that is replayed counts. What the names
+    mean stands in ``lit_grpo/dashboard/metrics.yaml``; where TRL has them, they mean the same.
 
     Args:
         groups: Of this rank; any of them may have no member.
@@ -52,8 +53,10 @@ def rollout_metrics(
         version: The policy's, to tell how stale the tokens are that a policy has sampled.
         ranks: Of the run; all of them call this.
     """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [rollout.completion for group in groups for rollout in group.fresh]
-    fresh_R = torch.tensor([not rollout.learnt for group in groups for rollout in group.rollouts], dtype=torch.bool)
+    fresh_R = torch.tensor([not (rollout.learnt or rollout.replayed) for rollout in rollouts], dtype=torch.bool)
+    rewards = rewards.only(torch.tensor([not rollout.replayed for rollout in rollouts], dtype=torch.bool))
     own = {
         "rewards": rewards.rewards_R[fresh_R].double(),
         "by_function": rewards.by_function_RK[fresh_R].double(),

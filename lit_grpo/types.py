@@ -51,7 +51,10 @@ __all__ = [
 ]
 
 SamplePath = tuple[int, ...]
-"""Which sample of a prompt: ``(sample,)``; where a sample forks and takes turns, ``(sample, branch, turn)``."""
+"""Which sample of a prompt: ``(sample,)``; where a sample forks and takes turns, ``(sample, branch, turn)``.
+
+Below 0 it is one that is replayed.
+"""
 GroupKey = tuple[str, int]
 """``(prompt_id, visit)``: one visit of a prompt, whose completions are a group."""
 Key = tuple[str, int, SamplePath]
@@ -244,8 +247,9 @@ class Rollout:
     ``rewards`` holds each reward function's value by name, ``None`` where it does not apply; ``reward``
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
     counts in the statistics of its group, and is not learnt from; ``learnt`` it has been in an earlier batch, with
-    another part of its group. ``extra`` is what reward functions logged of it, and ``advantage`` what it was learnt
-    from with, NaN before that.
+    another part of its group. One that is ``replayed`` was sampled, rewarded and learnt from at an earlier visit of the
+    prompt, and takes part in the group's advantages and in the update alone. ``extra`` is what reward functions logged
+    of it, and ``advantage`` what it was learnt from with, NaN before that.
     """
 
     prompt: Prompt
@@ -254,6 +258,7 @@ class Rollout:
     reward: float = math.nan
     kept: bool = True
     learnt: bool = False
+    replayed: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
 
@@ -276,7 +281,7 @@ class RolloutGroup:
     @property
     def fresh(self) -> list[Rollout]:
         """Its rollouts that no batch has had before."""
-        return [rollout for rollout in self.rollouts if not rollout.learnt]
+        return [rollout for rollout in self.rollouts if not (rollout.learnt or rollout.replayed)]
 
 
 class PromptBatch:

@@ -142,7 +142,7 @@ def test_who_is_asked_is_learnt_from_every_batch() -> None:
     budget.begin(history, loader(chooser=chooser), make_mode("synchronous"))
     history.records = {"p0": Record(1, num_flat=1)}
     assert chooser.history is history
-    budget.learn([RolloutGroup(prompts("p0")[0], [])], Ranks())
+    budget.learn([RolloutGroup(prompts("p0")[0], [])], 1.0, 1, Ranks())
     assert budget.metrics() == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
 
 
@@ -195,7 +195,7 @@ def fill(runner: RewardRunner, loader: PromptLoader, replaces: int, seed_of_leng
     budget.begin(PromptHistory(), loader, make_mode("synchronous"))
     rollout = RolloutLoop(Marked(5, lengths), listeners=[budget.scoring(runner, 1.0)])
     batch.groups, _ = rollout.collect(batch.prompts, budget.sizes(batch.prompts, 4), SAMPLING, seed=0)
-    budget.settle(batch, Ranks())
+    budget.settle(batch, 0, Ranks())
     batch.metrics = budget.metrics()
     return batch
 

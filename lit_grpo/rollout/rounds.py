@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from lit_grpo.budgets.allocation import Allocation, make_allocation
 from lit_grpo.budgets.history import PromptHistory, is_flat, moments
 from lit_grpo.budgets.prompts import PromptChooser
+from lit_grpo.budgets.replay import ReplayMemory
 from lit_grpo.rollout.listeners import Answer, Listener, Rewarding
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.types import GroupKey, Prompt, PromptBatch, Request, Rollout, RolloutGroup
@@ -172,17 +173,22 @@ class PromptStream(Protocol):
 
 
 class Budget:
-    """What a run's completions are spent on: how many each prompt gets, in how many rounds, and who is asked.
+    """What a run's completions are spent on: how many each prompt gets, in how many rounds, who is asked, and again.
 
     Args:
         spec: What :func:`lit_grpo.budgets.allocation.make_allocation` takes.
         replaces: How many further prompts of a batch may be asked in place of groups without a difference.
+        replay: What :func:`lit_grpo.budgets.replay.make_replay` takes.
+
+    Attributes:
+        replay: Successes of earlier visits, which join groups that are settled.
     """
 
-    def __init__(self, spec: str, replaces: int = 0) -> None:
+    def __init__(self, spec: str, replaces: int = 0, replay: str = "none") -> None:
         if replaces < 0:
             raise ValueError(f"rollout_scheduler.replace_flat must be at least 0, which replaces none, not {replaces}.")
         self.spec, self.allocation, self.replaces = spec, make_allocation(spec), replaces
+        self.replay = ReplayMemory(replay)
         self._warned = False
         self.history = PromptHistory()
         self._stream: PromptStream | None = None
@@ -203,6 +209,11 @@ class Budget:
             ValueError: They do not.
         """
         self._num_prompts = num_prompts
+        if self.replay.active and turns.unit == "completion":
+            raise ValueError(
+                f"rollout_scheduler.replay {self.replay.spec} adds members to whole groups, and rollout_scheduler.mode "
+                f"{mode} lets them leave in parts; add unit=group to the mode, or take synchronous or april."
+            )
         try:
             if num_prompts is not None:
                 self.allocation.check(num_prompts, num_generations)
@@ -267,13 +278,20 @@ class Budget:
         self._rounds = Rounds(runner, self.allocation, pass_threshold, further)
         return self._rounds
 
-    def settle(self, batch: PromptBatch, ranks: Ranks) -> None:
-        """Leave groups without a difference out of a batch's update, where others are asked in their place."""
+    def settle(self, batch: PromptBatch, version: int, ranks: Ranks) -> None:
+        """Say what the policy of ``version`` learns from.
+
+        Groups without a difference are left out where others are asked in their place, and earlier successes join.
+        """
         batch.prompts = [group.prompt for group in batch.groups]
-        if not self.replaces or self._rounds is None or self._stream is None:
-            return
-        self._stream.agree(lambda taken: float(ranks.max(taken)))
-        flat = self._rounds.flat
+        if self.replaces and self._rounds is not None and self._stream is not None:
+            self._leave_out(batch, self._rounds, self._stream, ranks)
+        self.replay.join(batch.groups, version)
+
+    def _leave_out(self, batch: PromptBatch, rounds: Rounds, stream: PromptStream, ranks: Ranks) -> None:
+        """Leave groups without a difference out of a batch's update."""
+        stream.agree(lambda taken: float(ranks.max(taken)))
+        flat = rounds.flat
         for group in batch.groups:
             for rollout in group.rollouts:
                 rollout.kept = group.key not in flat
@@ -285,9 +303,10 @@ class Budget:
                 "difference and could not be replaced; raise it, or give prompts that are passed now and then."
             )
 
-    def learn(self, groups: Sequence[RolloutGroup], ranks: Ranks) -> None:
-        """Let what has been noted count, and learn from a batch who is to be asked."""
+    def learn(self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int, ranks: Ranks) -> None:
+        """Let what has been noted count, learn from a batch who is to be asked, and remember what passed."""
         self.history.commit(ranks.gather)
+        self.replay.learn(groups, pass_threshold, version, ranks.gather)
         chooser = None if self._stream is None else self._stream.chooser
         if chooser is not None:
             own = [group.prompt.prompt_id for group in groups]
@@ -295,7 +314,7 @@ class Budget:
 
     def metrics(self) -> dict[str, float]:
         """Return what to log of a batch."""
-        metrics: dict[str, float] = {}
+        metrics = self.replay.metrics()
         if self._rounds is not None and self.allocation.has_rounds:
             metrics |= self._rounds.metrics()
         if self._rounds is not None and self.replaces:

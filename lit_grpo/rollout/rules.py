@@ -304,3 +304,34 @@ def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
             f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
             "at_sync=recompute, or a generator of vLLM's."
         )
+
+
+def check_resumed(own: tuple[str, int], before: tuple[str, int], num_open: int) -> None:
+    """Check that a run can go on with the prompts that a checkpoint has in work.
+
+    Args:
+        own: Its mode and number of ranks.
+        before: Those of the run that saved.
+        num_open: Prompts in work.
+
+    Raises:
+        ValueError: Prompts are open that another mode has begun with, or as many ranks as are not there.
+    """
+    if num_open and own != before:
+        raise ValueError(
+            f"The checkpoint has {num_open} prompts in work, begun on {before[1]} ranks in the rollout_scheduler.mode "
+            f"{before[0]}, and this run has {own[1]} and {own[0]}: go on as it was."
+        )
+
+
+def check_estimator(spec: str, mode: RolloutMode, estimator: str) -> None:
+    """Check that an estimator of advantages, by its name, can do with the groups that a mode lets out.
+
+    Raises:
+        ValueError: It remembers whole visits, and groups leave in parts.
+    """
+    if mode.unit == "completion" and estimator == "dcpo":
+        raise ValueError(
+            f"advantages.estimator dcpo remembers each visit of a prompt, and rollout_scheduler.mode {spec} lets its "
+            "group leave in parts; add unit=group, or take another estimator."
+        )

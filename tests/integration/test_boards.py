@@ -79,6 +79,9 @@ ONLY_ELSEWHERE = {
     "budget/replaced_groups": "rollout_scheduler.replace_flat",
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "data.ask greso"),
     "prompts/skipped": "data.ask other than all",
+    **dict.fromkeys(
+        (f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout_scheduler.replay"
+    ),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }

@@ -267,14 +267,19 @@ class Scheduling(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("lengths/")}
         learnt = [(r.completion.request.key, r.completion.versions_T.tolist()) for r in batch.rollouts]
-        self.seen.append((logged, dict(batch.predicted), list(batch.spans), learnt))
+        again = [rollout.completion for group in batch.groups for rollout in group.rollouts if rollout.replayed]
+        replayed = [(each.request.key, each.token_ids_T.tolist(), each.logprobs_T.tolist()) for each in again]
+        sampled = [(r.completion.request.key, r.completion.token_ids_T.tolist()) for r in batch.rollouts]
+        self.seen.append((logged, dict(batch.predicted), list(batch.spans), replayed, sampled, learnt))
         if self.checkpoint is not None:
             trainer.save_checkpoint(self.checkpoint / f"after-{pl_module.policy_version}.ckpt")
 
 
-def run_on(policy: str, output: Path, mode: str = "synchronous", **trainer_options: Any) -> dict[str, Any]:
+def run_on(
+    policy: str, output: Path, mode: str = "synchronous", replay: str = "none", **trainer_options: Any
+) -> dict[str, Any]:
     """Six batches at a stretch, and the last three again from the checkpoint after the third."""
-    output = output / mode.partition(":")[0]
+    output = output / f"{mode.partition(':')[0]}-{replay}"
     output.mkdir(exist_ok=True)
     rows = "\n".join(json.dumps({"prompt": prompt}) for prompt in ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="])
     (output / "train.jsonl").write_text(rows)
@@ -284,7 +289,7 @@ def run_on(policy: str, output: Path, mode: str = "synchronous", **trainer_optio
         module = make_module(policy, optimizer=momentum, rewards=rewards, num_generations=24)
         data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=1)
         own = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
-        trainer = make_trainer(RolloutScheduler(mode=mode), WeightSync(), scheduling, **own)
+        trainer = make_trainer(RolloutScheduler(mode=mode, replay=replay), WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return scheduling.seen
 
@@ -353,6 +358,7 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
     return cases | {
         "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "resumed": lambda: run_on(policy, output, **trainer_options),
+        "replayed": lambda: run_on(policy, output, replay="rlep", **trainer_options),
         "in a mode": lambda: run_on(policy, output, "april:max_staleness=3,batches_in_work=4", **trainer_options),
         "budget": lambda: run_with_budget(policy, output, **trainer_options),
         "budget, replaced": lambda: run_with_budget(policy, output, 2, **trainer_options),
@@ -470,6 +476,16 @@ def test_ranks_go_on_with_their_budget_as_if_nothing_had_been(name: str, ranks: 
     assert first["stream"] == second["stream"] and torch.equal(first["weights"], second["weights"])
     keys = [key for outcome in (first, second) for batch in outcome["learnt"] for key in batch]
     assert len(keys) == len({*keys})
+
+
+def test_ranks_replay_what_any_of_them_has_sampled_and_go_on_with_it(ranks: list[Outcomes]) -> None:
+    wholes, resumed = ([outcomes["replayed"][name] for outcomes in ranks] for name in ("whole", "resumed"))
+    for whole, again in zip(wholes, resumed, strict=True):
+        assert len(whole) == 6 and again == whole[3:]
+    sampled = [{(key[0], tuple(tokens)) for *_, those, _ in whole[:3] for key, tokens in those} for whole in wholes]
+    replayed = [{(key[0], tuple(tokens)) for *_, some, _, _ in whole for key, tokens, _ in some} for whole in wholes]
+    assert all(replayed) and replayed[0] | replayed[1] <= sampled[0] | sampled[1]
+    assert replayed[0] & sampled[1] or replayed[1] & sampled[0]  # of a prompt that has come to the other rank
 
 
 @pytest.mark.parametrize("mode", BESIDE)

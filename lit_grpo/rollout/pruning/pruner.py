@@ -109,7 +109,7 @@ class Pruner(Listener):
         pruned = {key[:2] for key in self._dropped}
         rows, early = [], []
         for number, group in enumerate(groups):
-            for rollout in group.rollouts:
+            for rollout in group.fresh:
                 key, reward = rollout.completion.request.key, next(iter(rollout.rewards.values()))
                 if reward is None:
                     continue
@@ -126,8 +126,8 @@ class Pruner(Listener):
         """Note what pruning would have made of the mean reward of a group that was left whole."""
         if (leaving := self._would_leave.get(group.key)) is None:
             return
-        rewards = [rollout.reward for rollout in group.rollouts]
-        others = [each.reward for each in group.rollouts if each.completion.request.key not in leaving]
+        rewards = [rollout.reward for rollout in group.fresh]
+        others = [each.reward for each in group.fresh if each.completion.request.key not in leaving]
         if np.isfinite([*rewards, *others]).all():
             self._shifts = [*self._shifts, [float(np.mean(rewards)), float(np.mean(others))]][-WINDOW:]
 

@@ -102,15 +102,19 @@ class GroupRewards:
         )
 
     def visits(self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int) -> list[Visit]:
-        """Return what the groups, of which they are, are remembered by; they pass by the first function's reward."""
+        """Return what the groups, of which they are, are remembered by; they pass by the first function's reward.
+
+        What is replayed has been counted at an earlier visit.
+        """
         passed_R = self.by_function_RK[:, 0] >= pass_threshold
-        members = [self.groups_R == number for number in range(len(groups))]
+        sampled_R = torch.tensor([not rollout.replayed for group in groups for rollout in group.rollouts]).bool()
+        members = [(self.groups_R == number) & sampled_R for number in range(len(groups))]
         return [
             Visit(
                 *group.key,
                 rewards=self.rewards_R[mine].tolist(),
                 num_passed=int((passed_R & ~self.rewards_R.isnan())[mine].sum()),
-                num_tokens=sum(rollout.completion.num_tokens for rollout in group.rollouts),
+                num_tokens=sum(each.completion.num_tokens for each in group.rollouts if not each.replayed),
                 version=version,
             )
             for group, mine in zip(groups, members, strict=True)

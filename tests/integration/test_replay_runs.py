@@ -1,0 +1,203 @@
+"""Replay in real runs: successes come again with what they were sampled with, and runs resume exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hand_made import Checkpoints, make_module, make_trainer, sgd
+from test_two_ranks import SlotsBeside
+
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.selection import Selection
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+NUM_PROMPTS, BATCH, GROUP, BATCHES = 4, 2, 4, 8
+CORRECTED = Objective(correction=Correction("token_truncate"))
+RUNS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "repo, two steps a batch, corrected": {"replay": "repo:members=3", "objective": CORRECTED, "num_minibatches": 2},
+    "april": {"mode": "april:max_staleness=3"},
+    "rounds and a selection": {
+        "allocation": "balanced:rounds=2,passed=1,failed=1",
+        "selection": Selection("max_variance", 4),
+        "replay": "rlep:members=3,share=0.6,kept=4",
+    },
+    "groups are replaced": {"replace_flat": 2},
+}
+
+
+def rarely(completion: str) -> float:
+    return float(sum(map(ord, completion)) % 4 == 0)
+
+
+class Learnt(pl.Callback):
+    """Keeps the groups of each batch once they have been learnt from, and what was logged."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, list[RolloutGroup]]] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: PromptBatch, batch_idx: int) -> None:
+        self.version = pl_module.policy_version
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        self.batches.append((self.version, list(batch.groups)))
+        self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def train(
+    policy_folder: Path, folder: Path, options: dict[str, Any], checkpoint: str | None = None, generator: Any = None
+) -> tuple[Learnt, GRPOModule, RolloutScheduler]:
+    folder.mkdir(exist_ok=True)
+    rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
+    of_scheduler = {name: options[name] for name in ("mode", "allocation", "replace_flat", "replay") if name in options}
+    module = make_module(
+        policy_folder,
+        generator=generator or SlotGenerator(6),
+        num_generations=GROUP,
+        rewards=[RewardSpec(f"{__file__}:rarely")],
+        optimizer=sgd(0.5),
+        sampling=SamplingParams(max_tokens=24),
+        **{name: value for name, value in options.items() if name not in of_scheduler},
+    )
+    settings: dict[str, Any] = {"replay": "rlep"} | of_scheduler
+    learnt, scheduler = Learnt(), RolloutScheduler(**settings)
+    steps = BATCHES * options.get("num_minibatches", 1)
+    trainer = make_trainer(
+        scheduler,
+        WeightSync(),
+        learnt,
+        Checkpoints(folder),
+        max_steps=steps,
+        max_epochs=-1,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    return learnt, module, scheduler
+
+
+def check_replays(learnt: Learnt, share: float = 0.5, selects: bool = False) -> None:
+    """What is replayed is a success of an earlier visit that had been learnt from, with all that it had then."""
+    known: dict[tuple[str, bytes], list[tuple[list[float], list[int]]]] = {}
+    num_replayed = 0
+    for version, groups in learnt.batches:
+        ages, num_learnt = [], 0
+        for group in groups:
+            replayed = [rollout for rollout in group.rollouts if rollout.replayed]
+            num_learnt += sum(rollout.kept for rollout in group.rollouts)
+            assert len(replayed) <= share * len(group.rollouts)
+            keys = [rollout.completion.request.key for rollout in group.rollouts]
+            assert len({*keys}) == len(keys) and not any(path[0] < 0 for *_, path in keys[: len(group.fresh)])
+            for rollout in replayed:
+                completion = rollout.completion
+                found = known[group.prompt.prompt_id, completion.token_ids_T.numpy().tobytes()]
+                assert (completion.logprobs_T.tolist(), completion.versions_T.tolist()) in found
+                assert rollout.reward == 1.0 and (selects or math.isfinite(rollout.advantage))
+                assert completion.newest_version is not None and completion.newest_version < version
+                ages.append(version - (completion.oldest_version or 0))
+        log = learnt.logs[[v for v, _ in learnt.batches].index(version)]
+        assert log["replay/members"] == pytest.approx(len(ages) / num_learnt if num_learnt else 0.0)
+        assert (log["replay/age"] == pytest.approx(sum(ages) / len(ages))) if ages else math.isnan(log["replay/age"])
+        num_replayed += len(ages)
+        for rollout in (rollout for group in groups for rollout in group.fresh):
+            if rollout.reward == 1.0:
+                of = rollout.prompt.prompt_id, rollout.completion.token_ids_T.numpy().tobytes()
+                had = rollout.completion.logprobs_T.tolist(), rollout.completion.versions_T.tolist()
+                known.setdefault(of, []).append(had)
+        assert log["replay/prompts"] <= len({prompt_id for prompt_id, _ in known})
+    assert num_replayed >= 3
+
+
+def describe(groups: Sequence[RolloutGroup]) -> list[Any]:
+    return [
+        (
+            rollout.completion.request.key,
+            rollout.completion.token_ids_T.tolist(),
+            rollout.completion.logprobs_T.tolist(),
+            rollout.completion.versions_T.tolist(),
+            rollout.reward,
+            rollout.replayed,
+            repr(rollout.advantage),
+        )
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
+    learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
+    selects = "selection" in RUNS[name]
+    check_replays(learnt, 0.6 if selects else 0.5, selects)
+    history = module.learner.state.history.records
+    groups = [group for _, some in learnt.batches for group in some]
+    assert sum(record.num_visits for record in history.values()) == len(groups)
+    versions = [version for version, _ in learnt.batches]
+    for place in (4, 5):
+        checkpoint = str(tmp_path / "whole" / f"{versions[place]}.ckpt")
+        again, resumed, other = train(policy_folder, tmp_path / f"from-{place}", RUNS[name], checkpoint)
+        assert [version for version, _ in again.batches] == versions[place:]
+        for (_, expected), (_, actual) in zip(learnt.batches[place:], again.batches, strict=True):
+            assert describe(actual) == describe(expected)
+        for one, two in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+            assert torch.equal(one, two)
+        assert resumed.learner.state.history.records == history
+        assert repr(other.state_dict()["replay"]) == repr(scheduler.state_dict()["replay"])
+
+
+@pytest.mark.parametrize("mode", ["periodic", "asynchronous:max_staleness=1"])
+def test_successes_come_again_where_others_decode_beside_the_update(
+    policy_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    options: dict[str, Any] = {"mode": mode}
+    learnt, _, _ = train(policy_folder, tmp_path, options, generator=SlotsBeside(lag=0, num_slots=6))
+    assert len(learnt.batches) == BATCHES
+    check_replays(learnt)
+
+
+def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_folder: Path, tmp_path: Path) -> None:
+    ends = []
+    for replay in ("none", "rlep"):
+        learnt, module, _ = train(policy_folder, tmp_path / replay, {"replay": replay})
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
+        assert any(name.startswith("replay/") for name in learnt.logs[-1]) == (replay == "rlep")
+    assert not torch.equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mode": "chunked:tokens_per_update=5"}, r"replay rlep adds members .* add unit=group"),
+        ({"advantages": Advantages("dcpo")}, r"estimator dcpo counts them by itself"),
+        (
+            {"objective": Objective(proximal="recomputed")},
+            r"replay rlep learns from .* objective\.correction\.mode",
+        ),
+        ({"replay": "rlep:share=1.5"}, r"rollout_scheduler\.replay rlep:share=1\.5: share must be below 1"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_anything_starts(
+    policy_folder: Path, tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        train(policy_folder, tmp_path, options)

@@ -1,0 +1,413 @@
+"""Successes of earlier visits that take part in a prompt's group again."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import make_rollout
+from test_learner import make_learner, member
+
+from lit_grpo.budgets.replay import REPLAYS, Replay, ReplayMemory, Success, make_replay
+from lit_grpo.metrics import rollout_metrics
+from lit_grpo.ranks import Ranks
+from lit_grpo.rollout.rounds import Budget
+from lit_grpo.rollout.rules import make_mode
+from lit_grpo.types import OBSERVED, Completion, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.objective import Objective
+
+FIRST, SECOND = Prompt("train/0", (3, 4, 5), ""), Prompt("train/1", (7,), "")
+
+
+def sampled(prompt: Prompt, path: int, tokens: Sequence[int], reward: float, version: int = 0) -> Rollout:
+    rollout = make_rollout(prompt.token_ids, tokens, reward, None, prompt.prompt_id, path, version=version)
+    request = replace(rollout.completion.request, prompt=prompt)
+    completion = Completion.of(request, rollout.completion, "stop", f"text of {path}")
+    return Rollout(prompt, completion, {"exact": None if math.isnan(reward) else reward}, reward)
+
+
+def group(prompt: Prompt, rewards: Sequence[float], version: int = 0, visit: int = 0) -> RolloutGroup:
+    """Members with tokens of their own."""
+    prompt = replace(prompt, visit=visit)
+    members = [sampled(prompt, path, [9, 2 + visit, 2 + path], reward, version) for path, reward in enumerate(rewards)]
+    return RolloutGroup(prompt, members)
+
+
+def remembering(spec: str, *groups: RolloutGroup, version: int = 1) -> ReplayMemory:
+    memory = ReplayMemory(spec)
+    for each in groups:
+        memory.learn([each], 1.0, version)
+    return memory
+
+
+def joined(memory: ReplayMemory, group: RolloutGroup, version: int) -> list[Rollout]:
+    memory.join([group], version)
+    return [rollout for rollout in group.rollouts if rollout.replayed]
+
+
+def sources(replayed: Sequence[Rollout]) -> list[tuple[int, int]]:
+    """Visit and path of what is replayed, as :func:`group` has written them into its tokens."""
+    return [tuple(int(token) - 2 for token in each.completion.token_ids_T[1:]) for each in replayed]  # pyright: ignore[reportReturnType]
+
+
+# ---- which, and how many -------------------------------------------------------------------------------
+
+
+def test_the_most_recent_join_with_all_that_they_were_sampled_with() -> None:
+    memory = remembering("rlep:choice=recent", group(FIRST, [1, 0, 1]), group(FIRST, [0, 1, 1], 2, visit=1), version=3)
+    failed = group(FIRST, [0, 0, 0, 0], 7, visit=2)
+    replayed = joined(memory, failed, 7)
+    assert sources(replayed) == [(1, 2), (1, 1)]
+    assert [each.completion.request.key for each in replayed] == [("train/0", 2, (-1,)), ("train/0", 2, (-2,))]
+    assert all(each.prompt is failed.prompt and each.reward == 1.0 and each.kept for each in replayed)
+    assert replayed[0].completion.versions_T.tolist() == [2, 2, 2] and replayed[0].completion.text == "text of 2"
+    assert replayed[0].completion.logprobs_T.tolist() == group(FIRST, [1]).rollouts[0].completion.logprobs_T.tolist()
+    assert failed.fresh == failed.rollouts[:4]
+    assert memory.metrics() == {
+        "replay/members": 2 / 6,
+        "replay/age": 5.0,
+        "replay/frac_revived": 1.0,
+        "replay/prompts": 1.0,
+    }
+
+
+def test_the_highest_rewards_join_and_of_equals_the_most_recent() -> None:
+    earlier = [group(FIRST, [1.5, 3, 1, 0]), group(FIRST, [2, 0, 1.5, 1.5], 1, visit=1)]
+    memory = remembering("repo:members=4", *earlier, version=2)
+    assert sources(joined(memory, group(FIRST, [0] * 4, 2, 2), 2)) == [(0, 1), (1, 0), (1, 3), (1, 2)]
+
+
+def test_random_ones_are_drawn_by_a_hash_of_the_visit_and_each_as_often() -> None:
+    counts = [0] * 4
+    for visit in range(1, 401):
+        again = [remembering("rlep:members=1", group(FIRST, [1] * 4)) for _ in range(2)]
+        (one,), (other,) = (sources(joined(memory, group(FIRST, [0, 0], 1, visit), 1)) for memory in again)
+        assert one == other
+        counts[one[1]] += 1
+    assert sum(counts) == 400 and all(70 < count < 130 for count in counts)  # 100 each, 3.5 standard deviations
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.25, 1 / 3, 0.5, 0.9])
+def test_no_more_join_than_the_share_allows(share: float) -> None:
+    rule = Replay(members=50, share=share)
+    for fresh in range(1, 30):
+        most = max(count for count in range(51) if count <= share * (fresh + count) + 1e-9)
+        assert rule.most(fresh) == most
+    assert Replay(members=3, share=0.5).most(10) == 3
+    memory = remembering("rlep:members=5,share=0.25", group(FIRST, [1] * 6))
+    assert len(joined(memory, group(FIRST, [0] * 8, 1, 1), 1)) == 2
+    assert not joined(memory, group(FIRST, [0, 0, math.nan, math.nan], 1, 2), 1)  # of two that have a reward
+
+
+def test_nothing_is_replayed_that_is_too_old_or_too_long_or_of_another_prompt() -> None:
+    memory = remembering("rlep:max_age=3", group(FIRST, [1, 1], 4), version=5)
+    assert len(joined(memory, group(FIRST, [0] * 4, 7, 1), 7)) == 2
+    assert not joined(memory, group(FIRST, [0] * 4, 8, 2), 8)
+    assert not joined(memory, group(SECOND, [0] * 4, 7, 1), 7)
+    assert not joined(memory, group(replace(FIRST, token_ids=(3, 4, 6)), [0] * 4, 7, 1), 7)  # other data, the same id
+    short = group(FIRST, [0] * 4, 7, 3)
+    for rollout in short.rollouts:
+        rollout.completion.request = replace(rollout.completion.request, sampling=SamplingParams(max_tokens=2))
+    assert not joined(memory, short, 7)
+
+
+def test_the_age_is_of_the_oldest_token() -> None:
+    old = member(FIRST, 0, [1, 1, OBSERVED, 4, 4], [True] * 5, 1.0)
+    memory = remembering("rlep:max_age=4", RolloutGroup(FIRST, [old]), version=5)
+    assert len(joined(memory, group(FIRST, [0, 0], 5, 1), 5)) == 1 and memory.metrics()["replay/age"] == 4
+    assert not joined(memory, group(FIRST, [0, 0], 6, 2), 6)
+
+
+def test_groups_that_would_show_no_difference_or_are_not_learnt_from_get_none() -> None:
+    memory = remembering("rlep", group(FIRST, [1, 1, 0]))
+    passed, nothing = group(FIRST, [1, 1, 1], 1, 1), group(FIRST, [math.nan] * 3, 1, 2)
+    left_out, differs = group(FIRST, [0, 0, 0], 1, 3), group(FIRST, [0, 1, 1], 1, 4)
+    for rollout in left_out.rollouts:
+        rollout.kept = False
+    memory.join([passed, nothing, left_out, differs, RolloutGroup(replace(FIRST, visit=5), [])], 1)
+    assert [len(each.rollouts) for each in (passed, nothing, left_out, differs)] == [3, 3, 3, 5]
+    assert memory.metrics()["replay/members"] == 2 / (3 + 3 + 2) and memory.metrics()["replay/frac_revived"] == 0
+
+
+def test_groups_that_arrive_one_after_another_are_joined_as_they_come() -> None:
+    memory = remembering("rlep", group(FIRST, [1, 0]))
+    groups = [group(SECOND, [0, 0], 1, 1), group(FIRST, [0, 0], 1, 1)]
+    arrived = [[len(each.rollouts) for each in some] for some in memory.joining(([each] for each in groups), 1)]
+    assert arrived == [[2], [3]] and memory.metrics()["replay/members"] == 1 / 5
+
+
+# ---- what is remembered --------------------------------------------------------------------------------
+
+
+def test_successes_alone_are_remembered_and_each_once() -> None:
+    memory = ReplayMemory("rlep:members=9,share=0.9,choice=recent")
+    batch = group(FIRST, [1, 0.9, math.nan, 1, 1, 2, 1])
+    batch.rollouts[3].completion.finish_reason = "abort"
+    batch.rollouts[4].learnt = True  # in an earlier part
+    batch.rollouts[5].kept = False  # by a selection: it has passed all the same
+    batch.rollouts[6] = member(FIRST, 6, [OBSERVED] * 3, [True] * 3, 1.0)  # nothing to learn from
+    memory.learn([batch], 1.0, 1)
+    again = group(FIRST, [0, 0], 1, 1)
+    assert sources(joined(memory, again, 1)) == [(0, 5), (0, 0)]
+    memory.learn([again], 1.0, 2)  # what was replayed is not remembered as of this visit
+    assert memory.metrics()["replay/members"] == 0  # of the next batch, so far
+    third = joined(memory, group(FIRST, [0, 0], 2, 2), 2)
+    assert sources(third) == [(0, 5), (0, 0)] and memory.metrics()["replay/age"] == 2
+
+
+def test_of_equal_completions_the_last_is_remembered() -> None:
+    same = [RolloutGroup(FIRST, [sampled(FIRST, 0, [5, 6], 1, version)]) for version in (0, 3)]
+    memory = remembering("rlep:share=0.8", same[0], group(FIRST, [1], 1), same[1], version=4)
+    replayed = joined(memory, group(FIRST, [0] * 4, 5, 1), 5)
+    assert sorted(each.completion.versions_T[0].item() for each in replayed) == [1, 3]
+
+
+def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
+    memory = ReplayMemory("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent")
+    for visit in range(4):
+        memory.learn([group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], 1.0, visit + 1)
+    assert len(memory.state_dict()["path"]) == 3
+    assert sources(joined(memory, group(FIRST, [0] * 4, 4, 4), 4)) == [(3, 1), (3, 0), (2, 1)]
+    memory.learn([], 1.0, 8)
+    assert len(memory.state_dict()["path"]) == 2 and memory.metrics()["replay/prompts"] == 1
+    memory.learn([], 1.0, 9)
+    assert not memory.state_dict()["path"] and memory.metrics()["replay/prompts"] == 0
+
+
+def test_of_a_group_with_many_successes_the_last_that_differ_are_remembered() -> None:
+    tokens = [[5], [6], [5], [7], [7], [6], [6]]
+    batch = RolloutGroup(FIRST, [sampled(FIRST, path, ids, 1, 0) for path, ids in enumerate(tokens)])
+    state = remembering("rlep:kept=3", batch).state_dict()
+    assert sorted(map(tuple, zip(state["path"], state["token_ids"].tolist(), strict=True))) == [
+        ([2], 5),
+        ([4], 7),
+        ([6], 6),
+    ]
+
+
+def rows(memory: ReplayMemory) -> list[Any]:
+    """All that a memory holds, bit for bit."""
+    state = memory.state_dict()
+    return [value.tolist() if isinstance(value, torch.Tensor) else repr(value) for value in state.values()]
+
+
+def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
+    memory = remembering("rlep:choice=recent", group(FIRST, [1, 1]), group(SECOND, [0, 3.25]))
+    mixed = member(FIRST, 5, [0, OBSERVED, 1, 1], [True, True, False, True], 1.0)
+    mixed.completion.entropy = 0.1 + 0.2
+    memory.learn([RolloutGroup(FIRST, [mixed])], 1.0, 2)
+    file = io.BytesIO()
+    torch.save(memory.state_dict(), file)
+    file.seek(0)
+    again = ReplayMemory("rlep:choice=recent")
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert rows(again) == rows(memory)
+    (one, _), (other, _) = (joined(each, group(FIRST, [0, 0], 2, 1), 2) for each in (memory, again))
+    assert other.completion.logprobs_T.equal(mixed.completion.logprobs_T)
+    for name in ("token_ids_T", "logprobs_T", "versions_T", "trained_T"):
+        assert getattr(one.completion, name).equal(getattr(other.completion, name))
+    assert other.completion.entropy == 0.1 + 0.2 and other.rewards == {"exact": 1.0}
+    fewer, none = ReplayMemory("rlep:kept=1"), ReplayMemory()
+    for each in (fewer, none):
+        each.load_state_dict(memory.state_dict())
+    assert fewer.state_dict()["path"] == [[5], [1]] and not none.state_dict()["path"]
+    none.load_state_dict(ReplayMemory().state_dict())
+    again.load_state_dict(none.state_dict())
+    assert not again.state_dict()["path"]
+
+
+def test_ranks_remember_the_same() -> None:
+    batches = [[group(FIRST, [1, 0, 1])], [group(SECOND, [1, 1]), group(FIRST, [0, 1], visit=1)]]
+    parts: list[list[Success]] = []
+    for batch in batches:  # what each rank would give
+        ReplayMemory("rlep").learn(batch, 1.0, 1, lambda own: [parts.append(own) or []])
+    ranks = [ReplayMemory("rlep") for _ in batches]
+    for memory, batch in zip(ranks, batches, strict=True):
+        memory.learn(batch, 1.0, 1, lambda own: parts)
+    assert rows(ranks[0]) == rows(ranks[1])
+    assert ranks[0].state_dict()["prompt_id"] == ["train/0"] * 3 + ["train/1"] * 2
+
+
+# ---- what is learnt from it ----------------------------------------------------------------------------
+
+
+def learnt_groups() -> tuple[ReplayMemory, list[RolloutGroup]]:
+    """A memory of two prompts, and groups of their next visits: one of failures alone."""
+    first = [member(FIRST, 0, [0] * 6, [True] * 6, 1.0), member(FIRST, 1, [0, 0, 1, 1], [True] * 4, 1.0)]
+    second = [member(SECOND, 0, [1, 1, OBSERVED, 1, 1], [True] * 5, 1.0)]
+    memory = remembering("rlep", RolloutGroup(FIRST, first), RolloutGroup(SECOND, second), version=2)
+    again = [replace(FIRST, visit=1), replace(SECOND, visit=1)]
+    return memory, [
+        RolloutGroup(again[0], [member(again[0], 5 + n, [4] * (3 + n), [True] * (3 + n), 0.0) for n in range(3)]),
+        RolloutGroup(again[1], [member(again[1], 5 + n, [4] * 4, [True] * 4, float(n == 1)) for n in range(4)]),
+    ]
+
+
+def formula(groups: Sequence[RolloutGroup], corrected: bool) -> torch.Tensor:
+    """The gradient of DAPO's loss, one token after another in float64, of groups with all their members."""
+    policy: Any = random_policy().double()
+    scored: list[tuple[Rollout, float]] = []
+    for each in groups:
+        rewards = [rollout.reward for rollout in each.rollouts]
+        scale = statistics.stdev(rewards) + 1e-4
+        scored += [(rollout, (rollout.reward - statistics.fmean(rewards)) / scale) for rollout in each.rollouts]
+    num_tokens = sum(int(rollout.completion.trained_T.sum()) for rollout, _ in scored)
+    for rollout, advantage in scored:
+        prompt, tokens_T = rollout.prompt.token_ids, rollout.completion.token_ids_T
+        input_ids = torch.cat([torch.tensor(prompt), tokens_T])[None]
+        logprobs_TV = policy(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        losses = []
+        for t in range(len(tokens_T)):
+            if not rollout.completion.trained_T[t]:
+                continue
+            logprob, before = logprobs_TV[t, tokens_T[t]], float(rollout.completion.logprobs_T[t])
+            if corrected:  # the only step on the batch: proximal is the policy itself
+                losses.append(-min(math.exp(float(logprob.detach()) - before), 1.2) * advantage * logprob)
+            else:
+                ratio = (logprob - before).exp()
+                losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+        (torch.stack(losses).sum() / num_tokens).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_replayed_members_are_learnt_from_as_members_given_by_hand(corrected: bool) -> None:
+    memory, groups = learnt_groups()
+    memory.join(groups, 4)
+    assert [len(each.rollouts) for each in groups] == [5, 5]
+    objective = Objective(
+        epsilon=0.2,
+        epsilon_high=0.28,
+        correction=Correction("token_truncate", high=1.2) if corrected else Correction(),
+    )
+    learner, steps = make_learner(objective=objective, max_tokens_per_micro_batch=16)
+    steps.policy_version = 4
+    learner.learn(groups)
+    expected = formula(groups, corrected)
+    assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
+    without = formula([RolloutGroup(each.prompt, each.fresh) for each in groups[1:]], corrected)
+    assert float((expected - without).norm() / expected.norm()) > 0.1
+    by_hand = [
+        RolloutGroup(each.prompt, [replace(rollout, replayed=False) for rollout in each.rollouts]) for each in groups
+    ]
+    learner, others = make_learner(objective=objective, max_tokens_per_micro_batch=16)
+    others.policy_version = 4
+    learner.learn(by_hand)
+    assert torch.equal(steps.gradients[0], others.gradients[0])
+
+
+def test_a_group_of_failures_gets_its_difference_from_them() -> None:
+    memory, groups = learnt_groups()
+    learner, steps = make_learner()
+    learner.learn(groups[:1])
+    assert not steps.gradients[0].any()
+    memory.join(groups, 4)
+    learner.learn(groups[:1])
+    advantages = [rollout.advantage for rollout in groups[0].rollouts]
+    assert all(advantage < 0 for advantage in advantages[:3]) and all(advantage > 0 for advantage in advantages[3:])
+    assert steps.gradients[1].any()
+
+
+def test_history_and_metrics_know_nothing_of_them() -> None:
+    memory, groups = learnt_groups()
+    outcomes = []
+    for version in (None, 4):
+        if version is not None:
+            memory.join(groups, version)
+        learner, steps = make_learner()
+        steps.policy_version = 4
+        logged = rollout_metrics(groups, learner.rewards(groups), 4, Ranks())
+        learner.learn(groups)
+        batch = PromptBatch([each.prompt for each in groups])
+        batch.groups = groups
+        outcomes.append((logged, learner.state.history.records, len(batch.rollouts)))
+    (without, records, number), (joined, others, again) = outcomes
+    assert joined == pytest.approx(without, nan_ok=True) and others == records and number == again == 7
+    assert joined["frac_reward_zero_std"] == 0.5 and joined["staleness/max"] == 0
+    assert records["train/0"].pass_rate == 0 and records["train/1"].pass_rate == 0.25
+
+
+def test_a_reward_by_function_counts_in_advantages() -> None:
+    memory, groups = learnt_groups()
+    memory.join(groups, 4)
+    rewards = GroupRewards.of(groups, ["exact"])
+    assert rewards.by_function_RK[:, 0].tolist() == rewards.rewards_R.tolist()
+    assert rewards.groups_R.tolist() == [0] * 5 + [1] * 5
+
+
+# ---- what it goes with ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "april", "periodic", "asynchronous", "pruned", "sortedrl:unit=group"])
+def test_it_goes_with_modes_whose_groups_are_whole(mode: str) -> None:
+    Budget("uniform", replay="rlep").check(mode, make_mode(mode), 4, 8)
+
+
+@pytest.mark.parametrize("mode", ["sortedrl", "sortedrl_partial", "chunked"])
+def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match=rf"replay rlep adds members .*mode {mode} lets them leave in parts"):
+        Budget("uniform", replay="rlep").check(mode, make_mode(mode), 4, 8)
+    Budget("uniform").check(mode, make_mode(mode), 4, 8)
+
+
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "averaged"])
+def test_old_tokens_need_a_ratio_or_a_weight_to_their_sampler(proximal: Any) -> None:
+    options = {"proximal": proximal, "proximal_decay": 0.9 if proximal == "averaged" else None}
+    with pytest.raises(ValueError, match=rf"replay rlep learns from tokens .* objective\.proximal {proximal}"):
+        ReplayMemory("rlep").check(Objective(**options), "grpo")
+    ReplayMemory("rlep").check(Objective(correction=Correction("token_truncate"), **options), "grpo")
+    ReplayMemory("rlep").check(Objective(), "grpo")
+    ReplayMemory().check(Objective(**options), "dcpo")
+
+
+def test_an_estimator_that_counts_visits_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"replay repo lets .*estimator dcpo counts them by itself"):
+        ReplayMemory("repo").check(Objective(), "dcpo")
+
+
+@dataclass(frozen=True)
+class Shortest(Replay):
+    """A rule of a user's own."""
+
+    def choose(self, known: Sequence[Success], number: int, request: Request) -> Sequence[Success]:
+        return sorted(known, key=lambda each: each.trajectory.num_tokens)[:number]
+
+
+def test_rules_have_names_fields_and_class_paths() -> None:
+    assert not ReplayMemory("none").active and ReplayMemory("none").metrics() == {}
+    assert make_replay("rlep:members=4,share=0.3,max_age=9") == replace(
+        REPLAYS["rlep"], members=4, share=0.3, max_age=9
+    )
+    assert make_replay(f"{__name__}.Shortest:members=1") == Shortest(members=1)
+    memory = remembering(f"{__name__}.Shortest:members=1", group(FIRST, [1, 1]))
+    memory.learn([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], 1.0, 1)
+    assert len(joined(memory, group(FIRST, [0, 0], 1, 1), 1)[0].completion.token_ids_T) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("rlep:members=0", "members must be a whole number of at least 1, not 0"),
+        ("rlep:max_age=0", "max_age must be a whole number of at least 1, not 0"),
+        ("rlep:kept=0", "kept must be a whole number of at least 1, not 0"),
+        ("rlep:share=1", "share must be below 1, not 1: some of a group has to be sampled anew"),
+        ("rlep:share=-0.1", "share must be a number of at least 0, not -0.1"),
+        ("rlep:share=half", "share must be a number of at least 0, not 'half'"),
+        ("rlep:choice=best", "choice must be one of random, recent, reward, not 'best'"),
+        ("rlep:size=3", "it has no field 'size'; it has members, share, max_age, choice, kept"),
+        ("none:members=3", "none has no fields; set them of rlep or repo"),
+        ("everything", "there is none; give one of none, rlep, repo, or the class path of a Replay"),
+    ],
+)
+def test_what_cannot_be_is_told(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout_scheduler\.replay {spec}: {sentence}"):
+        make_replay(spec)
