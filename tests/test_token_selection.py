@@ -244,7 +244,7 @@ def test_a_schedule_of_a_run_without_end_is_refused(policy_folder: Path, loader:
     recorder = StepRecorder()
     with pytest.raises(
         ValueError,
-        match=r"first_keep and first_tokens move to keep and tokens .* set trainer\.max_steps",
+        match=r"first_keep is 2 and first_tokens 0\.2: they move .* set trainer\.max_steps",
     ):
         make_trainer(recorder, max_epochs=epochs).fit(module, train_dataloaders=loader([groups] * 3))
     assert recorder.gradients == []

@@ -60,12 +60,14 @@ class Settings:
         Raises:
             ValueError: The selection moves, and it is not known how many updates there are.
         """
-        if not self.selection.is_scheduled:
+        selection = self.selection
+        if not selection.is_scheduled:
             return 0.0
         if self.total_updates is None:
             raise ValueError(
-                "selection.first_keep and first_tokens move to keep and tokens over the updates of the run, and "
-                "nothing says how many it has; set trainer.max_steps, or leave them out."
+                f"selection.first_keep is {selection.first_keep} and first_tokens {selection.first_tokens}: they move to "
+                "keep and tokens over the updates of the run, and nothing says how many it has; set "
+                "trainer.max_steps, or leave them out."
             )
         return min(policy_version / self.total_updates, 1.0)
 
