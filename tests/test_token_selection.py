@@ -237,6 +237,13 @@ def test_a_run_knows_how_many_updates_it_has(policy_folder: Path, options: dict[
     assert module.settings.progress(1) == 1 / updates
 
 
+def test_a_run_of_no_update_is_let_through(policy_folder: Path) -> None:
+    module = make_module(policy_folder, selection=D3S)
+    groups = random_groups(random_policy(), REWARDS)
+    make_trainer(max_steps=0, max_epochs=-1).fit(module, train_dataloaders=Batches([groups]))
+    assert module.policy_version == 0
+
+
 @pytest.mark.parametrize(("loader", "epochs"), [(Batches, -1), (Endless, 3)])
 def test_a_schedule_of_a_run_without_end_is_refused(policy_folder: Path, loader: Any, epochs: int) -> None:
     groups = random_groups(random_policy(), REWARDS)

@@ -65,11 +65,11 @@ class Settings:
             return 0.0
         if self.total_updates is None:
             raise ValueError(
-                f"selection.first_keep is {selection.first_keep} and first_tokens {selection.first_tokens}: they move to "
-                "keep and tokens over the updates of the run, and nothing says how many it has; set "
+                f"selection.first_keep is {selection.first_keep} and first_tokens {selection.first_tokens}: they move "
+                "to keep and tokens over the updates of the run, and nothing says how many it has; set "
                 "trainer.max_steps, or leave them out."
             )
-        return min(policy_version / self.total_updates, 1.0)
+        return min(policy_version / max(self.total_updates, 1), 1.0)
 
 
 class Optimization(Protocol):
