@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from lit_grpo.checks import total_updates
 from lit_grpo.display.lines import as_plain, as_text
 from lit_grpo.display.progress import (
     RolloutCount,
@@ -220,9 +221,6 @@ class GRPOProgressBar(ProgressBar, Listener):
 
 def _total(trainer: pl.Trainer, module: pl.LightningModule) -> int | None:
     """Return the updates that there are to be, if anything says so."""
-    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
-    batches, epochs = trainer.num_training_batches, trainer.max_epochs
-    if isinstance(module, GRPOModule) and epochs is not None and epochs >= 0 and math.isfinite(batches):
-        steps = module.settings.num_iterations * module.settings.num_minibatches
-        limits.append(int(batches) * epochs * steps)
-    return min(limits, default=None)
+    if isinstance(module, GRPOModule):
+        return total_updates(trainer, module.settings.updates_per_batch)
+    return trainer.max_steps if trainer.max_steps >= 0 else None

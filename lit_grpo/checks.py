@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -94,6 +95,15 @@ def check_updates(
             raise ValueError(f"{name} must be at least 1, not {value}.")
     if not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm must be a number >= 0, not {max_grad_norm}.")
+
+
+def total_updates(trainer: pl.Trainer, updates_per_batch: int) -> int | None:
+    """Return how many updates a run is to make, if its trainer says so; what epochs come to is known once it trains."""
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    if epochs is not None and epochs >= 0 and math.isfinite(batches):
+        limits.append(int(batches) * epochs * updates_per_batch)
+    return min(limits, default=None)
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

@@ -26,6 +26,7 @@ from lit_grpo.checks import (
     check_trainer,
     check_training_sampling,
     check_updates,
+    total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
@@ -44,7 +45,7 @@ from lit_grpo.policy.saving import written_as_a_whole
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
-from lit_grpo.rollout.generator import Generator
+from lit_grpo.rollout.generator import Generator, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
@@ -91,7 +92,7 @@ class GRPOModule(EvaluationModule):
         pass_threshold: A completion passes when its first reward function gives at least this.
         advantages: How rewards become advantages.
         objective: What an optimizer step minimises.
-        selection: Which rollouts are learnt from, of all that were sampled and rewarded.
+        selection: Which rollouts are learnt from, of all that were sampled and rewarded, and which of their tokens.
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
         max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
@@ -184,7 +185,19 @@ class GRPOModule(EvaluationModule):
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
+            self._check_selection()
         check_callbacks(self.trainer)
+
+    def _check_selection(self) -> None:
+        """Check that a selection that moves over the run knows its end, and tell what entropies cost."""
+        self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
+        if self.trainer.max_epochs == -1:  # else it is known once training starts
+            self.settings.progress(self.policy_version)
+        if self.settings.selection.rule == "max_entropy" and not tells_entropies(self.generator):
+            self.ranks.warn(
+                f"model.selection.rule max_entropy goes by entropies, and {type(self.generator).__name__} tells none: "
+                "they are measured, for which every completion goes through the policy once more."
+            )
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Check the trainer before Lightning does, whose sentences name no field of ours; add no callback."""
@@ -258,6 +271,8 @@ class GRPOModule(EvaluationModule):
 
     def on_train_start(self) -> None:
         """On resuming let the optimizer's settings hold, and name all that differ from the checkpoint's."""
+        self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
+        self.settings.progress(self.policy_version)
         differing = differences(self._told_before, self._told) if self._told_before else {}
         if differing:
             apply_to(cast("LightningOptimizer", self.optimizers()).optimizer, self._told_before, self._told)

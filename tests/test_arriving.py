@@ -19,6 +19,7 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import StepSize
+from lit_grpo.update.selection import Selection
 
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 0.0, 2.0], [0.25, 0.5]]
 OBJECTIVES = {
@@ -99,6 +100,10 @@ def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeyp
         (
             {"advantages": Advantages("reinforce_plus_plus")},
             "advantages.estimator reinforce_plus_plus compares rewards",
+        ),
+        (
+            {"selection": Selection("random", 2, first_tokens=0.5)},
+            "selection.tokens 1.0 and first_tokens 0.5 compare tokens of the whole batch",
         ),
         ({"objective": Objective(top_entropy_quantile=0.5)}, "objective.top_entropy_quantile 0.5 compares tokens"),
         (

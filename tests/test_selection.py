@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.advantages.functions import group_advantages
-from lit_grpo.update.selection import Selection, max_variance_subset
+from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
+from lit_grpo.update.selection import Measure, Selection, max_variance_subset, token_scores
+
+Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 KINDS = {
     "normal": lambda rng, n: rng.standard_normal(n),
@@ -36,7 +39,9 @@ def test_a_subset_of_the_largest_variance_is_one_of_all_subsets(kind: str, seed:
         chosen = max_variance_subset(torch.tensor(values), size)
         assert len(set(chosen.tolist())) == len(chosen) == size
         best = max(statistics.pvariance(some) for some in itertools.combinations(values.tolist(), size))
-        assert statistics.pvariance(values[chosen.numpy()].tolist()) == pytest.approx(best, rel=1e-9, abs=1e-12)
+        kept = values[chosen.numpy()].tolist()
+        assert statistics.pvariance(kept) == pytest.approx(best, rel=1e-9, abs=1e-12)
+        assert min(kept) == min(values) and max(kept) == max(values)  # neither the only loser nor winner is left out
 
 
 def test_of_two_rewards_half_of_each_is_kept_where_there_are_so_many() -> None:
@@ -72,15 +77,27 @@ class RanksInTurn:
         return [value] if None in self.given else self.given
 
 
-def advantages(selection: Selection, groups: list[RolloutGroup], size: int = 1) -> list[list[float]]:
+def nothing(rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
+    raise AssertionError("Nothing is to be measured.")
+
+
+def advantages(
+    selection: Selection,
+    groups: list[RolloutGroup],
+    size: int = 1,
+    estimator: Estimator = group_advantages,
+    measure: Measure = nothing,
+    progress: float = 0.0,
+) -> list[list[float]]:
     """As a learner on each of so many ranks makes them, by group."""
     ranks: Any = RanksInTurn(size)
     found: dict[int, list[float]] = {}
     for own in [*range(size), *range(size)]:
         ranks.own, part = own, groups[own::size]
         rollouts = [rollout for group in part for rollout in group.rollouts]
+        rewards = GroupRewards.of(part, ["right"])
         advantages_R = selection.advantages(
-            GroupRewards.of(part, ["right"]), rollouts, lambda r: group_advantages(r.rewards_R, r.groups_R), ranks
+            rewards, rollouts, lambda r: estimator(r.rewards_R, r.groups_R), ranks, measure, progress
         )
         of_groups = advantages_R.split([len(group.rollouts) for group in part])
         found |= {own + n * size: advantages_N.tolist() for n, advantages_N in enumerate(of_groups)}
@@ -135,23 +152,163 @@ def test_all_keeps_everyone() -> None:
     assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
 
 
-@pytest.mark.parametrize("rule", ["max_variance", "batch_variance", "random"])
+# ---- by entropy ----------------------------------------------------------------------------------------
+
+
+def with_entropies(groups: list[RolloutGroup], *entropies: list[float]) -> dict[Key, torch.Tensor]:
+    """Let completions tell these; those that tell none (NaN) get tokens of the entropies that are returned."""
+    measured = {}
+    for group, values in zip(groups, entropies, strict=True):
+        for rollout, value in zip(group.rollouts, values, strict=True):
+            rollout.completion.entropy = value
+            if math.isnan(value):
+                measured[rollout.completion.request.key] = torch.tensor([0.5, 0.7])
+    return measured
+
+
+def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
+    groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, math.nan, 1.0, 0.0])
+    with_entropies(groups, [0.1, 0.3, 0.2, 0.3, 0.25], [0.9, 0.1, 5.0, 0.3, 0.2])
+    found = advantages(Selection("max_entropy", 2), groups, measure=lambda rollouts: {})
+    everyone = advantages(Selection(), groups)
+    assert [list(known(values)) for values in found] == [[1, 3], [0, 3]]  # not the one without a reward
+    for part, whole in zip(found, everyone, strict=True):
+        assert known(part).items() <= known(whole).items()
+    tied = groups_of([1.0, 0.0, 0.5, 0.2])
+    with_entropies(tied, [0.4] * 4)
+    assert list(known(advantages(Selection("max_entropy", 3), tied, measure=lambda _: {})[0])) == [0, 1, 2]
+
+
+def test_entropies_that_are_not_told_are_measured_where_a_rollout_may_be_chosen() -> None:
+    groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [math.nan, 1.0, 0.0])
+    measured = with_entropies(groups, [0.55, math.nan, 0.65, math.nan, 0.1], [math.nan, 0.0, 0.2])
+    groups[0].rollouts[3].kept = False  # learnt from before, with another part of its group
+    asked: list[Key] = []
+
+    def measure(rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
+        asked.extend(rollout.completion.request.key for rollout in rollouts)
+        return {key: measured[key] for key in asked}
+
+    found = advantages(Selection("max_entropy", 2, "kept"), groups, measure=measure)
+    assert {*asked} == {("train/0", 0, (1,))}
+    assert [list(known(values)) for values in found] == [[1, 2], [1, 2]]  # 0.6 and 0.65 of 0.55, 0.6, 0.65 and 0.1
+
+
+def test_a_rollout_without_a_token_to_learn_from_comes_last() -> None:
+    groups = groups_of([1.0, 0.0, 0.5])
+    with_entropies(groups, [0.2, 9.0, 0.1])
+    loud = groups[0].rollouts[1].completion
+    loud.take(loud.masked())
+    assert list(known(advantages(Selection("max_entropy", 2), groups, measure=lambda _: {})[0])) == [0, 2]
+
+
+# ---- the only loser ------------------------------------------------------------------------------------
+
+LOSER_IS_QUIET = [0.9, 0.8, 0.7, 0.6, 0.1, 0.5]
+
+
+@pytest.mark.parametrize("loser", [0.0, 1.0])  # the only winner, where it is 1
+@pytest.mark.parametrize("rule", ["max_variance", "batch_variance", "max_entropy", "random"])
+def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rule: Any, loser: float) -> None:
+    """Leave-one-out over a group of six: the others' baselines are 4/5 and 1/5, its own is 1 or 0."""
+    groups = groups_of(*[[1 - loser] * 4 + [loser, 1 - loser] for _ in range(12)])
+    with_entropies(groups, *[LOSER_IS_QUIET for _ in groups])
+    estimator = leave_one_out_advantages
+    found = advantages(Selection(rule, 2, "group"), groups, estimator=estimator, measure=lambda _: {})
+    sign, kept = 1 - 2 * loser, [known(values) for values in found]
+    for members in kept:
+        assert all(value == (-sign if place == 4 else sign * 0.2) for place, value in members.items())
+    assert sum(map(len, kept)) == 2 * 12
+    is_kept = [4 in members for members in kept]
+    if rule in ("max_variance", "batch_variance"):
+        assert all(is_kept)
+    if rule == "max_entropy":
+        assert not any(is_kept)
+    if rule == "random":
+        assert any(is_kept) and not all(is_kept)
+
+
+def test_statistics_of_the_kept_alone_are_of_those() -> None:
+    """Where the only loser is not among them, they are all alike and teach nothing."""
+    groups = groups_of([1.0] * 4 + [0.0, 1.0])
+    with_entropies(groups, LOSER_IS_QUIET)
+    selection = Selection("max_entropy", 2, "kept")
+    assert known(advantages(selection, groups, 1, leave_one_out_advantages, lambda _: {})[0]) == {0: 0.0, 1: 0.0}
+
+
+# ---- over a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.1, 0.25, 0.5, 0.8, 1.0])
+def test_the_first_values_move_to_the_last_in_a_line(progress: float) -> None:
+    selection = Selection("batch_variance", 4, tokens=0.9, first_keep=2, first_tokens=0.2)
+    keep, tokens = (1 - progress) * 2 + progress * 4, (1 - progress) * 0.2 + progress * 0.9
+    assert selection.keep_at(progress) == pytest.approx(keep) and selection.tokens_at(progress) == pytest.approx(tokens)
+    still = Selection("random", 3, tokens=0.4)
+    assert (still.keep_at(progress), still.tokens_at(progress)) == (3, 0.4)
+    rng = np.random.default_rng(0)
+    groups = groups_of(*rng.standard_normal((3, 5)).tolist())
+    everyone = list(itertools.chain(*advantages(Selection(), groups)))
+    found = advantages(selection, groups, 2, progress=progress)
+    kept = [value for value in itertools.chain(*found) if value == value]
+    assert len(kept) == math.floor(3 * keep + 0.5)  # of the whole batch
+    best = max(statistics.pvariance(some) for some in itertools.combinations(everyone, len(kept)))
+    assert statistics.pvariance(kept) == pytest.approx(best)
+    for rule in ("max_variance", "random"):
+        of_groups = advantages(Selection(rule, 4, first_keep=2), groups, progress=progress)
+        assert {len(known(values)) for values in of_groups} == {math.floor(keep + 0.5)}
+
+
+def test_random_members_stay_when_more_are_kept() -> None:
+    groups, selection = groups_of([float(n) for n in range(12)]), Selection("random", 8, first_keep=2)
+    members = [set(known(advantages(selection, groups, progress=progress)[0])) for progress in (0.0, 0.5, 1.0)]
+    assert [len(some) for some in members] == [2, 5, 8] and members[0] < members[1] < members[2]
+
+
+# ---- tokens --------------------------------------------------------------------------------------------
+
+
+def test_a_tokens_score_is_the_absolute_advantage_times_its_entropy() -> None:
+    (group,) = groups_of([1.0, 0.0, 0.5])
+    entropies = dict(zip((r.completion.request.key for r in group.rollouts), torch.rand(3, 2).double(), strict=True))
+    asked: list[int] = []
+
+    def measure(rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
+        asked.append(len(rollouts))
+        return {r.completion.request.key: entropies[r.completion.request.key] for r in rollouts}
+
+    scores = token_scores(list(zip(group.rollouts, [1.5, -2.0, 0.0], strict=True)), measure)
+    first, second, third = entropies
+    assert torch.equal(scores[first], 1.5 * entropies[first]) and torch.equal(scores[second], 2 * entropies[second])
+    assert scores[third].tolist() == [0.0, 0.0] and asked == [2]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["max_variance", "batch_variance", "max_entropy", "random"])
 def test_members_that_have_left_with_another_part_of_their_group_take_no_place(rule: Any) -> None:
     (group,) = groups_of([1.0, 0.0, 0.9, 0.1, 0.5, 0.4])
     for rollout in group.rollouts[:2]:
         rollout.kept, rollout.learnt = False, True
-    (found,) = advantages(Selection(rule, 2, "group"), [group])
+    with_entropies([group], [9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
+    (found,) = advantages(Selection(rule, 2, "group"), [group], measure=lambda _: {})
     assert len(known(found).keys() - {0, 1}) == 2
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"rule": "best", "keep": 4},
-        "selection.rule must be one of all, max_variance, batch_variance, random, not 'best'.",
+        "selection.rule must be one of all, max_variance, batch_variance, max_entropy, random, not 'best'.",
     ),
     ({"rule": "random"}, "selection.rule is random and selection.keep is None"),
     ({"keep": 4}, "selection.rule is all and selection.keep is 4"),
     ({"rule": "random", "keep": 1}, "selection.keep must be at least 2, not 1"),
+    ({"rule": "random", "keep": 4, "first_keep": 1}, "selection.first_keep must be at least 2, not 1"),
+    ({"first_keep": 4}, "selection.first_keep is 4, and rule all keeps every rollout; leave it out, or set rule"),
+    ({"tokens": 0.0}, "selection.tokens must be in (0, 1], not 0.0; 1 keeps all tokens."),
+    ({"tokens": math.nan}, "selection.tokens must be in (0, 1], not nan"),
+    ({"first_tokens": 1.2}, "selection.first_tokens must be in (0, 1], not 1.2; 1 keeps all tokens."),
     (
         {"rule": "batch_variance", "keep": 4, "statistics": "kept"},
         "selection.statistics must be group for rule batch_variance, not 'kept'.",
@@ -170,3 +327,5 @@ def test_a_subset_larger_than_its_group_is_refused() -> None:
     Selection("random", 8).check(8)
     with pytest.raises(ValueError, match=r"selection\.keep is 9, but model\.num_generations is 8; keep at most"):
         Selection("random", 9).check(8)
+    with pytest.raises(ValueError, match=r"selection\.first_keep is 9, but model\.num_generations is 8; keep at most"):
+        Selection("random", 4, first_keep=9).check(8)

@@ -125,6 +125,11 @@ def decodes_beside_updates(generator: object) -> bool:
     return getattr(generator, "has_own_devices", False)
 
 
+def tells_entropies(generator: object) -> bool:
+    """Whether its completions come with their mean entropies: it says that it ``tells_entropies``."""
+    return getattr(generator, "tells_entropies", False)
+
+
 @runtime_checkable
 class Generator(Decoder, Protocol):
     """Decodes with a policy's weights, which it is sent.

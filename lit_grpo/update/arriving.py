@@ -154,12 +154,12 @@ def check_arriving(settings: Settings, num_ranks: int) -> None:
     Raises:
         ValueError: Something asks for all of its groups beforehand.
     """
-    objective, estimator = settings.objective, settings.advantages
+    objective, estimator, selection = settings.objective, settings.advantages, settings.selection
     needs = {
         f"advantages.estimator {estimator.estimator} compares rewards of the whole batch": estimator.needs_all_ranks,
-        f"selection.rule {settings.selection.rule} compares rollouts of the whole batch": (
-            settings.selection.needs_all_ranks
-        ),
+        f"selection.rule {selection.rule} compares rollouts of the whole batch": selection.needs_all_ranks,
+        f"selection.tokens {selection.tokens} and first_tokens {selection.first_tokens} compare tokens of the whole "
+        "batch": selection.takes_tokens,
         f"objective.top_entropy_quantile {objective.top_entropy_quantile} compares tokens of the whole batch": (
             objective.top_entropy_quantile < 1
         ),

@@ -42,8 +42,9 @@ from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
-from lit_grpo.update.objective.tokens import Tokens, completion_sums, entropy_threshold
+from lit_grpo.update.objective.tokens import Tokens, completion_sums, highest
 from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.selection import token_scores
 from lit_grpo.update.settings import Optimization, Settings
 
 if TYPE_CHECKING:
@@ -154,9 +155,12 @@ class Learner:
         """Give each rollout its advantage; return them, and what the updates on the rollouts compare with."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         before = self._before(rollouts)
-        rewards, compute = self._less_kl(self.rewards(groups), rollouts, before, metrics), self._advantages
-        advantages_R = self.settings.selection.advantages(rewards, rollouts, partial(compute, rollouts), self.ranks)
-        seen = rewards.visits(groups, self.settings.pass_threshold, self.optimization.policy_version)
+        rewards, version = self.rewards(groups), self.optimization.policy_version
+        rewards = self._less_kl(rewards, rollouts, before, metrics)
+        compute, measure = partial(self._advantages, rollouts), partial(self._measure, what="entropy")
+        of = rewards, rollouts, compute, self.ranks, measure, self.settings.progress(version)
+        advantages_R = self.settings.selection.advantages(*of)
+        seen = rewards.visits(groups, self.settings.pass_threshold, version)
         self.state.history.note(seen)
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage = advantage
@@ -252,22 +256,23 @@ class Learner:
         objective = self.settings.objective
         taking_part, learnt = taking_part_and_learnt(rollouts, advantages, objective.mask_truncated)
         num_tokens = int(self.ranks.sum(sum(rollout.completion.num_trained for rollout, _ in learnt)))
-        kept = self._highest_entropy([rollout for rollout, _ in learnt])
+        kept = self._kept(learnt)
         num_kept = num_tokens if kept is None else int(self.ranks.sum(sum(int(part.sum()) for part in kept.values())))
         totals = StepTotals(num_tokens, int(self.ranks.sum(len(taking_part))), self.settings.max_tokens, num_kept)
         if not objective.uses_every_completion:
             learnt = [(rollout, advantage) for rollout, advantage in learnt if advantage != 0]
         return Step([r for r, _ in learnt], [advantage for _, advantage in learnt], totals, before, kept)
 
-    def _highest_entropy(self, rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor] | None:
-        """Which tokens are among those with the highest entropy of the whole step, where only those are learnt from."""
-        share = self.settings.objective.top_entropy_quantile
+    def _kept(self, learnt: Sequence[tuple[Rollout, float]]) -> dict[Key, torch.Tensor] | None:
+        """Which tokens of the whole step are learnt from, by entropy or absolute advantage x entropy; None for all."""
+        selection, share = self.settings.selection, self.settings.objective.top_entropy_quantile
+        if selection.takes_tokens:
+            share = selection.tokens_at(self.settings.progress(self.optimization.policy_version))
         if share == 1:
             return None
-        entropy = self._measure(rollouts, "entropy")
-        everyone = self.ranks.gather(torch.cat([torch.empty(0, dtype=torch.float32), *entropy.values()]))
-        threshold = entropy_threshold(torch.cat(everyone), share)
-        return {key: entropy_T >= threshold for key, entropy_T in entropy.items()}
+        measure = partial(self._measure, what="entropy")
+        scores = token_scores(learnt, measure) if selection.takes_tokens else measure([r for r, _ in learnt])
+        return highest(scores, share, self.ranks)
 
     def _update(self, step: Step, metrics: TokenMetrics) -> None:
         """Take one optimizer step. Without a gradient (nothing to learn) it counts, and changes no weight."""

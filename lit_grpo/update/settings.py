@@ -20,8 +20,9 @@ class Settings:
     """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
-    ``shares_prefix`` says whether prompts are computed once for all of their completions, and ``pass_threshold`` what
-    the first reward of a completion has to reach for it to count as passed.
+    ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_threshold`` what
+    the first reward of a completion has to reach for it to count as passed, and ``total_updates`` how many updates the
+    run has, where that is known.
     """
 
     objective: Objective
@@ -38,11 +39,37 @@ class Settings:
     selection: Selection = field(default_factory=Selection)
     shares_prefix: bool = True
     pass_threshold: float = 1.0
+    total_updates: int | None = None
+
+    def __post_init__(self) -> None:
+        share = self.objective.top_entropy_quantile
+        if share < 1 and self.selection.takes_tokens:
+            raise ValueError(
+                f"objective.top_entropy_quantile is {share}, and selection.tokens or first_tokens chooses tokens too; "
+                "leave one of them at 1."
+            )
 
     @property
     def updates_per_batch(self) -> int:
         """Optimizer steps on one batch."""
         return self.num_iterations * self.num_minibatches
+
+    def progress(self, policy_version: int) -> float:
+        """Return the share of the run's updates that has been made, which tells how far the selection has moved.
+
+        Raises:
+            ValueError: The selection moves, and it is not known how many updates there are.
+        """
+        selection = self.selection
+        if not selection.is_scheduled:
+            return 0.0
+        if self.total_updates is None:
+            raise ValueError(
+                f"selection.first_keep is {selection.first_keep} and first_tokens {selection.first_tokens}: they move "
+                "to keep and tokens over the updates of the run, and nothing says how many it has; set "
+                "trainer.max_steps, or leave them out."
+            )
+        return min(policy_version / max(self.total_updates, 1), 1.0)
 
 
 class Optimization(Protocol):

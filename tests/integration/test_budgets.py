@@ -33,8 +33,9 @@ RULES: dict[str, dict[str, Any]] = {
     "near a half, knapsack, D3S": {
         "ask": "near_half",
         "allocation": "knapsack:budget=15",
-        "selection": Selection("batch_variance", 2),
+        "selection": Selection("batch_variance", 3, tokens=0.9, first_keep=2, first_tokens=0.3),
     },
+    "entropies while prompts stay open": {"mode": "april:max_staleness=3", "selection": Selection("max_entropy", 2)},
     "dars": {"allocation": "dars_equal:most=9"},
     "tokens": {"allocation": "variance:tokens=200"},
     "variance while prompts stay open": {"mode": "april:max_staleness=3", "ask": "greso", "allocation": "variance"},

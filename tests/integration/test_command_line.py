@@ -455,6 +455,14 @@ BAD_INPUT = {
         ["--model.selection.rule", "max_variance", "--model.selection.keep", "99"],
         "selection.keep is 99, but model.num_generations is",
     ),
+    "two choices of tokens": (
+        ["--model.selection.tokens", "0.5", "--model.objective.top_entropy_quantile", "0.5"],
+        "objective.top_entropy_quantile is 0.5, and selection.tokens or first_tokens chooses tokens too",
+    ),
+    "schedule without an end": (
+        ["--model.selection.first_tokens", "0.2", "--trainer.max_steps", "-1"],
+        "nothing says how many it has; set trainer.max_steps",
+    ),
     "subset of no size": (["--model.selection.rule", "random"], "needs the number of rollouts to keep of each group"),
     "unknown plan": (
         ["--rollout_scheduler.plan", "fastest"],

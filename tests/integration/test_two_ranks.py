@@ -43,6 +43,7 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.recipes import RECIPES
 from lit_grpo.update.objective.step_size import StepSize
+from lit_grpo.update.selection import Selection
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -116,6 +117,12 @@ CASES = {
         {"advantages": Advantages(scale="batch"), "objective": Objective("grpo", top_entropy_quantile=0.5)},
     ),
 }
+
+D3S = Selection("batch_variance", 3, tokens=0.8, first_keep=2, first_tokens=0.4)
+CASES["parts_of_rollouts_and_tokens"] = Case([MIXED, RAGGED, RANK_1_UNIFORM], {"selection": D3S, "num_minibatches": 2})
+CASES["highest_entropy"] = Case(
+    [MIXED, RAGGED], {"selection": Selection("max_entropy", 2), "max_tokens_per_micro_batch": "auto"}, scarce=True
+)
 
 for name in RECIPES:
     mode = "token_truncate" if name == "vespo" else "sequence_mask"

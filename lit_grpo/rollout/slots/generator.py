@@ -66,6 +66,7 @@ class SlotGenerator(Versioned):
         self.kv_memory = MemoryBudget(kv_memory)
         self.speculate = speculate
         self.feature_points: tuple[int, ...] = ()
+        self.tells_entropies = True
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None

@@ -30,7 +30,7 @@ class Step:
     """The completions of one optimizer step on this rank.
 
     ``rollouts`` and ``advantages`` are those that go through the policy. ``totals`` are of all ranks.
-    ``kept`` are the tokens of high entropy, by completion; None where all count. ``entropy_sum`` and ``loss_sum``
+    ``kept`` are the tokens that are learnt from, by completion; None where all are. ``entropy_sum`` and ``loss_sum``
     add up while the step is computed, and ``log_weights`` gathers the log of policy / sampler of each completion.
     """
 

@@ -32,7 +32,7 @@ def policy_loss(
         totals: Of the whole step, on all ranks.
         beta: Weight of the KL term now; ``kl.beta`` by default.
         entropy_coefficient: Weight of the entropy bonus now; ``entropy.coefficient`` by default.
-        kept_N: Which tokens are among those with the highest entropy of the step, where only those are learnt from.
+        kept_N: Which tokens are learnt from, where the step leaves some out.
 
     Raises:
         ValueError: The objective has a KL term, and the tokens have no reference log-probs.
