@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.data.module import loaded_prompts, own_loader, training_loader
+from lit_grpo.data.module import asked_prompts, loaded_prompts, own_loader, training_loader
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
@@ -181,7 +181,7 @@ class RolloutScheduler(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
         assert isinstance(pl_module, GRPOModule)
-        pl_module.check_lengths(loaded_prompts(trainer))
+        pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
             self._budget.begin(pl_module.learner.state.history, own_loader(trainer), self._turns)
         self._start(trainer, pl_module)
@@ -225,7 +225,7 @@ class RolloutScheduler(pl.Callback):
         if self._pump is not None:
             self._end_beside(self._pump, pl_module, batch)
         self._buffer.learnt()
-        self._budget.learn(batch.groups, pl_module.ranks)
+        pl_module.log_anew("hints", self._budget.learn(batch.groups, pl_module.ranks))
         if self._pruner is not None:
             self._pruner.learn(batch.groups, pl_module.pass_threshold)
             pl_module.log_dict(self._pruner.quality())

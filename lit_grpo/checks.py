@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.types import Prompt, SamplingParams
 
-FORMAT = 5
+FORMAT = 6
 """Of checkpoints; it changes whenever what they hold does."""
 
 

@@ -175,7 +175,10 @@ def test_rules_have_names_fields_and_class_paths() -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("some", "data.ask some: there is none; give one of all, greso, near_half, phases, or the class path of a PromptRule."),
+        (
+            "some",
+            "there is none; give one of all, greso, near_half, phases, or the class path of a PromptRule.",
+        ),
         ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
         ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
         ("greso:step=small", "step must be a number of at least 0, not 'small'."),

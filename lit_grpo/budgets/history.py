@@ -24,6 +24,7 @@ class Visit:
         num_passed: How many of them passed.
         num_tokens: Of all its completions together.
         version: Of the policy that learns from it.
+        hint: Which share of a hint the prompt had.
     """
 
     prompt_id: str
@@ -32,11 +33,14 @@ class Visit:
     num_passed: int
     num_tokens: int
     version: int
+    hint: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What the visits of a prompt have shown so far; a visit without a reward does not count.
+
+    A visit with a hint shows nothing of the prompt itself: it changes the last three fields alone.
 
     Args:
         num_visits: How many there have been.
@@ -48,6 +52,9 @@ class Record:
         mean_tokens: Of these; completions without a reward among them.
         num_flat: Visits on end, the last one included, in which all rewards were equal.
         version: Of the policy that learnt from the last one.
+        num_unsolved: Visits on end, the last one included, that nobody passed.
+        hint: Which share of a hint the last visit had; 0 where it had none.
+        hint_pass_rate: Share of that visit's completions that passed.
     """
 
     num_visits: int = 0
@@ -59,6 +66,9 @@ class Record:
     mean_tokens: float = 0.0
     num_flat: int = 0
     version: int = -1
+    num_unsolved: int = 0
+    hint: float = 0.0
+    hint_pass_rate: float = 0.0
 
     @property
     def is_easy(self) -> bool:
@@ -84,6 +94,8 @@ class Record:
         rewards = [reward for reward in visit.rewards if math.isfinite(reward)]
         if not rewards:
             return self
+        if visit.hint:
+            return replace(self, num_unsolved=0, hint=visit.hint, hint_pass_rate=visit.num_passed / len(rewards))
         mean, deviation = moments(rewards)
         before = EARLIER_VISITS * self.num_completions
         total = before + len(rewards)
@@ -95,6 +107,9 @@ class Record:
             mean_tokens=(before * self.mean_tokens + visit.num_tokens / len(visit.rewards) * len(rewards)) / total,
             num_flat=self.num_flat + 1 if is_flat(mean, deviation) else 0,
             version=visit.version,
+            num_unsolved=0 if visit.num_passed else self.num_unsolved + 1,
+            hint=0.0,
+            hint_pass_rate=0.0,
         )
 
 
@@ -105,10 +120,15 @@ class PromptHistory:
     """Records of all prompts by id, the same on every rank.
 
     A visit counts for good once it is committed; until then it can be noted again.
+
+    Attributes:
+        records: By prompt.
+        committed: The visits that were committed last, of all ranks.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        self.committed: list[Visit] = []
         self._noted: dict[tuple[str, int], Visit] = {}
 
     def __getitem__(self, prompt_id: str) -> Record:
@@ -121,11 +141,11 @@ class PromptHistory:
 
     def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
         """Count what has been noted, on all ranks, in their order."""
-        for visits in gather(list(self._noted.values())):
-            for visit in visits:
-                record = self[visit.prompt_id].after(visit)
-                if record.num_visits:
-                    self.records[visit.prompt_id] = record
+        self.committed = [visit for visits in gather(list(self._noted.values())) for visit in visits]
+        for visit in self.committed:
+            record = self[visit.prompt_id].after(visit)
+            if record is not NEW:
+                self.records[visit.prompt_id] = record
         self._noted = {}
 
     def state_dict(self) -> dict[str, list[Any]]:
