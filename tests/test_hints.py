@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -387,8 +386,9 @@ def test_rules_have_names_fields_and_rows_without_a_text_no_hint(tokenizer: str)
     assert [(prompt.text, prompt.hint) for prompt in prompts] == [("1=a", 0.5), ("2=", 0.0), ("3=", 0.0)]
 
 
-def test_validation_is_never_hinted(tokenizer: str, tmp_path: Path) -> None:
-    data = PromptDataModule(tokenizer, train=ROWS, validation=ROWS, batch_size=5, hint="reference")
+def test_validation_is_never_hinted(tokenizer: str) -> None:
+    source: Any = ROWS
+    data = PromptDataModule(tokenizer, train=source, validation=source, batch_size=5, hint="reference")
     data.setup("fit")
     assert data._hinter is not None  # pyright: ignore[reportPrivateUsage]
     data._hinter.history.records = {f"{split}/0": FAILED for split in ("train", "validation")}  # pyright: ignore[reportPrivateUsage]

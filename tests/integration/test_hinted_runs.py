@@ -38,7 +38,7 @@ def begins(completion: str, prompt: str, solution: str) -> float:
     assert prompt.endswith("=")
     if int(prompt[-4]) % 3 == 0:
         return float(sum(map(ord, completion)) % 2)
-    return float(completion.startswith(solution[:2]))
+    return float(completion.startswith(solution[:3]))
 
 
 class Recorded(Trained):
@@ -183,9 +183,8 @@ def test_hints_that_never_begin_change_no_bit(policy_folder: Path, tmp_path: Pat
 
 
 def test_a_prompt_with_its_hint_has_to_leave_room_for_its_completion(policy_folder: Path, tmp_path: Path) -> None:
-    solution = "abc" * 90
-    data = PromptDataModule(str(policy_folder), train=[{"prompt": "1+1=", "solution": solution}], hint="reference")
-    data.batch_size = 1
+    rows: Any = [{"prompt": "1+1=", "solution": "abc" * 90}]
+    data = PromptDataModule(str(policy_folder), train=rows, batch_size=1, hint="reference")
     module = make_module(
         policy_folder, rewards=[RewardSpec(f"{__file__}:begins")], sampling=SamplingParams(max_tokens=16)
     )
