@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ALPHABET, save_tokenizer
 from hand_made import make_rollout
+from lit_grpo.callbacks.sample_logger import _last_turn as last_turn  # pyright: ignore[reportPrivateUsage]
 
 from lit_grpo.budgets.hints import Hint, Reference, Strategy, hint_metrics, make_hint
 from lit_grpo.budgets.history import PromptHistory, Record, Visit
@@ -303,6 +304,11 @@ def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> No
     assert (one["prompt"], one["completion"], one["completion_ids"]) == ("1+1=", "abcd", [3, 4])
     group = group_inputs(RolloutGroup(rollout.prompt, [rollout]), around)
     assert (group["prompts"], group["completions"]) == (["1+1="], ["abcd"])
+
+
+def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
+    prompt = Prompt("a", (1,), "ask 1+1=ab", {"prompt": "1+1="}, hint=0.5, given="ab")
+    assert last_turn(prompt, "prompt") == "ask 1+1=ab" and last_turn(replace(prompt, hint=0.0), "prompt") == "1+1="
 
 
 # ---- a run ---------------------------------------------------------------------------------------------

@@ -144,10 +144,11 @@ class PromptDataModule(LightningDataModule):
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
             rows: dict[str, Row] = {}
-            self.prompts[split] = self._load(split, source, rows)
+            prompts = self._load(split, source, rows)
             if split == "train" and self._hint is not None:
                 self._hinter = Hinter(self._hint, self.renderer, self._tokenizer, rows)
-                self.hinted = self._hinter.check(self.prompts[split], source.describe())
+                self.hinted = self._hinter.check(prompts, source.describe())
+            self.prompts[split] = prompts
         going_on = self.trainer is not None and self.trainer.global_step > 0
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
