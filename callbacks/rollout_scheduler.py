@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.data.module import loaded_prompts, own_loader, training_loader
+from lit_grpo.data.module import asked_prompts, loaded_prompts, own_loader, training_loader
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
@@ -179,10 +179,9 @@ class RolloutScheduler(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
         assert isinstance(pl_module, GRPOModule)
-        pl_module.check_lengths(loaded_prompts(trainer))
+        pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
-            history = pl_module.learner.state.history
-            self._budget.begin(history, own_loader(trainer), self._turns, self._lengths)
+            self._budget.begin(pl_module.learner.state.history, own_loader(trainer), self._turns, self._lengths)
         self._start(trainer, pl_module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -234,7 +233,8 @@ class RolloutScheduler(pl.Callback):
                 pl_module.log_dict(self._choice.metrics())
             self._lengths.end(commit=True)
             pl_module.log_dict(self._lengths.metrics())
-        self._budget.learn(batch.groups, pl_module.pass_threshold, pl_module.policy_version, pl_module.ranks)
+        of_batch = batch.groups, pl_module.pass_threshold, pl_module.policy_version, pl_module.ranks
+        pl_module.log_anew("hints", self._budget.learn(*of_batch))
 
     def on_validation_batch_start(
         self,

@@ -111,7 +111,9 @@ def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: 
 
 
 def _last_turn(prompt: Prompt, column: str) -> str:
-    """Return what was asked last, without what a chat template puts around it."""
+    """Return what was asked last, without what a chat template puts around it; with its hint all that was asked."""
+    if prompt.hint:
+        return prompt.text
     turns = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
     asked = turns[-1] if turns else prompt.columns.get(column)
     return asked if isinstance(asked, str) and asked.strip() in prompt.text else prompt.text
@@ -129,6 +131,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "step": step,
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.text,
+        **({"hint": rollout.prompt.hint} if rollout.prompt.hint else {}),
         "completion": rollout.completion.text,
         "tokens": rollout.completion.num_tokens,
         "finish": rollout.completion.finish_reason,

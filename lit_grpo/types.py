@@ -147,6 +147,9 @@ class Prompt:
     counts how often it has been drawn before, so that a second epoch samples anew. ``columns`` are
     all fields of its row, for the reward functions. ``messages`` is the conversation that ``text`` was rendered from,
     where the row's prompt is one.
+
+    ``hint`` says which share of a hint was put into it, 0 for none; ``token_ids`` and ``text`` then are with the hint.
+    ``given`` is the beginning of the answer that ``text`` ends in, where the hint is one.
     """
 
     prompt_id: str
@@ -155,6 +158,8 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     visit: int = 0
     messages: list[dict[str, str]] | None = None
+    hint: float = 0.0
+    given: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,7 +326,7 @@ def test_an_update_that_is_interrupted_before_its_step_teaches_no_lengths(tmp_pa
             rewards = [RewardSpec(f"{__file__}:even_length")]
             trainer.fit(make_module(policy, generator=SlotGenerator(4), rewards=rewards), datamodule=data)
         states.append(scheduler.state_dict())
-    assert states[0] == states[1]
+    assert states[0]["ranks"] == states[1]["ranks"]
     assert states[0]["ranks"][0]["lengths"]["num_groups"] == 2
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from lit_grpo.budgets.history import Lengths, PromptHistory, Record, Visit
-from lit_grpo.budgets.prompts import Greso, NearHalf, PromptChooser, PromptRule, make_prompt_rule
+from lit_grpo.budgets.prompts import Greso, NearHalf, Phases, PromptChooser, PromptRule, make_prompt_rule
 from lit_grpo.types import Prompt
 
 NAN = math.nan
@@ -50,7 +50,9 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
     assert history.records == {}
     history.note([visit([1.0, 1.0])])
     history.note_lengths([("a", Lengths(2, 3.0, 0.5)), ("c", Lengths(0, 0.0, 0.0))])
-    history.commit(lambda own: [own, ([visit([0.0], name="b")], [("b", Lengths(4, 1.0, 0.0))])])  # of two ranks
+    history.commit(lambda own: [own, [visit([0.0], name="b")]])  # of two ranks
+    assert not history.lengths(["a"]).any()
+    history.commit_lengths(lambda own: [own, [("b", Lengths(4, 1.0, 0.0))]])
     assert history["a"].mean == 1.0 and history["b"].mean == 0.0
     assert history.lengths(["b", "a", "c"]).tolist() == [[4, 1.0, 0.0], [2, 3.0, 0.5], [0, 0, 0]]
     assert "c" not in history.records  # of which nothing has come
@@ -61,7 +63,7 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
 def test_a_history_goes_on_from_a_checkpoint() -> None:
     history, again = history_of([1.0, 0.0], [0.5, 0.25]), PromptHistory()
     history.note_lengths([("a", Lengths(2, 3.0, 0.5)), ("new", Lengths(1, 2.0, 0.0))])
-    history.commit()
+    history.commit_lengths()
     assert history["new"].num_visits == 0 and history["new"].lengths.number == 1
     again.load_state_dict(history.state_dict())
     assert again.records == history.records
@@ -103,6 +105,52 @@ def test_a_prompt_near_a_half_is_asked_most() -> None:
     assert rule.chance(Record(), {}) == 1.0
 
 
+RATES = (0.0, 0.01, 0.1, 0.124, 0.125, 0.2, 0.25, 0.3, 0.49, 0.5, 0.6, 0.75, 0.76, 1.0)
+
+
+def phase_of_paper(rate: float) -> int | None:
+    """sGPO: above 0.75 dropped, none passed apart, else the power-of-two bucket of 1 / rate within 2 and 8."""
+    if rate > 0.75 or rate == 0:
+        return None
+    return min(max(2 ** math.ceil(math.log2(1 / rate)), 2), 8)
+
+
+@pytest.mark.parametrize("phase", [2, 4, 8])
+@pytest.mark.parametrize("rate", RATES)
+def test_a_phase_asks_those_of_its_bucket_and_a_share_of_those_nobody_passed(phase: int, rate: float) -> None:
+    chance = Phases().chance(Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0})
+    assert chance == (0.1 if rate == 0 else 1.0 if phase_of_paper(rate) == phase else 0.01)
+    assert Phases().chance(Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
+
+
+def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> None:
+    rule, profile = Phases(batches=3), [Record(1, pass_rate=0.6)] * 2
+    state = rule.begin()
+    for _ in range(5):
+        state = rule.learn(state, profile + [Record(2, pass_rate=0.6)] * 2)  # half of them on their first visit
+    assert state == rule.begin() == {"phase": 2.0, "phase_batches": 0.0}
+    asked = [Record(2, pass_rate=rate) for rate in (0.6, 0.3, 0.1)]
+    phases = []
+    for _ in range(12):
+        phases.append(state["phase"])
+        state = rule.learn(state, asked)
+    assert phases == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [2.0] * 3
+    assert rule.learn(state, []) == state
+
+
+def test_a_phase_without_prompts_takes_one_batch_and_no_run_stops() -> None:
+    rule = Phases(batches=50)
+    hard, unsolved = [Record(3, pass_rate=0.1)], [Record(3)]
+    state = rule.learn(rule.begin(), hard + unsolved)
+    assert state["phase"] == 4.0
+    state = rule.learn(rule.learn(state, hard + unsolved), hard + unsolved)
+    assert state == {"phase": 8.0, "phase_batches": 1.0}
+    chooser = PromptChooser(rule, seed=0)
+    chooser.history.records = {"a": Record(9, pass_rate=1.0)}  # mastered: nobody is left to ask
+    asked = sum(chooser.asks(Prompt("a", (1,), "", visit=visit)) for visit in range(5000))
+    assert asked / 5000 == pytest.approx(0.01, abs=0.005)
+
+
 def test_draws_follow_the_chances_and_depend_on_seed_prompt_and_visit_alone() -> None:
     chooser, other = PromptChooser(Greso(), seed=1), PromptChooser(Greso(), seed=2)
     for each in (chooser, other):
@@ -135,11 +183,19 @@ def test_rules_have_names_fields_and_class_paths() -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("some", "data.ask some: there is none; give one of all, greso, near_half, or the class path of a PromptRule."),
+        (
+            "some",
+            "there is none; give one of all, greso, near_half, phases, or the class path of a PromptRule.",
+        ),
         ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
         ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
         ("greso:step=small", "step must be a number of at least 0, not 'small'."),
         ("near_half:least=x", "least must be a number of at least 0, not 'x'."),
+        ("phases:batches=0", "batches must be a whole number of at least 1, not 0."),
+        ("phases:batches=2.5", "batches must be a whole number of at least 1, not 2.5."),
+        ("phases:easy=1.5", "easy must be above 0 and at most 1, not 1.5."),
+        ("phases:unsolved=0", "unsolved must be above 0 and at most 1, not 0."),
+        ("phases:unsolved=few", "unsolved must be a number of at least 0, not 'few'."),
         ("near_half:least=0", "least must be above 0 and at most 1, not 0."),
     ],
 )

@@ -44,6 +44,7 @@ class Visit:
         num_passed: How many of them passed.
         num_tokens: Of all its completions together.
         version: Of the policy that learns from it.
+        hint: Which share of a hint the prompt had.
     """
 
     prompt_id: str
@@ -52,11 +53,14 @@ class Visit:
     num_passed: int
     num_tokens: int
     version: int
+    hint: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What the visits of a prompt have shown so far; a visit without a reward does not count.
+
+    A visit with a hint shows nothing of the prompt itself: it changes the three fields that tell of hints alone.
 
     Args:
         num_visits: How many there have been.
@@ -68,6 +72,9 @@ class Record:
         mean_tokens: Of these; completions without a reward among them.
         num_flat: Visits on end, the last one included, in which all rewards were equal.
         version: Of the policy that learnt from the last one.
+        num_unsolved: Visits on end, the last one included, that nobody passed.
+        hint: Which share of a hint the last visit had; 0 where it had none.
+        hint_pass_rate: Share of that visit's completions that passed.
         lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
             half at each new one.
     """
@@ -81,6 +88,9 @@ class Record:
     mean_tokens: float = 0.0
     num_flat: int = 0
     version: int = -1
+    num_unsolved: int = 0
+    hint: float = 0.0
+    hint_pass_rate: float = 0.0
     lengths: Lengths = NO_LENGTHS
 
     @property
@@ -107,6 +117,8 @@ class Record:
         rewards = [reward for reward in visit.rewards if math.isfinite(reward)]
         if not rewards:
             return self
+        if visit.hint:
+            return replace(self, num_unsolved=0, hint=visit.hint, hint_pass_rate=visit.num_passed / len(rewards))
         mean, deviation = moments(rewards)
         before = EARLIER_VISITS * self.num_completions
         total = before + len(rewards)
@@ -118,24 +130,32 @@ class Record:
             mean_tokens=(before * self.mean_tokens + visit.num_tokens / len(visit.rewards) * len(rewards)) / total,
             num_flat=self.num_flat + 1 if is_flat(mean, deviation) else 0,
             version=visit.version,
+            num_unsolved=0 if visit.num_passed else self.num_unsolved + 1,
+            hint=0.0,
+            hint_pass_rate=0.0,
         )
 
 
 NEW = Record()
-Noted = tuple[list[Visit], list[tuple[str, Lengths]]]
-"""What one rank has noted."""
+Length = tuple[str, Lengths]
+"""Those of a prompt, by its id."""
 
 
 class PromptHistory:
     """Records of all prompts by id, the same on every rank.
 
     A visit counts for good once it is committed; until then it can be noted again.
+
+    Attributes:
+        records: By prompt.
+        committed: The visits that were committed last, of all ranks.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        self.committed: list[Visit] = []
         self._noted: dict[tuple[str, int], Visit] = {}
-        self._lengths: list[tuple[str, Lengths]] = []
+        self._lengths: list[Length] = []
 
     def __getitem__(self, prompt_id: str) -> Record:
         """Return what is known of a prompt: nothing of a new one."""
@@ -156,21 +176,25 @@ class PromptHistory:
         """Take visits of this rank's prompts."""
         self._noted |= {(visit.prompt_id, visit.number): visit for visit in visits}
 
-    def note_lengths(self, lengths: Sequence[tuple[str, Lengths]]) -> None:
+    def note_lengths(self, lengths: Sequence[Length]) -> None:
         """Take the lengths of completions of this rank's prompts; those without a completion are left out."""
         self._lengths += [(prompt_id, each) for prompt_id, each in lengths if each.number]
 
-    def commit(self, gather: Callable[[Noted], list[Noted]] = lambda own: [own]) -> None:
+    def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
         """Count what has been noted, on all ranks, in their order."""
-        for visits, lengths in gather((list(self._noted.values()), self._lengths)):
-            for visit in visits:
-                record = self[visit.prompt_id].after(visit)
-                if record.num_visits:
-                    self.records[visit.prompt_id] = record
-            for prompt_id, each in lengths:
-                record = self[prompt_id]
-                self.records[prompt_id] = replace(record, lengths=record.lengths.after(each))
-        self._noted, self._lengths = {}, []
+        self.committed = [visit for visits in gather(list(self._noted.values())) for visit in visits]
+        for visit in self.committed:
+            record = self[visit.prompt_id].after(visit)
+            if record is not NEW:
+                self.records[visit.prompt_id] = record
+        self._noted = {}
+
+    def commit_lengths(self, gather: Callable[[list[Length]], list[list[Length]]] = lambda own: [own]) -> None:
+        """Count the lengths that have been noted, on all ranks, in their order."""
+        for prompt_id, each in (length for lengths in gather(self._lengths) for length in lengths):
+            record = self[prompt_id]
+            self.records[prompt_id] = replace(record, lengths=record.lengths.after(each))
+        self._lengths = []
 
     def state_dict(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps, in plain types."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
+from lit_grpo.data.hinting import Hinter
 from lit_grpo.types import Prompt, PromptBatch
 
 
@@ -36,6 +38,7 @@ class PromptLoader:
         seed: Of the order.
         shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
         chooser: Says which prompts are asked; by default all.
+        hinter: Puts hints into those that are asked; by default none.
     """
 
     def __init__(
@@ -47,8 +50,9 @@ class PromptLoader:
         seed: int = 0,
         shuffle: bool = True,
         chooser: PromptChooser | None = None,
+        hinter: Hinter | None = None,
     ) -> None:
-        self.chooser = chooser
+        self.chooser, self._hinter = chooser, hinter
         self.prompts = prompts
         self.batch_size = batch_size
         self.rank = rank
@@ -65,6 +69,17 @@ class PromptLoader:
     def prompts_per_step(self) -> int:
         """P x W, what one step of all ranks asks."""
         return self.batch_size * self.world_size
+
+    @property
+    def hints(self) -> bool:
+        """Whether prompts may get hints."""
+        return self._hinter is not None
+
+    def go_by(self, history: PromptHistory) -> None:
+        """Let who is asked, and with which hints, depend on what is known of prompts."""
+        for each in (self.chooser, self._hinter):
+            if each is not None:
+                each.history = history
 
     def __len__(self) -> int:
         """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""
@@ -100,7 +115,7 @@ class PromptLoader:
                 prompt, place = self._ask(place)
                 prompts.append(prompt)
             self._taken = place - self._start
-            yield prompts[self.rank]
+            yield self._hinted(prompts[self.rank])
 
     def agree(self, largest: Callable[[float], float]) -> None:
         """Count to the batch what any rank has taken of the stream; ``largest`` is over ranks."""
@@ -165,7 +180,10 @@ class PromptLoader:
         while len(asked) < wanted:
             prompt, place = self._ask(place)
             asked.append(prompt)
-        return asked[self.rank * num_prompts :][:num_prompts], place - self._start
+        return [*map(self._hinted, asked[self.rank * num_prompts :][:num_prompts])], place - self._start
+
+    def _hinted(self, prompt: Prompt) -> Prompt:
+        return prompt if self._hinter is None else self._hinter.hinted(prompt)
 
     def _ask(self, place: int) -> tuple[Prompt, int]:
         """The first prompt from a place of the stream on that is asked, and the place behind it."""

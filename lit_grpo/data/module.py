@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.budgets.hints import make_hint
 from lit_grpo.budgets.prompts import PromptChooser, make_prompt_rule
+from lit_grpo.data.hinting import Hinter
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import PromptRenderer, UnusableRow
 from lit_grpo.data.sources import Row, RowSource, make_source
@@ -61,9 +63,12 @@ class PromptDataModule(LightningDataModule):
         shuffle: Whether each epoch goes through the training prompts in an order of its own.
         seed: Of that order.
         ask: Which of the training prompts are asked when they are due, by what their earlier visits have shown
-            (:data:`lit_grpo.budgets.prompts.PROMPT_RULES`): ``all``, or fewer of those that teach little by ``greso``
-            or ``near_half``. Fields of a rule follow behind a colon (``greso:target=0.2``), and a rule of your own is
-            its class path.
+            (:data:`lit_grpo.budgets.prompts.PROMPT_RULES`): ``all``, fewer of those that teach little by ``greso``
+            or ``near_half``, or from easy to hard by ``phases``. Fields of a rule follow behind a colon
+            (``greso:target=0.2``), and a rule of your own is its class path.
+        hint: What training prompts that nobody passes are asked with (:data:`lit_grpo.budgets.hints.HINTS`): ``none``,
+            the beginning of a ``reference`` solution or a ``strategy``, less of it after each visit that somebody
+            passes. Fields follow behind a colon (``reference:column=proof``); a hint of your own is its class path.
     """
 
     def __init__(
@@ -87,9 +92,11 @@ class PromptDataModule(LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         ask: str = "all",
+        hint: str = "none",
     ) -> None:
         super().__init__()
         self.ask, self._prompt_rule = ask, make_prompt_rule(ask)
+        self.hint, self._hint = hint, make_hint(hint)
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("eval_batch_size", eval_batch_size, 1),
@@ -117,6 +124,8 @@ class PromptDataModule(LightningDataModule):
             continue_final_message,
         )
         self.prompts: dict[str, list[Prompt]] = {}
+        self.hinted: list[Prompt] = []  # training prompts with the longest hint and with the largest token
+        self._hinter: Hinter | None = None
         self._train_loader: PromptLoader | None = None
 
     def setup(self, stage: str) -> None:
@@ -134,7 +143,12 @@ class PromptDataModule(LightningDataModule):
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
-            self.prompts[split] = self._load(split, source)
+            rows: dict[str, Row] = {}
+            prompts = self._load(split, source, rows)
+            if split == "train" and self._hint is not None:
+                self._hinter = Hinter(self._hint, self.renderer, self._tokenizer, rows)
+                self.hinted = self._hinter.check(prompts, source.describe())
+            self.prompts[split] = prompts
         going_on = self.trainer is not None and self.trainer.global_step > 0
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
@@ -184,7 +198,7 @@ class PromptDataModule(LightningDataModule):
             )
         chooser = None if self.ask == "all" else PromptChooser(self._prompt_rule, self.seed)
         order = self.seed, self.shuffle
-        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, *order, chooser)
+        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, *order, chooser, self._hinter)
 
     def _eval_loader(self, split: str) -> EvalLoader:
         return EvalLoader(self.prompts[split], self.eval_batch_size, *self._rank_and_world_size())
@@ -192,7 +206,8 @@ class PromptDataModule(LightningDataModule):
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
-    def _load(self, split: str, source: RowSource) -> list[Prompt]:
+    def _load(self, split: str, source: RowSource, rows: dict[str, Row]) -> list[Prompt]:
+        """Make prompts; ``rows`` then has what they are made of, where hints need it."""
         prompts: list[Prompt] = []
         reasons: dict[int, str] = {}
         for number, row in enumerate(source.rows()):
@@ -206,6 +221,8 @@ class PromptDataModule(LightningDataModule):
                 reasons[number] = str(reason)
             else:
                 prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
+                if split == "train" and self._hint is not None:
+                    rows[prompts[-1].prompt_id] = row
         self._report(source, len(prompts), reasons)
         return prompts
 
@@ -277,6 +294,13 @@ def training_loader(data: object) -> PromptLoader:
 def loaded_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
     """The prompts that the data module has loaded, by split; none of a dataloader of the user's own."""
     return getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def asked_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
+    """Those, and among the training prompts the longest that hints may make of them."""
+    prompts = loaded_prompts(trainer)
+    hinted = getattr(trainer.datamodule, "hinted", [])  # pyright: ignore[reportAttributeAccessIssue]
+    return {split: [*rows, *hinted] if split == "train" else rows for split, rows in prompts.items()}
 
 
 def own_loader(trainer: Trainer) -> PromptLoader | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,7 +74,18 @@ class PromptRenderer:
             UnusableRow: The row has no prompt, or none that is usable.
             ValueError: A chat template is needed and the tokenizer has none.
         """
-        prompt, messages = self._read(row), None
+        rendered = self.rendered(row, tokenizer)
+        if len(rendered.token_ids) > self.max_prompt_tokens:
+            limit = f"max_prompt_tokens={self.max_prompt_tokens}"
+            raise UnusableRow(f"has a prompt of {len(rendered.token_ids)} tokens, more than {limit}")
+        return rendered
+
+    def rendered(self, row: Row, tokenizer: PreTrainedTokenizerBase, in_front: str = "") -> Rendered:
+        """Do so however long it is, with a text in front of the question: of a conversation, of its last user's turn.
+
+        Raises what :meth:`render` does.
+        """
+        prompt, messages = _with_text(self._read(row), in_front), None
         if self._renders_as_chat(prompt):
             conversation = self._conversation(prompt)
             messages = None if isinstance(prompt, str) else conversation
@@ -84,16 +96,7 @@ class PromptRenderer:
             text = prompt
         if not token_ids:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
-        unknown = tokenizer.unk_token_id
-        if (
-            unknown is not None
-            and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id)
-            and unknown in token_ids
-        ):
-            raise UnusableRow(f"has a prompt with characters that the tokenizer does not know ({text[:40]!r})")
-        if len(token_ids) > self.max_prompt_tokens:
-            limit = f"max_prompt_tokens={self.max_prompt_tokens}"
-            raise UnusableRow(f"has a prompt of {len(token_ids)} tokens, more than {limit}")
+        check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages)
 
     def _renders_as_chat(self, prompt: str | list[Row]) -> bool:
@@ -152,6 +155,28 @@ class PromptRenderer:
         except jinja2.TemplateError as error:
             raise UnusableRow(f"is refused by the chat template: {error}") from error
         return list(token_ids)
+
+
+def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokenizerBase, what: str = "prompt") -> None:
+    """Check that the tokenizer knows all characters of a text, which is a row's prompt or its hint.
+
+    Raises:
+        UnusableRow: It does not.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and unknown in token_ids:
+        raise UnusableRow(f"has a {what} with characters that the tokenizer does not know ({text[:40]!r})")
+
+
+def _with_text(prompt: Any, text: str) -> Any:
+    """Put a text in front of a prompt; of a conversation, in front of its last user's turn."""
+    if not text or isinstance(prompt, str):
+        return text + prompt if text else prompt
+    turns = [place for place, message in enumerate(prompt) if message["role"] == "user"]
+    if not turns:
+        raise UnusableRow("has no user's turn to put a hint in front of")
+    turn = {**prompt[turns[-1]], "content": text + prompt[turns[-1]]["content"]}
+    return [*prompt[: turns[-1]], turn, *prompt[turns[-1] + 1 :]]
 
 
 def _parse_template(template: str) -> list[tuple[str, str | None]]:

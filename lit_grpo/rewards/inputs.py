@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_grpo.types import Rollout, RolloutGroup
+from lit_grpo.types import Prompt, Rollout, RolloutGroup
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
 ROLLOUT_INPUTS = (
@@ -67,11 +67,14 @@ class Surroundings:
 
 
 def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:
-    """The values of one rollout by the names in ``ROLLOUT_INPUTS``."""
+    """The values of one rollout by the names in ``ROLLOUT_INPUTS``.
+
+    Where the beginning of the answer was given as a hint, the completion's text has it in front, and the prompt not.
+    """
     completion = rollout.completion
     return {
-        "prompt": rollout.prompt.text,
-        "completion": completion.text,
+        "prompt": _asked(rollout.prompt),
+        "completion": rollout.prompt.given + completion.text,
         "completion_ids": completion.token_ids_T.tolist(),
         "num_tokens": completion.num_tokens,
         "finish_reason": completion.finish_reason,
@@ -83,11 +86,11 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
 
 
 def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, Any]:
-    """The values of a group by the names in ``GROUP_INPUTS``; where the prompt is a conversation, messages."""
+    """The values of a group by the names in ``GROUP_INPUTS``, likewise; of a conversation messages."""
     rollouts, messages = group.rollouts, group.prompt.messages
-    texts = [rollout.completion.text for rollout in rollouts]
+    texts = [group.prompt.given + rollout.completion.text for rollout in rollouts]
     return {
-        "prompts": [group.prompt.text if messages is None else list(messages) for _ in rollouts],
+        "prompts": [_asked(group.prompt) if messages is None else list(messages) for _ in rollouts],
         "completions": texts if messages is None else [[{"role": "assistant", "content": text}] for text in texts],
         "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
         "num_tokens": [rollout.completion.num_tokens for rollout in rollouts],
@@ -97,6 +100,11 @@ def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, A
         "log_metric": surroundings.log_metric,
         "log_extra": functools.partial(_log_extra, rollouts),
     }
+
+
+def _asked(prompt: Prompt) -> str:
+    """The prompt's text without what is given of the answer."""
+    return prompt.text.removesuffix(prompt.given)
 
 
 def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:

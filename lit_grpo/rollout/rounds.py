@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from lit_grpo.budgets.allocation import Allocation, make_allocation
+from lit_grpo.budgets.hints import hint_metrics
 from lit_grpo.budgets.history import PromptHistory, is_flat, moments
 from lit_grpo.budgets.prompts import PromptChooser
 from lit_grpo.budgets.replay import ReplayMemory
@@ -159,6 +160,15 @@ class PromptStream(Protocol):
 
     chooser: PromptChooser | None
 
+    @property
+    def hints(self) -> bool:
+        """Whether prompts may get hints."""
+        ...
+
+    def go_by(self, history: PromptHistory) -> None:
+        """Let who is asked, and with which hints, depend on what is known of prompts."""
+        ...
+
     def further(self, most: int) -> Iterator[Prompt]:
         """Yield prompts that stand behind the batch's, at most so many."""
         ...
@@ -250,17 +260,18 @@ class Budget:
         Raises:
             ValueError: Who is asked depends on what whole visits show, and groups leave in parts.
         """
-        chooser = None if stream is None else stream.chooser
-        if chooser is not None and turns.unit == "completion":
-            raise ValueError(
-                "data.ask goes by the rewards of a prompt's whole visit, and a rollout_scheduler.mode with unit "
-                "completion lets groups leave in parts; take unit=group, or ask all."
-            )
         self.history, self._stream = history, stream
-        if chooser is not None:
-            chooser.history = history
         if lengths is not None:
             lengths.share(history)
+        if stream is None:
+            return
+        if turns.unit == "completion" and (stream.chooser is not None or stream.hints):
+            setting, off = ("data.hint", "set it to none") if stream.chooser is None else ("data.ask", "ask all")
+            raise ValueError(
+                f"{setting} goes by the rewards of a prompt's whole visit, and a rollout_scheduler.mode with unit "
+                f"completion lets groups leave in parts; take unit=group, or {off}."
+            )
+        stream.go_by(history)
 
     def sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
         """Return how many completions each prompt of a batch gets to begin with."""
@@ -303,14 +314,20 @@ class Budget:
                 "difference and could not be replaced; raise it, or give prompts that are passed now and then."
             )
 
-    def learn(self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int, ranks: Ranks) -> None:
-        """Let what has been noted count, learn from a batch who is to be asked, and remember what passed."""
-        self.history.commit(ranks.gather)
+    def learn(
+        self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int, ranks: Ranks
+    ) -> dict[str, float]:
+        """Learn from a batch, which the history has, who is to be asked, and remember what passed.
+
+        Visits with a hint show nothing of who is to be asked. Returns what to log of hints.
+        """
+        self.history.commit_lengths(ranks.gather)
         self.replay.learn(groups, pass_threshold, version, ranks.gather)
         chooser = None if self._stream is None else self._stream.chooser
         if chooser is not None:
-            own = [group.prompt.prompt_id for group in groups]
+            own = [group.prompt.prompt_id for group in groups if not group.prompt.hint]
             chooser.learn([prompt_id for part in ranks.gather(own) for prompt_id in part])
+        return hint_metrics(self.history.committed) if self._stream is not None and self._stream.hints else {}
 
     def metrics(self) -> dict[str, float]:
         """Return what to log of a batch."""

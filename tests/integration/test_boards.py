@@ -78,6 +78,14 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout_scheduler.allocation that divides"),
     "budget/replaced_groups": "rollout_scheduler.replace_flat",
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "data.ask greso"),
+    **dict.fromkeys(("prompts/phase", "prompts/phase_batches"), "data.ask phases"),
+    **dict.fromkeys(
+        (
+            f"hints/{name}"
+            for name in ("share_of_prompts", "mean_share", "pass_rate", "reward_hinted", "reward_unhinted")
+        ),
+        "data.hint other than none",
+    ),
     "prompts/skipped": "data.ask other than all",
     **dict.fromkeys(
         (f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout_scheduler.replay"

@@ -300,7 +300,7 @@ class LengthPredictor:
         self._logs = FORGETTING * self._logs + (*sums, np.maximum(visit[:, 0] - 1, 0).sum())
         self.history.note_lengths([(name, Lengths(*row)) for name, row in zip(names, visit.tolist(), strict=True)])
         if self._is_own:
-            self.history.commit()
+            self.history.commit_lengths()
         new, visited = jobs["number"] == 0, jobs.copy()  # as if the others of a group had been an earlier visit
         count, mean, variance = visit[groups].T
         self._remember(visited, count - begun, (count * mean - logs * begun) / np.maximum(count - begun, 1), variance)

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from lit_grpo.budgets.history import PromptHistory, Record, is_flat, moments
+from lit_grpo.budgets.history import NEW, PromptHistory, Record, is_flat, moments
 
 
 def smoothed_advantages(
-    rewards_R: torch.Tensor, groups_R: torch.Tensor, prompt_ids: Sequence[str], history: PromptHistory
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,
+    prompt_ids: Sequence[str],
+    history: PromptHistory,
+    hinted: Sequence[bool] = (),
 ) -> torch.Tensor:
     """Return smoothed advantages with a visit more of each prompt; of several ranks, give all groups to each.
 
@@ -24,11 +28,15 @@ def smoothed_advantages(
         groups_R: The number of the group that each belongs to.
         prompt_ids: The prompt of each group.
         history: Earlier visits, to which these are not added.
+        hinted: Of each group whether its prompt had a hint; such a visit is standardised by itself. Empty for none.
     """
     seen: dict[str, Record] = {}  # a prompt may be visited twice in a batch
     advantages_R = rewards_R.to(torch.float64, copy=True)
     for number, prompt_id in enumerate(prompt_ids):
         members = groups_R == number
+        if hinted and hinted[number]:
+            advantages_R[members], _ = _of_group(advantages_R[members], NEW)
+            continue
         before = seen.get(prompt_id, history[prompt_id])
         advantages_R[members], seen[prompt_id] = _of_group(advantages_R[members], before)
     return advantages_R.to(rewards_R.dtype)

@@ -1,0 +1,195 @@
+"""Hints in real runs: they begin, fall and rise, keep out of what is known of prompts, and resume exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_made import Checkpoints, make_module, make_trainer, sgd
+from test_training_modes import Trained, check_log_probs, describe
+
+from lit_grpo.budgets.history import Record
+from lit_grpo.callbacks import RolloutScheduler, SampleLogger, WeightSync
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import Rollout, SamplingParams
+from lit_grpo.update.advantages.estimator import Advantages
+
+pytestmark = pytest.mark.integration
+
+NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 12
+RUNS: dict[str, dict[str, Any]] = {
+    "reference": {"hint": "reference"},
+    "reference, replaced groups, phases": {"hint": "reference:after=2", "ask": "phases:batches=2", "replace_flat": 2},
+    "reference, dcpo, while prompts stay open": {"hint": "reference", "mode": "april", "estimator": "dcpo"},
+    "strategy": {"hint": 'strategy:say=plan,between=" "'},
+}
+
+
+def begins(completion: str, prompt: str, solution: str) -> float:
+    """A reward that nobody earns who is not told how to begin; of every third prompt half of all completions."""
+    assert prompt.endswith("=")
+    if int(prompt[-4]) % 3 == 0:
+        return float(sum(map(ord, completion)) % 2)
+    return float(completion.startswith(solution[:3]))
+
+
+class Recorded(Trained):
+    """Keeps groups that are not learnt from too."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.policies[pl_module.policy_version] = copy.deepcopy(pl_module.policy).double().eval()
+        self.batches[pl_module.policy_version] = list(batch.rollouts)
+
+
+def train(
+    policy_folder: Path, run: dict[str, Any], folder: Path, checkpoint: str | None = None
+) -> tuple[Recorded, GRPOModule, PromptDataModule]:
+    rows = [{"prompt": f"{n}+{n + 1}=", "solution": f"{n}bcdefgh"} for n in range(NUM_PROMPTS)]
+    folder.mkdir(exist_ok=True)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source, told = str(folder / "prompts.jsonl"), {"ask": run.get("ask", "all"), "hint": run.get("hint", "none")}
+    data = PromptDataModule(str(policy_folder), train=source, batch_size=BATCH, **told)
+    module = make_module(
+        policy_folder,
+        generator=SlotGenerator(7),
+        num_generations=GROUP,
+        optimizer=sgd(0.1),
+        sampling=SamplingParams(max_tokens=16),
+        rewards=[RewardSpec(f"{__file__}:begins")],
+        advantages=Advantages(run.get("estimator", "grpo")),
+    )
+    trained = Recorded()
+    scheduler = RolloutScheduler(mode=run.get("mode", "synchronous"), replace_flat=run.get("replace_flat", 0))
+    callbacks = [scheduler, WeightSync(), trained, SampleLogger(every_n_updates=1), Checkpoints(folder)]
+    limits: dict[str, Any] = {"max_steps": UPDATES, "max_epochs": -1, "default_root_dir": folder}
+    trainer = make_trainer(*callbacks, **limits)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return trained, module, data
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
+    trained, module, data = train(policy_folder, RUNS[name], tmp_path / "whole")
+    check_log_probs(trained)
+    assert any(rollout.prompt.hint for rollout in trained.rollouts)
+    history = module.learner.state.history
+    for version in (5, 6):
+        checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
+        again, resumed, resumed_data = train(policy_folder, RUNS[name], tmp_path / f"from-{version}", checkpoint)
+        assert list(again.batches) == list(range(version, UPDATES))
+        for number, batch in again.batches.items():
+            assert describe(batch) == describe(trained.batches[number])
+            assert [one.prompt for one in batch] == [one.prompt for one in trained.batches[number]]
+        for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert resumed.learner.state.history.records == history.records
+        assert resumed_data.state_dict() == data.state_dict()
+
+
+def visits(trained: Trained) -> list[list[list[Rollout]]]:
+    """The rollouts by update and group."""
+    batches: list[list[list[Rollout]]] = []
+    for batch in trained.batches.values():
+        groups: dict[Any, list[Rollout]] = {}
+        for rollout in batch:
+            groups.setdefault(rollout.completion.request.group, []).append(rollout)
+        batches.append(list(groups.values()))
+    return batches
+
+
+def test_hints_go_to_prompts_that_nobody_passed_and_fall_and_rise_by_what_they_earn(
+    policy_folder: Path, tmp_path: Path
+) -> None:
+    trained, module, _ = train(policy_folder, {"hint": "reference"}, tmp_path)
+    share: dict[str, float] = {}
+    rewards: dict[str, list[list[float]]] = {}  # of visits without a hint
+    moves: set[float] = set()
+    for groups, log in zip(visits(trained), trained.logs, strict=True):
+        hints = []
+        for group in groups:
+            prompt, earned = group[0].prompt, [rollout.reward for rollout in group]
+            assert len({rollout.prompt.hint for rollout in group}) == 1 and all(r.prompt == prompt for r in group)
+            expected = share.get(prompt.prompt_id, 0.0)
+            assert prompt.hint == expected
+            solution = prompt.columns["solution"]
+            given = solution[: max(int(expected * len(solution)), 1)] if expected else ""
+            assert prompt.given == given and prompt.text == prompt.columns["prompt"] + given
+            passed = any(reward == 1 for reward in earned)
+            if expected:
+                hints.append(expected)
+                share[prompt.prompt_id] = min(max(expected + (-0.25 if passed else 0.25), 0.0), 0.9)
+                moves.add(share[prompt.prompt_id] - expected)
+            else:
+                rewards.setdefault(prompt.prompt_id, []).append(earned)
+                share[prompt.prompt_id] = 0.0 if passed else 0.5
+        assert log["hints/share_of_prompts"] == pytest.approx(len(hints) / BATCH)
+        of = {kind: [r.reward for g in groups for r in g if bool(r.prompt.hint) == kind] for kind in (False, True)}
+        assert log["hints/reward_unhinted"] == pytest.approx(mean(of[False]), nan_ok=True)
+        if hints:
+            assert log["hints/mean_share"] == pytest.approx(mean(hints))
+            assert log["hints/reward_hinted"] == log["hints/pass_rate"] == pytest.approx(mean(of[True]))
+    assert min(moves) < 0 < max(moves)
+    check_records(module.learner.state.history.records, rewards)
+    check_samples(tmp_path)
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def check_records(records: dict[str, Record], rewards: dict[str, list[list[float]]]) -> None:
+    """What is known of prompts is what their visits without a hint have shown."""
+    for prompt_id, of_visits in rewards.items():
+        record, count, rate = records[prompt_id], 0.0, 0.0
+        for earned in of_visits:
+            count, rate = count / 2 + len(earned), count / 2 * rate + sum(earned)
+            rate /= count
+        assert (record.num_visits, record.last_pass_rate) == (len(of_visits), mean(of_visits[-1]))
+        assert record.pass_rate == pytest.approx(rate) and record.mean == pytest.approx(mean([*map(mean, of_visits)]))
+
+
+def check_samples(folder: Path) -> None:
+    """What users are shown is what the policy was asked."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    hinted = [row for row in rows if row.get("hint")]
+    assert hinted and all(row["prompt"] in row["columns/prompt"] + row["columns/solution"] for row in hinted)
+    assert all(row["prompt"] != row["columns/prompt"] for row in hinted)
+    assert all(row["prompt"] == row["columns/prompt"] for row in rows if not row.get("hint"))
+
+
+def test_hints_that_never_begin_change_no_bit(policy_folder: Path, tmp_path: Path) -> None:
+    without, module, _ = train(policy_folder, {}, tmp_path / "none")
+    never, other, _ = train(policy_folder, {"hint": "reference:after=99"}, tmp_path / "never")
+    assert [describe(batch) for batch in never.batches.values()] == [*map(describe, without.batches.values())]
+    for one, two in zip(module.policy.parameters(), other.policy.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert not any(name.startswith("hints/") for log in without.logs for name in log)
+    timed = ("time/", "perf/", "rollout/", "memory/")
+    for ours, theirs in zip(without.logs, never.logs, strict=True):
+        same = {name: value for name, value in ours.items() if not name.startswith(timed)}
+        assert same == pytest.approx({name: theirs[name] for name in same}, rel=0, abs=0, nan_ok=True)
+        assert {*theirs} - {*ours} == {"hints/share_of_prompts", "hints/reward_unhinted"}
+        assert theirs["hints/share_of_prompts"] == 0 and theirs["hints/reward_unhinted"] == pytest.approx(
+            ours["reward"]
+        )
+
+
+def test_a_prompt_with_its_hint_has_to_leave_room_for_its_completion(policy_folder: Path, tmp_path: Path) -> None:
+    rows: Any = [{"prompt": "1+1=", "solution": "abc" * 90}]
+    data = PromptDataModule(str(policy_folder), train=rows, batch_size=1, hint="reference")
+    module = make_module(
+        policy_folder, rewards=[RewardSpec(f"{__file__}:begins")], sampling=SamplingParams(max_tokens=16)
+    )
+    trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=1, default_root_dir=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"has 247 tokens and up to 16 may follow.* 256; lower .*data.max_prompt_tokens"
+    ):
+        trainer.fit(module, datamodule=data)

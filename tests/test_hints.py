@@ -1,0 +1,403 @@
+"""Hints: how much of one a prompt gets, what becomes of the prompt, and what stays as if there were none."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ALPHABET, save_tokenizer
+from hand_made import make_rollout
+
+from lit_grpo.budgets.hints import Hint, Reference, Strategy, hint_metrics, make_hint
+from lit_grpo.budgets.history import PromptHistory, Record, Visit
+from lit_grpo.budgets.prompts import Greso, PromptChooser
+from lit_grpo.data.loaders import PromptLoader
+from lit_grpo.data.module import PromptDataModule, asked_prompts
+from lit_grpo.ranks import Ranks
+from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
+from lit_grpo.rollout.rounds import Budget
+from lit_grpo.rollout.rules import make_mode
+from lit_grpo.types import Prompt, RolloutGroup
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+
+NAN = math.nan
+ROWS = [{"prompt": f"{n}+{n}=", "solution": "abcdefghij"[: n + 1], "plan": "add"} for n in range(10)]
+
+
+def visit(rewards: list[float], hint: float = 0.0, number: int = 0, name: str = "train/0") -> Visit:
+    passed = sum(reward >= 1 for reward in rewards)
+    return Visit(name, number, rewards, passed, 10 * len(rewards), number, hint)
+
+
+def after(*visits: Visit) -> Record:
+    record = Record()
+    for each in visits:
+        record = record.after(each)
+    return record
+
+
+# ---- how much ------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """The rule, step by step: failures on end before a hint, then a share that goes down and up."""
+
+    def __init__(self, rule: Hint) -> None:
+        self.rule, self.failures, self.now = rule, 0, 0.0
+
+    def see(self, passed: bool) -> None:
+        rule = self.rule
+        if self.now == 0:
+            self.failures = 0 if passed else self.failures + 1
+            self.now = rule.begin if self.failures >= rule.after else 0.0
+        else:
+            self.now = max(self.now - rule.step, 0) if passed else min(self.now + rule.step, rule.most)
+            self.now, self.failures = round(self.now, 9), 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_share_falls_where_somebody_passed_and_rises_where_nobody_did(seed: int) -> None:
+    rng = random.Random(seed)
+    rule = Hint(rng.randint(1, 3), 0.5, rng.choice([0.1, 0.2, 0.25]), rng.choice([0.8, 1.0]))
+    record, by_hand, shares = Record(), ByHand(rule), []
+    for _ in range(200):
+        share = rule.share(record)
+        assert share == pytest.approx(by_hand.now) and (share == 0) == (by_hand.now == 0)
+        shares.append(share)
+        passed = rng.random() < share + 0.1
+        record = record.after(visit([float(passed), 0.0, NAN], share))
+        by_hand.see(passed)
+    assert 0.0 in shares and len(set(shares)) > 3
+
+
+def test_a_visit_without_a_reward_moves_nothing() -> None:
+    hinted = after(visit([0.0]), visit([0.0, 1.0], 0.5))
+    assert hinted.after(visit([NAN, NAN], 0.25)) == hinted
+    assert after(visit([0.0]), visit([NAN])).num_unsolved == 1
+
+
+def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
+    plain = [visit([0.0, 0.0]), visit([0.5, 0.5]), visit([0.0, 1.0, 0.5])]
+    among = [plain[0], visit([1.0, 0.0], 0.5), visit([1.0, 1.0], 0.25), plain[1], visit([0.0] * 3, 0.7), plain[2]]
+    assert after(*among) == after(*plain)
+    own = {"num_unsolved": 0, "hint": 0.0, "hint_pass_rate": 0.0}
+    for place in range(1, 6):
+        without = after(*(each for each in among[:place] if not each.hint))
+        assert replace(after(*among[:place]), **own) == replace(without, **own)
+
+
+def test_a_history_with_hints_goes_on_from_a_checkpoint_and_keeps_the_last_visits_of_all_ranks() -> None:
+    history, again = PromptHistory(), PromptHistory()
+    history.note([visit([0.0, 0.0], name="a")])
+    history.commit()
+    history.note([visit([1.0, 0.0], 0.5, name="a")])
+    other = visit([1.0], name="b")
+    history.commit(lambda own: [own, [other]])
+    assert history.committed == [visit([1.0, 0.0], 0.5, name="a"), other]
+    again.load_state_dict(history.state_dict())
+    assert again.records == history.records
+    assert Hint().share(again["a"]) == 0.25 and Hint().share(again["b"]) == 0
+
+
+def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
+    history = PromptHistory()
+    history.note([visit([0.0, 0.0, 1.0])])
+    history.commit()
+    rewards_R, groups_R = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    names, dcpo = ["train/0", "train/0"], Advantages("dcpo")
+
+    def advantages(rewards_R: torch.Tensor, hinted: list[bool], count: int = 2) -> list[float]:
+        some = slice(0, 3 * count)
+        rewards = GroupRewards(rewards_R[some], rewards_R[some, None], groups_R[some], names[:count], hinted=hinted)
+        return dcpo.compute(rewards, torch.ones(1), history).tolist()
+
+    mean, deviation = 2 / 3, math.sqrt(1 / 3)
+    own = [(reward - mean) / deviation for reward in (0.0, 1.0, 1.0)]
+    first, second = torch.tensor([0.0, 1.0, 1.0]), rewards_R[3:]
+    assert advantages(rewards_R, [True, False])[:3] == pytest.approx(own)
+    assert advantages(rewards_R, [False, False])[:3] != pytest.approx(own)
+    assert advantages(rewards_R, [True, False])[3:] == advantages(second, [], 1)  # as if the other had not been
+    assert advantages(rewards_R, [False, True])[:3] == advantages(first, [], 1)
+
+
+def test_groups_tell_their_hint_to_history_and_advantages() -> None:
+    rollouts = [make_rollout([1], [2], reward) for reward in (1.0, 0.0)]
+    for rollout in rollouts:
+        rollout.rewards = {"one": rollout.reward}
+    groups = [RolloutGroup(Prompt("a", (1,), "", hint=0.5), rollouts), RolloutGroup(Prompt("b", (1,), ""), rollouts)]
+    rewards = GroupRewards.of(groups, ["one"])
+    assert [each.hint for each in rewards.visits(groups, 1.0, 0)] == [0.5, 0.0]
+    assert GroupRewards.concatenate([rewards, rewards]).hinted == [True, False, True, False]
+
+
+def test_metrics_tell_rewards_with_and_without_a_hint_apart() -> None:
+    visits = [visit([1.0, 0.0, NAN], 0.5), visit([1.0] * 3, 0.25), visit([0.25, 0.75]), visit([0.0])]
+    assert hint_metrics(visits) == {
+        "hints/share_of_prompts": 0.5,
+        "hints/mean_share": 0.375,
+        "hints/pass_rate": 0.8,
+        "hints/reward_hinted": 0.8,
+        "hints/reward_unhinted": pytest.approx(1 / 3),
+    }
+    assert hint_metrics(visits[2:]) == {"hints/share_of_prompts": 0.0, "hints/reward_unhinted": pytest.approx(1 / 3)}
+    assert math.isnan(hint_metrics(visits[:2])["hints/reward_unhinted"])
+
+
+# ---- what becomes of a prompt --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.unk_token = "?"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("chat")
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'ab'[m.role == 'user'] }} {{ m.content }}#{% endfor %}"
+        "{% if add_generation_prompt %}a {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
+    data = PromptDataModule(tokenizer, train=rows, hint=hint, **{"batch_size": 5, "shuffle": False, **options})
+    data.setup("fit")
+    return data
+
+
+FAILED = Record(1, num_unsolved=1)
+
+
+def drawn(data: PromptDataModule, records: dict[str, Record], num_prompts: int = 10) -> list[Prompt]:
+    loader, history = data.train_dataloader(), PromptHistory()
+    history.records = records
+    loader.go_by(history)
+    return loader.draw(num_prompts)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(ALPHABET.index(character) + 2 for character in text)
+
+
+def test_the_beginning_of_a_reference_stands_behind_the_prompt(tokenizer: str) -> None:
+    data = data_of(tokenizer, "reference:begin=0.4")
+    history = {f"train/{number}": FAILED for number in range(1, 10)}
+    for number, prompt in enumerate(drawn(data, history)):
+        given = "" if number == 0 else "abcdefghij"[: max(int(0.4 * (number + 1)), 1)]
+        assert prompt.text == f"{number}+{number}={given}" and prompt.token_ids == ids_of(prompt.text)
+        assert (prompt.given, prompt.hint) == (given, 0.4 if number else 0.0)
+        assert (prompt.prompt_id, prompt.visit) == (f"train/{number}", 0) and prompt.columns == ROWS[number]
+    again = drawn(data, {})
+    assert [prompt.hint for prompt in again] == [0.0] * 10 and {prompt.visit for prompt in again} == {1}
+
+
+def test_a_strategy_stands_in_front_of_the_question(tokenizer: str, chat_tokenizer: str) -> None:
+    failed = {"train/0": FAILED}
+    said = drawn(data_of(tokenizer, 'strategy:say=plan,between=" "'), failed)
+    assert [prompt.text for prompt in said[:2]] == ["plan 0+0=", "1+1="]
+    assert said[0].token_ids == ids_of("plan 0+0=") and (said[0].given, said[0].hint) == ("", 0.5)
+    by_column = drawn(data_of(tokenizer, 'strategy:column=plan,between=" "', template="{prompt}#"), failed)
+    assert [prompt.text for prompt in by_column[:2]] == ["add 0+0=#", "1+1=#"]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    rows = [{"prompt": turns}, {"prompt": turns[:1]}]
+    options: dict[str, Any] = {"batch_size": 1}
+    chat = drawn(data_of(chat_tokenizer, 'strategy:say=name,between=" "', rows, **options), failed, 2)
+    assert [prompt.text for prompt in chat] == ["b a#a b#b name c#a ", "b a#a "]
+    assert chat[0].messages is not None and chat[0].messages[-1]["content"] == "name c" and turns[-1]["content"] == "c"
+    goes_on = data_of(chat_tokenizer, "reference:column=plan", [{"prompt": turns, "plan": "go on"}], batch_size=1)
+    assert drawn(goes_on, failed, 1)[0].text == "b a#a b#b c#a go"
+
+
+@dataclass(frozen=True)
+class InTiers(Hint):
+    """A user's own: says more, the larger the share."""
+
+    words: str = "deep"
+
+    def text(self, prompt: Prompt, share: float) -> str:
+        return f"{self.words if share > 0.5 else 'mild'} {prompt.columns['plan']} "
+
+
+def test_a_hint_of_ones_own_is_a_class_path(tokenizer: str) -> None:
+    data = data_of(tokenizer, f"{__name__}.InTiers:words=kindle,after=2")
+    known = {"train/0": FAILED, "train/1": Record(2, num_unsolved=2), "train/2": Record(2, hint=0.5)}
+    texts = [prompt.text for prompt in drawn(data, known)]
+    assert texts[:4] == ["0+0=", "mild add 1+1=", "kindle add 2+2=", "3+3="]
+    assert [prompt.text for prompt in data.hinted] == ["kindle add 0+0="] * 2
+
+
+@pytest.mark.parametrize("limit", range(4, 14))
+@pytest.mark.parametrize("hint", ["reference:begin=0.9", 'strategy:say=plan,between=" "'])
+def test_a_hint_is_cut_to_fit_and_the_prompt_never(tokenizer: str, hint: str, limit: int) -> None:
+    if limit == 4:
+        with pytest.raises(ValueError, match=r"data\.hint: no row of the list given has a hint that there is room for"):
+            data_of(tokenizer, hint, max_prompt_tokens=limit)
+        return
+    data = data_of(tokenizer, hint, max_prompt_tokens=limit)
+    for number, prompt in enumerate(drawn(data, {f"train/{number}": FAILED for number in range(10)})):
+        plain, room = f"{number}+{number}=", limit - 4
+        given = "abcdefghij"[: max(int(0.9 * (number + 1)), 1)][:room]
+        assert prompt.text == (plain + given if hint.startswith("reference") else "plan "[:room] + plain)
+        assert len(prompt.token_ids) <= limit and prompt.hint == (0.9 if hint.startswith("reference") else 0.5)
+
+
+def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> None:
+    data = data_of(tokenizer, "reference")
+    trainer: Any = SimpleNamespace(datamodule=data)
+    assert [prompt.text for prompt in asked_prompts(trainer)["train"][10:]] == ["9+9=abcdefghi"] * 2
+    assert asked_prompts(SimpleNamespace(datamodule=data_of(tokenizer, "none")))["train"] == data.prompts["train"]  # pyright: ignore[reportArgumentType]
+
+    @dataclass(frozen=True)
+    class LongAtFirst(Hint):
+        def text(self, prompt: Prompt, share: float) -> str:
+            return "a" if share == self.most else "abcdefghijklmnop"
+
+    data._hinter.rule = LongAtFirst()  # pyright: ignore[reportOptionalMemberAccess, reportPrivateUsage]
+    assert {len(prompt.token_ids) for prompt in drawn(data, dict.fromkeys(["train/0"], FAILED))} == {13, 4}
+
+
+def test_ranks_get_the_same_hints_and_so_do_prompts_that_are_asked_instead(tokenizer: str) -> None:
+    history = PromptHistory()
+    history.records = {f"train/{number}": FAILED for number in range(0, 10, 3)}
+    hinter = data_of(tokenizer, "reference")._hinter  # pyright: ignore[reportPrivateUsage]
+    prompts = data_of(tokenizer, "none").prompts["train"]
+
+    def loader(size: int, rank: int = 0, ranks: int = 1) -> PromptLoader:
+        made = PromptLoader(prompts, size, rank, ranks, 3, hinter=hinter)
+        made.go_by(history)
+        return made
+
+    whole = loader(4)
+    one = next(iter(whole)).prompts
+    two = [next(iter(loader(2, rank, 2))).prompts for rank in (0, 1)]
+    assert one == two[0] + two[1] and {prompt.hint for prompt in one} == {0.0, 0.5}
+    further = list(whole.further(6))
+    assert further == loader(10).draw(10)[4:] and {prompt.hint for prompt in further} == {0.0, 0.5}
+
+
+def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> None:
+    rollout = make_rollout([1, 2], [3, 4], 1.0)
+    rollout.completion.text = "cd"
+    rollout.prompt = replace(rollout.prompt, text="1+1=ab", hint=0.5, given="ab")
+    around = Surroundings(TrainerState(), lambda name, value: None)
+    one = rollout_inputs(rollout, around)
+    assert (one["prompt"], one["completion"], one["completion_ids"]) == ("1+1=", "abcd", [3, 4])
+    group = group_inputs(RolloutGroup(rollout.prompt, [rollout]), around)
+    assert (group["prompts"], group["completions"]) == (["1+1="], ["abcd"])
+
+
+def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
+    last_turn = importlib.import_module("lit_grpo.callbacks.sample_logger")._last_turn
+    prompt = Prompt("a", (1,), "ask 1+1=ab", {"prompt": "1+1="}, hint=0.5, given="ab")
+    assert last_turn(prompt, "prompt") == "ask 1+1=ab" and last_turn(replace(prompt, hint=0.0), "prompt") == "1+1="
+
+
+# ---- a run ---------------------------------------------------------------------------------------------
+
+
+def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> None:
+    budget, history, chooser = Budget("uniform"), PromptHistory(), PromptChooser(Greso(), 0)
+    data = data_of(tokenizer, "reference")
+    loader = data.train_dataloader()
+    loader.chooser = chooser
+    budget.begin(history, loader, make_mode("synchronous"))
+    history.records = {"train/0": Record(1, num_flat=1), "train/1": Record(2)}
+    groups = [RolloutGroup(Prompt("train/0", (1,), "", hint=0.5), []), RolloutGroup(Prompt("train/1", (1,), ""), [])]
+    history.note([visit([1.0, 0.0], 0.5), visit([0.0, 1.0], name="train/1")])
+    history.commit()
+    logged = budget.learn(groups, 1.0, 1, Ranks())
+    assert chooser.state == {"easy": 0.51, "hard": 0.51}  # as if no group had been flat
+    assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 0.5
+    budget.begin(history, data_of(tokenizer, "none").train_dataloader(), make_mode("synchronous"))
+    assert budget.learn(groups, 1.0, 1, Ranks()) == {}
+
+
+def test_hints_need_whole_groups(tokenizer: str) -> None:
+    loader = data_of(tokenizer, "reference").train_dataloader()
+    with pytest.raises(ValueError, match=r"data\.hint goes by the rewards of a prompt's whole visit.* set it to none"):
+        Budget("uniform").begin(PromptHistory(), loader, make_mode("sortedrl"))
+
+
+@dataclass(frozen=True)
+class Numbers(Hint):
+    def text(self, prompt: Prompt, share: float) -> Any:
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("some", "there is none; give one of none, reference, strategy, or the class path of a Hint."),
+        ("reference:from=x", "it has no field 'from'; it has after, begin, step, most, column."),
+        ("reference:after=0", "after must be a whole number of at least 1, not 0."),
+        ("reference:begin=1.5", "begin must be above 0 and at most 1, not 1.5."),
+        ("reference:begin=0.95", "begin must be at most most, 0.9, not 0.95."),
+        ("strategy:step=0", "step must be above 0 and at most 1, not 0."),
+        ("strategy:most=much", "most must be a number of at least 0, not 'much'."),
+        ("strategy:say=3", "say must be text, not 3; put it into quotes."),
+    ],
+)
+def test_a_hint_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"^data\.hint") as caught:
+        make_hint(spec)
+    assert sentence in str(caught.value)
+
+
+ROW = {"prompt": "1=", "solution": "a"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "sentence"),
+    [
+        ("reference:column=proof", ROWS, r"row 0 of the list given has no column 'proof' \(it has 'prompt', 'solu"),
+        ("reference", [ROW, {"prompt": "2="}], r"row 1 of the list given has no column 'solution' \(it has 'prompt'\)"),
+        ("reference", [ROW, {**ROW, "solution": 3}], r"row 1 of .* has no text in column 'solution', but 3"),
+        ("reference", [{**ROW, "solution": "A"}], r"row 0 of .* has a hint with characters that the tokenizer does"),
+        ("strategy:say=do", ROWS, r"row 0 of .* has a hint with characters .* \('do\\n\\n'\); mend the row"),
+        (f"{__name__}.Numbers", ROWS, r"row 0 of .* gets a hint of type int from Numbers, not text"),
+        ("reference", [{**ROW, "solution": None}], "no row of the list given has a hint that there is room for"),
+    ],
+)
+def test_a_row_that_lacks_its_hint_is_told_before_anything_starts(
+    tokenizer: str, spec: str, rows: list[dict[str, Any]], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.hint: {sentence}"):
+        data_of(tokenizer, spec, rows, batch_size=1)
+
+
+def test_rules_have_names_fields_and_rows_without_a_text_no_hint(tokenizer: str) -> None:
+    assert make_hint("none") is None and make_hint("reference:step=0.5") == Reference(step=0.5)
+    assert make_hint("strategy:say=plan") == Strategy(say="plan")
+    rows = [ROW, {"prompt": "2=", "solution": ""}, {"prompt": "3=", "solution": None}]
+    prompts = drawn(data_of(tokenizer, "reference", rows, batch_size=3), {f"train/{n}": FAILED for n in range(3)}, 3)
+    assert [(prompt.text, prompt.hint) for prompt in prompts] == [("1=a", 0.5), ("2=", 0.0), ("3=", 0.0)]
+
+
+def test_validation_is_never_hinted(tokenizer: str) -> None:
+    source: Any = ROWS
+    data = PromptDataModule(tokenizer, train=source, validation=source, batch_size=5, hint="reference")
+    data.setup("fit")
+    assert data._hinter is not None  # pyright: ignore[reportPrivateUsage]
+    data._hinter.history.records = {f"{split}/0": FAILED for split in ("train", "validation")}  # pyright: ignore[reportPrivateUsage]
+    loader: Any = data.val_dataloader()
+    assert [prompt.hint for batch in loader for prompt in batch.prompts] == [0.0] * 10
