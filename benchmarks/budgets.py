@@ -7,15 +7,16 @@ thread and a core of its own, two run at a time, and seeds and rules take turns.
 updates, without validations and start. A curve is the mean over the seeds; where it comes to a value is its first
 validation at or above it.
 
-Then the same completions are decoded in one round of 16 and in two of 8, in turns.
+One rule decodes the 16 completions of uniform groups in two rounds of 8, and learns the same: what a second round costs
+a step. Then the same completions are decoded, without updates, in one round of 16 and in two of 8, in turns.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,59 +27,84 @@ from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 from benchmarks.rollouts import slots
 from benchmarks.workloads import arithmetic_prompts, arithmetic_rows, load
 from lit_grpo.budgets.allocation import Allocation, Balanced
+from lit_grpo.budgets.hints import Reference
+from lit_grpo.policy.exercises import Remainder, working
 from lit_grpo.rewards import ExactMatch, RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Rounds
-from lit_grpo.types import SamplingParams
+from lit_grpo.types import Prompt, SamplingParams
 
 PICTURE = ROOT / "docs" / "pictures" / "budgets.svg"
 SHARE_OF_TOKENS, SHARE_OF_STEP = 0.5, 1.1
-UNIFORM, TOGETHER = "uniform", "greso, balanced and PODS (configs/budget.yaml)"
+UNIFORM, TWO_ROUNDS = "uniform", "uniform in two rounds"
+TOGETHER = "greso, balanced and PODS (configs/budget.yaml)"
+
+
+@dataclass(frozen=True)
+class Working(Reference):
+    """The beginning of an exercise's working."""
+
+    def text(self, prompt: Prompt, share: float) -> str:
+        """The whole working."""
+        number, divisor = prompt.text.rstrip("=").split("%")
+        return working(Remainder(int(number), int(divisor)))
 
 
 @dataclass(frozen=True)
 class Rule:
     """How it is set: who is asked, how many completions each gets, of how many at first, and how many are learnt from.
 
-    ``statistics`` are what an advantage's mean and deviation are of, where not all are learnt from.
+    ``chosen`` is ``model.selection``.
     """
 
     ask: str = "all"
     allocation: str = "uniform"
     first: int = 16
-    select: str = "all"
-    keep: int | None = None
-    statistics: str | None = None
+    chosen: Mapping[str, Any] = field(default_factory=dict)
     replace_flat: int = 0
+    replay: str = "none"
+    hint: str = "none"
 
     def arguments(self) -> dict[str, Any]:
         """What stands behind the config."""
-        chosen = {"rule": self.select, "keep": self.keep, "statistics": self.statistics}
         return {
             "--data.ask": self.ask,
+            "--data.hint": self.hint,
             "--rollout_scheduler.allocation": self.allocation,
             "--rollout_scheduler.replace_flat": self.replace_flat,
+            "--rollout_scheduler.replay": self.replay,
             "--model.num_generations": self.first,
-            **{f"--model.selection.{name}": value for name, value in chosen.items() if value is not None},
+            **{f"--model.selection.{name}": value for name, value in self.chosen.items()},
         }
+
+
+def _keeping(rule: str, **more: Any) -> dict[str, Any]:
+    return {"rule": rule, "keep": 4, **more}
 
 
 RULES = {
     UNIFORM: Rule(),
+    TWO_ROUNDS: Rule(allocation="balanced:rounds=2,passed=1000000", first=8),
     "greso": Rule(ask="greso"),
     "near_half": Rule(ask="near_half"),
+    "phases": Rule(ask="phases:batches=3"),
     "knapsack": Rule(allocation="knapsack"),
+    "knapsack of tokens": Rule(allocation="knapsack:tokens=6000"),
     "variance": Rule(allocation="variance"),
     "buckets": Rule(allocation="buckets:most=16"),
     "dars_equal": Rule(allocation="dars_equal", first=8),
     "dars_hardness": Rule(allocation="dars_hardness", first=8),
-    "balanced": Rule(allocation="balanced", first=8, select="max_variance", keep=4, statistics="group"),
+    "balanced": Rule(allocation="balanced", first=8, chosen=_keeping("max_variance", statistics="group")),
     "positive": Rule(allocation="balanced:passed=1,failed=0", first=8),
     "replace_flat": Rule(replace_flat=16),
-    "PODS": Rule(select="max_variance", keep=4),
-    "D3S, completions": Rule(select="batch_variance", keep=4),
-    "random": Rule(select="random", keep=4),
-    TOGETHER: Rule("greso", "balanced:rounds=3,passed=2,failed=2", 8, "max_variance", 4, "group"),
+    "PODS": Rule(chosen=_keeping("max_variance")),
+    "D3S": Rule(chosen=_keeping("batch_variance", keep=8, first_keep=4, tokens=0.8, first_tokens=0.2)),
+    "max_entropy": Rule(chosen=_keeping("max_entropy")),
+    "random": Rule(chosen=_keeping("random")),
+    "rlep": Rule(replay="rlep"),
+    "repo": Rule(replay="repo"),
+    "reference": Rule(hint="benchmarks.budgets.Working"),
+    TOGETHER: Rule("greso", "balanced:rounds=3,passed=2,failed=2", 8, _keeping("max_variance", statistics="group")),
 }
 
 
@@ -96,13 +122,11 @@ class Task:
     held_out: int = 256
 
 
-LEFT_OUT = ("near_half", "variance", "D3S, completions", "random")
-"""By default, for time: name them in a task to have them too."""
 TASKS = (
-    Task("arithmetic", 256, 32, 4, tuple(rule for rule in RULES if rule not in LEFT_OUT)),
-    Task("knights", 64, 16, 4, (UNIFORM, "positive", TOGETHER)),
+    Task("arithmetic", 256, 32, 4),
+    Task("knights", 64, 16, 4, (UNIFORM, "positive", "rlep", TOGETHER)),
 )
-QUICK = Task("arithmetic", 4, 3, 1, (UNIFORM, "knapsack", TOGETHER), (0,), 2, 8)
+QUICK = Task("arithmetic", 4, 3, 1, (UNIFORM, TWO_ROUNDS, TOGETHER), (0,), 2, 8)
 
 
 def main(options: Options) -> int:
@@ -123,6 +147,9 @@ def main(options: Options) -> int:
     settings |= {f"training prompts, {task.config}": task.num_rows for task in tasks}
     text = "seconds of a rollout of two rounds over those of one with the same completions"
     claims = [Claim(f"{text}, {row['rule']}", float(row["ratio"]), "<=", SHARE_OF_STEP) for row in rounds]
+    by_rule = {row["rule"]: float(row["wall_s"]) for row in rows if row["task"] == tasks[0].config}
+    text = "seconds of the steps of uniform groups in two rounds over those in one"
+    claims.append(Claim(text, by_rule[TWO_ROUNDS] / by_rule[UNIFORM], "<=", SHARE_OF_STEP))
     claims += [] if options.quick else _claims(rows)
     return finish("budgets", options, settings, [*rows, *rounds], claims)
 
@@ -218,19 +245,20 @@ def _two_rounds(num_prompts: int, options: Options) -> Row:
 
 def draw(found: dict[tuple[str, str], list[Curves]], path: Any) -> None:
     """Draw held-out exact match by generated tokens and by seconds, a column for each task; the range of uniform."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for task, _ in found))
     figure = Figure(figsize=(6 * len(tasks), 8), layout="constrained")
-    axes = figure.subplots(2, len(tasks), squeeze=False)
+    axes, colors = figure.subplots(2, len(tasks), squeeze=False), colormaps["tab20"](range(20))
     for (task, rule), seeds in found.items():
         measured_U = ~np.isnan(mean_curve(seeds, "exact_U"))
         exact_SU = np.array([each.exact_U[measured_U] for each in seeds])
         for axis, name in zip(axes[:, tasks.index(task)], ("tokens_U", "wall_s_U"), strict=True):
             x_U = mean_curve(seeds, name)[measured_U]
-            style = (
-                {"color": "black", "linewidth": 2} if rule == UNIFORM else {"linewidth": 2 if rule == TOGETHER else 1}
-            )
+            style: dict[str, Any] = {"color": colors[list(RULES).index(rule) % len(colors)], "linewidth": 1}
+            if rule in (UNIFORM, TOGETHER):
+                style = {"color": "black" if rule == UNIFORM else "crimson", "linewidth": 2}
             (line,) = axis.plot(x_U, exact_SU.mean(0), label=rule, **style)
             if rule in (UNIFORM, TOGETHER):
                 axis.fill_between(
