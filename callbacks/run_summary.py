@@ -16,6 +16,7 @@ from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
 
+from .rollout_scheduler import RolloutScheduler
 from .run_checkpoint import Stopped
 
 LIT_GRPO = "python -m lit_grpo"
@@ -114,7 +115,7 @@ def _none(trainer: pl.Trainer) -> str:
 
 
 def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
-    """What a run is, in three lines or four."""
+    """What a run is, in a few lines."""
     weights = list(module.policy.parameters())
     name = module.policy_name if isinstance(module.policy_name, str) else type(module.policy).__name__
     if Path(name).is_absolute():  # one line must do for it
@@ -136,8 +137,29 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     return {
         "policy": f"{name}, {count(all_weights)} parameters{few}, {module.policy_dtype} on {ranks}{device}",
         "step": ", ".join(filter(None, parts)),
+        **_budget(trainer, module),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
+
+
+def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
+    """What completions are spent on otherwise than alike, in a line, where they are."""
+    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler = next((callback for callback in callbacks if isinstance(callback, RolloutScheduler)), None)
+    selection = module.settings.selection
+    rules = {
+        "ask": (data, "all"),
+        "hint": (data, "none"),
+        "allocation": (scheduler, "uniform"),
+        "replace_flat": (scheduler, 0),
+        "replay": (scheduler, "none"),
+    }
+    set_to = {name: getattr(owner, name, default) for name, (owner, default) in rules.items()}
+    chosen = [f"{name} {value}" for name, value in set_to.items() if value != rules[name][1]]
+    if selection.rule != "all":
+        chosen.append(f"{selection.rule} keeps {selection.keep}")
+    return {"budget": ", ".join(chosen)} if chosen else {}
 
 
 def _boards(trainer: pl.Trainer) -> list[str]:

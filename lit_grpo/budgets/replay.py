@@ -41,6 +41,7 @@ class Success:
         text: The tokens as text.
         rewards: What it earned, by reward function.
         reward: Their weighted sum.
+        oldest: The version of its oldest token.
     """
 
     prompt_id: str
@@ -52,12 +53,11 @@ class Success:
     text: str
     rewards: dict[str, float | None]
     reward: float
+    oldest: int
 
     def age(self, version: int) -> int:
         """Return the policy updates since its oldest token was sampled."""
-        oldest = self.trajectory.oldest_version
-        assert oldest is not None  # it has tokens to learn from
-        return version - oldest
+        return version - self.oldest
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class ReplayMemory:
         self._known = {prompt_id: known[-self.rule.kept :] for prompt_id, known in self._known.items()}
 
 
-PLAIN = ("prompt_id", "visit", "prompt", "finish_reason", "text", "rewards", "reward")
+PLAIN = ("prompt_id", "visit", "prompt", "finish_reason", "text", "rewards", "reward", "oldest")
 
 
 def _passed(rollout: Rollout, threshold: float) -> bool:
@@ -339,8 +339,9 @@ def _passed(rollout: Rollout, threshold: float) -> bool:
 def _success(rollout: Rollout) -> Success:
     completion, trajectory = rollout.completion, Trajectory()
     trajectory.take(completion)  # what holds the request would hold the row of the data
-    prompt_id, visit, path = completion.request.key
-    own = completion.finish_reason, completion.text, dict(rollout.rewards), rollout.reward
+    (prompt_id, visit, path), oldest = completion.request.key, trajectory.oldest_version
+    assert oldest is not None  # it has tokens to learn from
+    own = completion.finish_reason, completion.text, dict(rollout.rewards), rollout.reward, oldest
     return Success(prompt_id, visit, path, _checksum(rollout.prompt), trajectory, *own)
 
 
