@@ -53,17 +53,9 @@ def test_rows_are_the_same_each_time_and_differ_by_seed() -> None:
 
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = "from lit_grpo.data import ArithmeticRows; print([r['prompt'] for r in ArithmeticRows(num_rows=5).rows()])"
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(runs) == 1
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == f"{[row['prompt'] for row in ArithmeticRows(num_rows=5).rows()]}\n"
 
 
 def test_rows_are_unique_and_no_line_of_a_validation_working_is_ever_seen_in_training() -> None:
