@@ -33,6 +33,7 @@ PICTURE = ROOT / "docs" / "pictures" / "update_peak.svg"
 MIB = 2**20
 SETTINGS: dict[str, Any] = {"none": False, "selective": "selective", "all": True}
 """Gradient checkpointing."""
+STATE = ("weights", "moments", "gradients")
 KINDS = {"attn": "attention", "mlp": "MLP", "norm": "norms", "embed": "embeddings", "rotary": "positions"}
 WORK, POLICY, TOKENS = Work(512, 128, 16, max_tokens=512), "34M", 4096
 QUICK_WORK, QUICK_POLICY, QUICK_TOKENS = Work(24, 12, 8, vocab_size=512), "smallest", 256
@@ -118,6 +119,7 @@ def main(options: Options) -> int:
     if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
         draw(rows, PICTURE if options.output is None else options.output.with_suffix(".svg"))
     settings: Row = {"policy": f"random Qwen3, {policy}", "micro-batch": tokens, "groups": str(work), "threads": 1}
+    assert all(float(row[name]) > 0 for row in rows for name in STATE[:2]), "the tracker names kinds otherwise"
     activations = {str(row["checkpointing"]): _activations(row) for row in rows}
     claims = [
         Claim("beside the state, selective over none", activations["selective"] / activations["none"], "<=", 0.8),
@@ -127,7 +129,7 @@ def main(options: Options) -> int:
 
 
 def _activations(row: Row) -> float:
-    return float(row["peak_mib"]) - sum(float(row[name]) for name in ("weights", "gradients", "moments"))
+    return float(row["peak_mib"]) - sum(float(row[name]) for name in STATE)
 
 
 def _measure(name: str, work: Work, policy: str, tokens: int) -> Row:
@@ -158,10 +160,10 @@ def _measure(name: str, work: Work, policy: str, tokens: int) -> Row:
         trainer = quiet_trainer("cpu", [watch], precision="32-true", max_epochs=1)
         trainer.fit(module, train_dataloaders=Batches())
     total = watch.peak["Total"] / MIB
-    parts = {kind: watch.peak.get(kind, 0) / MIB for kind in ("Param", "Gradient", "Optstate")}
+    parts = {kind: watch.peak[kind] / MIB for kind in ("Parameter", "Gradient", "Optstate")}
     saved = {f"saved by {kind}": num_bytes / MIB for kind, num_bytes in sorted(watch.saved.items())}
     rest = total - sum(parts.values()) - sum(saved.values())
-    named = {"weights": parts["Param"], "gradients": parts["Gradient"], "moments": parts["Optstate"]}
+    named = {"weights": parts["Parameter"], "gradients": parts["Gradient"], "moments": parts["Optstate"]}
     return {"checkpointing": name, "peak_mib": total, **named, **saved, "kept by checkpointing, or intermediate": rest}
 
 

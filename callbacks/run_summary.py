@@ -15,8 +15,8 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
+from lit_grpo.resuming import SPENDING, told_of_spending
 
-from .rollout_scheduler import RolloutScheduler
 from .run_checkpoint import Stopped
 
 LIT_GRPO = "python -m lit_grpo"
@@ -144,19 +144,8 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
 
 def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     """What completions are spent on otherwise than alike, in a line, where they are."""
-    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    scheduler = next((callback for callback in callbacks if isinstance(callback, RolloutScheduler)), None)
-    selection = module.settings.selection
-    rules = {
-        "ask": (data, "all"),
-        "hint": (data, "none"),
-        "allocation": (scheduler, "uniform"),
-        "replace_flat": (scheduler, 0),
-        "replay": (scheduler, "none"),
-    }
-    set_to = {name: getattr(owner, name, default) for name, (owner, default) in rules.items()}
-    chosen = [f"{name} {value}" for name, value in set_to.items() if value != rules[name][1]]
+    told, selection = told_of_spending(trainer), module.settings.selection
+    chosen = [f"{name.partition('.')[2]} {value}" for name, value in told.items() if value != SPENDING[name]]
     if selection.rule != "all":
         chosen.append(f"{selection.rule} keeps {selection.keep}")
     return {"budget": ", ".join(chosen)} if chosen else {}

@@ -42,7 +42,7 @@ from lit_grpo.policy.loading import (
 )
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import written_as_a_whole
-from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer
+from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator, tells_entropies
@@ -261,9 +261,9 @@ class GRPOModule(EvaluationModule):
         if isinstance(optimizer, GaLoreAdamW):
             optimizer.leave_whole(embeddings(self.policy))
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
-        objective, advantages = self.settings.objective, self.settings.advantages
-        model = {"policy": self.policy_name, "objective": objective, "advantages": advantages}
-        self._told = told_of({f"model.{name}": value for name, value in model.items()})
+        settings = {name: getattr(self.settings, name) for name in ("objective", "advantages", "selection")}
+        self._told = told_of({f"model.{name}": value for name, value in settings.items()})
+        self._told |= told_of({"model.policy": self.policy_name}) | told_of_spending(self.trainer)
         self._told |= told_of_optimizer(optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)

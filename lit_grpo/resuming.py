@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 Told = dict[str, Any]
 """Settings by the names that they have on the command line."""
@@ -14,6 +17,16 @@ SCHEDULE = "model.lr_scheduler"
 OPTIMIZER = "model.optimizer"
 BESIDE = ("last_epoch", "base_lrs", "params", "initial_lr")
 """What a scheduler or a parameter group counts or takes from elsewhere, and nobody sets."""
+
+SPENDING: Told = {
+    "data.ask": "all",
+    "data.hint": "none",
+    "rollout_scheduler.mode": "synchronous",
+    "rollout_scheduler.allocation": "uniform",
+    "rollout_scheduler.replace_flat": 0,
+    "rollout_scheduler.replay": "none",
+}
+"""What completions are spent on, and its defaults."""
 
 
 def told_of(settings: Mapping[str, Any]) -> Told:
@@ -38,6 +51,16 @@ def told_of_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
         state = scheduler.state_dict()
         told |= told_of({f"{SCHEDULE}.{name}": value for name, value in state.items() if _is_set(name)})
     return told
+
+
+def told_of_spending(trainer: pl.Trainer) -> Told:
+    """What completions are spent on, as the trainer's data and callbacks are told; of others the defaults."""
+    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler = next((callback for callback in callbacks if hasattr(callback, "replace_flat")), None)
+    owners = {"data": data, "rollout_scheduler": scheduler}
+    named = {name: name.split(".") for name in SPENDING}
+    return {name: getattr(owners[owner], field, SPENDING[name]) for name, (owner, field) in named.items()}
 
 
 def differences(before: Told, now: Told) -> dict[str, str]:

@@ -187,8 +187,10 @@ def test_settings_that_a_checkpoint_would_override_are_refused_and_others_named(
         with pytest.raises(SystemExit, match="2"):
             fit(*resume, *options)
         assert said in capsys.readouterr().err
-    with pytest.warns(UserWarning, match=r"other settings .*: model\.objective\.loss was dapo and is now gspo\."):
-        fit(*resume, linear, "--model.objective.loss", "gspo")
+    spent = r"data\.ask was all and is now greso, rollout_scheduler\.allocation was uniform and is now knapsack\."
+    with pytest.warns(UserWarning, match=r"other settings .*: model\.objective\.loss was dapo and is now gspo, " + spent):
+        others = "--data.ask", "greso", "--rollout_scheduler.allocation", "knapsack"
+        fit(*resume, linear, "--model.objective.loss", "gspo", *others)
 
 
 @pytest.mark.parametrize("lora", [False, True])
