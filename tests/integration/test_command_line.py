@@ -187,8 +187,11 @@ def test_settings_that_a_checkpoint_would_override_are_refused_and_others_named(
         with pytest.raises(SystemExit, match="2"):
             fit(*resume, *options)
         assert said in capsys.readouterr().err
-    spent = r"data\.ask was all and is now greso, rollout_scheduler\.allocation was uniform and is now knapsack\."
-    with pytest.warns(UserWarning, match=r"other settings .*: model\.objective\.loss was dapo and is now gspo, " + spent):
+    named = (
+        r"other settings .*: model\.objective\.loss was dapo and is now gspo, data\.ask was all and is now greso, "
+        r"rollout_scheduler\.allocation was uniform and is now knapsack\."
+    )
+    with pytest.warns(UserWarning, match=named):
         others = "--data.ask", "greso", "--rollout_scheduler.allocation", "knapsack"
         fit(*resume, linear, "--model.objective.loss", "gspo", *others)
 
