@@ -108,6 +108,16 @@ RULES = {
 }
 
 
+KINDS = {
+    "who is asked, and with what": ("greso", "near_half", "phases", "reference"),
+    "how many, divided": ("knapsack", "knapsack of tokens", "variance", "buckets"),
+    "how many, in rounds": (TWO_ROUNDS, "dars_equal", "dars_hardness", "balanced", "positive", "replace_flat"),
+    "which are learnt from": ("PODS", "D3S", "max_entropy", "random", "rlep", "repo"),
+}
+"""The rules of a column of the picture."""
+AXES = {"tokens_U": (1000, "thousands of generated tokens"), "wall_s_U": (1, "seconds of rollouts and updates")}
+
+
 @dataclass(frozen=True)
 class Task:
     """A configuration, the training prompts that are used of it, the updates of a run, and the rules compared."""
@@ -244,32 +254,38 @@ def _two_rounds(num_prompts: int, options: Options) -> Row:
 
 
 def draw(found: dict[tuple[str, str], list[Curves]], path: Any) -> None:
-    """Draw held-out exact match by generated tokens and by seconds, a column for each task; the range of uniform."""
-    from matplotlib import colormaps
+    """Draw held-out exact match by generated tokens and by seconds, a column for each kind of rule."""
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(task for task, _ in found))
-    figure = Figure(figsize=(6 * len(tasks), 8), layout="constrained")
-    axes, colors = figure.subplots(2, len(tasks), squeeze=False), colormaps["tab20"](range(20))
-    for (task, rule), seeds in found.items():
-        measured_U = ~np.isnan(mean_curve(seeds, "exact_U"))
-        exact_SU = np.array([each.exact_U[measured_U] for each in seeds])
-        for axis, name in zip(axes[:, tasks.index(task)], ("tokens_U", "wall_s_U"), strict=True):
-            x_U = mean_curve(seeds, name)[measured_U]
-            style: dict[str, Any] = {"color": colors[list(RULES).index(rule) % len(colors)], "linewidth": 1}
-            if rule in (UNIFORM, TOGETHER):
-                style = {"color": "black" if rule == UNIFORM else "crimson", "linewidth": 2}
-            (line,) = axis.plot(x_U, exact_SU.mean(0), label=rule, **style)
-            if rule in (UNIFORM, TOGETHER):
-                axis.fill_between(
-                    x_U, exact_SU.min(0), exact_SU.max(0), color=line.get_color(), alpha=0.12, linewidth=0
-                )
-    for axes_of_task, task in zip(axes.T, tasks, strict=True):
-        for axis, label in zip(axes_of_task, ("generated tokens", "seconds of rollouts and updates"), strict=True):
-            axis.set(title=task, xlabel=label, ylabel="held-out exact match")
+    columns = {
+        (task, kind): [rule for rule in (UNIFORM, TOGETHER, *rules) if (task, rule) in found]
+        for task in dict.fromkeys(task for task, _ in found)
+        for kind, rules in KINDS.items()
+        if any((task, rule) in found for rule in rules)
+    }
+    figure = Figure(figsize=(4 * len(columns), 8.5), layout="constrained")
+    axes = figure.subplots(2, len(columns), squeeze=False)
+    for ((task, kind), rules), axes_of_kind in zip(columns.items(), axes.T, strict=True):
+        for axis, (name, (_, label)) in zip(axes_of_kind, AXES.items(), strict=True):
+            for rule in rules:
+                _draw_rule(axis, rule, name, found[task, rule])
+            ends = [float(each.exact_U[-1]) for rule in rules for each in found[task, rule]]
+            begin = float(found[task, UNIFORM][0].exact_U[0])
+            axis.set(title=f"{task}: {kind}", xlabel=label, ylabel="held-out exact match")
+            axis.set_ylim(max(begin, 2 * min(ends) - max(ends) - 0.08), max(ends) + 0.01)  # where they differ
             axis.grid(alpha=0.3)
-        axes_of_task[0].legend(loc="lower right", fontsize="x-small")
+        axes_of_kind[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize="small")
     figure.savefig(path)
+
+
+def _draw_rule(axis: Any, rule: str, name: str, seeds: Sequence[Curves]) -> None:
+    measured_U = ~np.isnan(mean_curve(seeds, "exact_U"))
+    exact_SU = np.array([each.exact_U[measured_U] for each in seeds])
+    x_U = mean_curve(seeds, name)[measured_U] / AXES[name][0]
+    color = {UNIFORM: "black", TOGETHER: "crimson"}.get(rule)
+    axis.plot(x_U, exact_SU.mean(0), label=rule, color=color, linewidth=1 if color is None else 2)
+    if color is not None:
+        axis.fill_between(x_U, exact_SU.min(0), exact_SU.max(0), color=color, alpha=0.12, linewidth=0)
 
 
 if __name__ == "__main__":

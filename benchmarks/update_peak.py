@@ -171,7 +171,7 @@ def draw(rows: list[Row], path: Path) -> None:
     """Draw a bar for each kind of checkpointing, part upon part."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
     parts = list(dict.fromkeys(name for row in rows for name in row if name not in ("checkpointing", "peak_mib")))
     left = [0.0] * len(rows)
@@ -181,7 +181,7 @@ def draw(rows: list[Row], path: Path) -> None:
         left = [begin + value for begin, value in zip(left, values, strict=True)]
     axis.invert_yaxis()
     axis.set(xlabel="MiB at the peak of a step", title="What the update's peak consists of")
-    axis.legend(fontsize="small", ncols=2)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), fontsize="small", ncols=2)
     figure.savefig(path)
 
 
