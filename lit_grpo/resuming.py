@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 Told = dict[str, Any]
 """Settings by the names that they have on the command line."""
@@ -53,10 +50,9 @@ def told_of_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
     return told
 
 
-def told_of_spending(trainer: pl.Trainer) -> Told:
-    """What completions are spent on, as the trainer's data and callbacks are told; of others the defaults."""
-    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+def told_of_spending(trainer: Any) -> Told:
+    """What completions are spent on, as a Lightning trainer's data and callbacks are told; of others the defaults."""
+    data, callbacks = trainer.datamodule, trainer.callbacks
     scheduler = next((callback for callback in callbacks if hasattr(callback, "replace_flat")), None)
     owners = {"data": data, "rollout_scheduler": scheduler}
     named = {name: name.split(".") for name in SPENDING}
