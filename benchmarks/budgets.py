@@ -134,7 +134,7 @@ class Task:
 
 TASKS = (
     Task("arithmetic", 256, 32, 4),
-    Task("knights", 64, 16, 4, (UNIFORM, "positive", "rlep", TOGETHER)),
+    Task("knights", 64, 16, 4, (UNIFORM, "greso", "knapsack", "dars_equal", "positive", "PODS", "rlep", TOGETHER)),
 )
 QUICK = Task("arithmetic", 4, 3, 1, (UNIFORM, TWO_ROUNDS, TOGETHER), (0,), 2, 8)
 
