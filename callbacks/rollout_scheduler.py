@@ -19,7 +19,7 @@ from lit_grpo.rollout.listeners import Listener, Rewarding, Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pruning import Pruner
 from lit_grpo.rollout.pump import RolloutPump
-from lit_grpo.rollout.rounds import Budget
+from lit_grpo.rollout.rounds import Budget, check_stream
 from lit_grpo.rollout.rules import check_estimator, check_generator, check_resumed, make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
@@ -127,9 +127,9 @@ class RolloutScheduler(pl.Callback):
             self._lengths = make_predictor(*points, self.min_correlation, pl_module.sampling.max_tokens)
         if stage == "fit" and self._turns.carries:
             loader = training_loader(_data(trainer))
-            loader.on_demand = True
-            num_updates = pl_module.settings.updates_per_batch
-            self._buffer.rule = self._turns.rule(loader.batch_size, pl_module.num_generations, num_updates)
+            check_stream(loader, self._turns)
+            loader.on_demand, of_batch = True, (loader.batch_size, pl_module.num_generations)
+            self._buffer.rule = self._turns.rule(*of_batch, pl_module.settings.updates_per_batch)
 
     def _check_turns(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         """Check that the mode goes with the run's updates, its generator and what each prompt gets."""

@@ -19,7 +19,7 @@ from lit_grpo.cli.parsing.errors import InputParser, exit_with, one_sentence, ow
 from lit_grpo.cli.parsing.help import add_short_help
 from lit_grpo.cli.parsing.names import DEFAULTS
 from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
-from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
@@ -190,7 +190,7 @@ class GRPOCLI(LightningCLI):
         module.setup("fit")
         with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
             module.configure_model()
-        module.check_lengths(data.prompts)
+        module.check_lengths(asked_prompts(trainer))
         module.configure_optimizers()
 
 

@@ -182,6 +182,20 @@ class PromptStream(Protocol):
         ...
 
 
+def check_stream(stream: PromptStream, turns: RolloutMode) -> None:
+    """Check that prompts can be asked, and get hints, by what their visits show.
+
+    Raises:
+        ValueError: That depends on whole visits, and groups leave in parts.
+    """
+    if turns.unit == "completion" and (stream.chooser is not None or stream.hints):
+        setting, off = ("data.hint", "set it to none") if stream.chooser is None else ("data.ask", "ask all")
+        raise ValueError(
+            f"{setting} goes by the rewards of a prompt's whole visit, and a rollout_scheduler.mode with unit "
+            f"completion lets groups leave in parts; take unit=group, or {off}."
+        )
+
+
 class Budget:
     """What a run's completions are spent on: how many each prompt gets, in how many rounds, who is asked, and again.
 
@@ -255,22 +269,14 @@ class Budget:
     ) -> None:
         """Go by what is known of prompts, and say who is asked by it; without a ``stream`` others say who.
 
-        Lengths are foretold by the same history.
-
-        Raises:
-            ValueError: Who is asked depends on what whole visits show, and groups leave in parts.
+        Lengths are foretold by the same history. Raises what :func:`check_stream` does.
         """
         self.history, self._stream = history, stream
         if lengths is not None:
             lengths.share(history)
         if stream is None:
             return
-        if turns.unit == "completion" and (stream.chooser is not None or stream.hints):
-            setting, off = ("data.hint", "set it to none") if stream.chooser is None else ("data.ask", "ask all")
-            raise ValueError(
-                f"{setting} goes by the rewards of a prompt's whole visit, and a rollout_scheduler.mode with unit "
-                f"completion lets groups leave in parts; take unit=group, or {off}."
-            )
+        check_stream(stream, turns)
         stream.go_by(history)
 
     def sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:

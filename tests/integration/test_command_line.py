@@ -120,6 +120,8 @@ MISTAKES_BEFORE_A_RUN = {
     "learning rate": ["--model.optimizer.lr", "-1"],
     "minibatches": ["--model.num_minibatches", "4"],
     "strategy": ["--trainer.gradient_clip_val", "1"],
+    "hint beyond the context": ["--data.hint", "reference:column=answer", "--model.sampling.max_tokens", "250"],
+    "who is asked by parts of groups": ["--data.ask", "greso", "--rollout_scheduler.mode", "sortedrl"],
 }
 
 
