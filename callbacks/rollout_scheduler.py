@@ -14,12 +14,12 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
+from lit_grpo.rollout.budget import Budget, check_stream
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Listener, Rewarding, Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pruning import Pruner
 from lit_grpo.rollout.pump import RolloutPump
-from lit_grpo.rollout.rounds import Budget, check_stream
 from lit_grpo.rollout.rules import check_estimator, check_generator, check_resumed, make_mode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor

@@ -21,7 +21,7 @@ from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
-from lit_grpo.rollout.rounds import Budget
+from lit_grpo.rollout.budget import Budget
 from lit_grpo.rollout.rules import make_mode
 from lit_grpo.types import Prompt, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards

@@ -18,7 +18,7 @@ from test_learner import make_learner, member
 from lit_grpo.budgets.replay import REPLAYS, Replay, ReplayMemory, Success, make_replay
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.ranks import Ranks
-from lit_grpo.rollout.rounds import Budget
+from lit_grpo.rollout.budget import Budget
 from lit_grpo.rollout.rules import make_mode
 from lit_grpo.types import OBSERVED, Completion, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import GroupRewards

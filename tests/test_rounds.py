@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from test_loop import FakeGenerator, prompts
 
 from lit_grpo.budgets.allocation import Allocation, Balanced, HardMore, make_allocation
+from lit_grpo.budgets.foresight import MOST_LEFT, Foresight
 from lit_grpo.budgets.history import PromptHistory, Record
 from lit_grpo.budgets.prompts import Greso, PromptChooser
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, load_rewards
+from lit_grpo.rollout.budget import Budget
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.rounds import Budget, Rounds
+from lit_grpo.rollout.rounds import Rounds
 from lit_grpo.rollout.rules import MODES, make_mode
 from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
 
@@ -50,10 +53,15 @@ def runner() -> Iterator[RewardRunner]:
 
 
 def collect(
-    allocation: Allocation, runner: RewardRunner, names: str = "abcd", slots: int = 5, lengths: Any = None
+    allocation: Allocation,
+    runner: RewardRunner,
+    names: str = "abcd",
+    slots: int = 5,
+    lengths: Any = None,
+    foresees: bool = True,
 ) -> tuple[dict[str, RolloutGroup], Rounds, Marked]:
     lengths = {name: [3 + sample % 7 for sample in range(40)] for name in names} | (lengths or {})
-    generator, rounds = Marked(slots, lengths), Rounds(runner, allocation, 1.0)
+    generator, rounds = Marked(slots, lengths), Rounds(runner, allocation, 1.0, foresees=foresees)
     loop = RolloutLoop(generator, listeners=[rounds])
     groups, stats = loop.collect(prompts(*names), 4, SAMPLING, seed=0)
     assert sum(stats.lengths) == sum(each.completion.num_tokens for group in groups for each in group.rollouts)
@@ -82,6 +90,87 @@ def test_others_decode_while_a_prompt_waits_for_its_next_round(runner: RewardRun
     assert {name: len(group.rollouts) for name, group in groups.items()} == {"a": 4, "b": 12}
     submitted = [keys for what, keys in generator.log if what == "submit"]
     assert len(submitted) == 3 and generator.num_steps == 30  # two more rounds of b, beside the first of a
+
+
+@pytest.mark.parametrize(("foresees", "num_steps"), [(True, 49), (False, 62)])
+def test_a_round_begins_before_the_last_is_whole_where_it_is_certain(
+    runner: RewardRunner, foresees: bool, num_steps: int
+) -> None:
+    # of b none passes: after three of four, two passes are out of reach
+    groups, rounds, generator = collect(
+        Balanced(rounds=2, passed=2, failed=1), runner, "b", 8, {"b": [30, 2, 3, 4, 20, 20, 20, 32]}, foresees
+    )
+    assert [each.reward for each in groups["b"].rollouts] == [0.0] * 8
+    assert rounds.metrics() == {"budget/further_completions": 4.0, "budget/frac_flat_first": 1.0}
+    assert generator.num_steps == num_steps
+
+
+@pytest.mark.parametrize("kind", ["of a group", "async"])
+def test_what_scores_groups_or_waits_is_given_whole_rounds(kind: str) -> None:
+    sizes: list[int] = []
+
+    def marks(completions: list[str]) -> list[float]:
+        sizes.append(len(completions))
+        return [float(each) for each in completions]
+
+    async def slow_mark(completion: str) -> float:
+        return float(completion)
+
+    runner = RewardRunner(load_rewards([marks if kind == "of a group" else slow_mark], 10.0))
+    rule = Balanced(rounds=2, passed=2, failed=1)
+    _, _, generator = collect(rule, runner, "b", 8, {"b": [30, 2, 3, 4, 20, 20, 20, 32]})
+    runner.close()
+    assert generator.num_steps == 62 and sizes == ([4, 4] if kind == "of a group" else [])
+
+
+@dataclass(frozen=True)
+class Odd(Allocation):
+    """Asks for more or fewer without any order, up to three times."""
+
+    seed: int = 0
+
+    @property
+    def has_rounds(self) -> bool:
+        return True
+
+    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+        drawn = random.Random(f"{self.seed} {num_rewarded} {num_passed} {num_rounds} {num_first}")
+        return drawn.randint(-1, 3) if num_rounds < 4 else 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_foresight_changes_nothing_that_is_asked(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = random.Random(seed)
+    for name in "abcd":
+        chance = drawn.random()
+        marks = "".join("-" if drawn.random() < 0.05 else str(int(drawn.random() < chance)) for _ in range(40))
+        monkeypatch.setitem(PASSES, name, marks)
+    rules = [Balanced(3, 2, 2), HardMore("equal", 12), HardMore("hardness", 16), Odd(seed), Odd(seed + 1)]
+    rule, slots = rules[seed % 5], drawn.choice([3, 9, 30])
+    lengths = {name: [drawn.choice([1, 3, 8, 35]) for _ in range(40)] for name in "abcd"}
+    found = []
+    for foresees in (True, False):
+        runner = RewardRunner(load_rewards([mark], 10.0))
+        groups, rounds, _ = collect(rule, runner, "abcd", slots, lengths, foresees)
+        runner.close()
+        each = {name: [(r.completion.request.path, repr(r.reward)) for r in g.rollouts] for name, g in groups.items()}
+        found.append((each, rounds.metrics(), rounds.flat))
+    assert found[0] == found[1]
+    assert all(paths == [((n,), paths[n][1]) for n in range(len(paths))] for paths in found[0][0].values())
+
+
+def test_what_is_certain_is_the_least_of_all_outcomes() -> None:
+    for rule in (Balanced(3, 2, 2), HardMore("equal", 32), HardMore("hardness", 64), Odd(3)):
+        foresight = Foresight(rule)
+        for left, rewarded in itertools.product(range(5), range(5)):
+            for passed in range(rewarded + 1):
+                ends = {
+                    (rewarded + sum(value is not None for value in some), passed + sum(filter(None, some)))
+                    for some in itertools.product((None, 0, 1), repeat=left)
+                }
+                least = min(max(rule.more(*end, 1, 4), 0) if end[0] else 0 for end in ends)
+                assert foresight.least(rewarded, passed, left, 1, 4) == least
+    assert Foresight(Balanced()).least(1, 0, MOST_LEFT + 1, 1, 4) == 0
 
 
 def test_what_is_sampled_does_not_depend_on_how_long_rewards_take(runner: RewardRunner) -> None:

@@ -1,0 +1,45 @@
+"""What of a prompt's next round is certain before the last one is whole."""
+
+from __future__ import annotations
+
+from lit_grpo.budgets.allocation import Allocation
+
+MOST_LEFT = 8
+"""Completions of a round; what can come of more is seldom certain, and costs time to find out."""
+
+
+class Foresight:
+    """What is certain of a prompt's next round while some completions of the last one have no reward yet.
+
+    Each of those can pass, fail, or get no reward at all; the fewest that a rule then asks for are certain.
+
+    Args:
+        rule: Says how many more a prompt gets.
+    """
+
+    def __init__(self, rule: Allocation) -> None:
+        self._rule = rule
+        self._known: dict[tuple[int, int, int, int, int], int] = {}
+
+    def least(self, num_rewarded: int, num_passed: int, num_left: int, num_rounds: int, num_first: int) -> int:
+        """Return the fewest more that a prompt gets; the rule's own answer where none are left.
+
+        Args:
+            num_rewarded: Completions with a reward.
+            num_passed: Those of them that passed.
+            num_left: Completions whose rewards are to come; of more than ``MOST_LEFT`` nothing is foreseen.
+            num_rounds: Rounds that it has had, this one among them.
+            num_first: Completions of the first of them.
+        """
+        if not num_left:
+            return max(self._rule.more(num_rewarded, num_passed, num_rounds, num_first), 0) if num_rewarded else 0
+        if num_left > MOST_LEFT:
+            return 0
+        key = (num_rewarded, num_passed, num_left, num_rounds, num_first)
+        if key not in self._known:
+            outcomes = ((0, 0), (1, 1), (1, 0))
+            self._known[key] = min(
+                self.least(num_rewarded + rewarded, num_passed + passed, num_left - 1, num_rounds, num_first)
+                for rewarded, passed in outcomes
+            )
+        return self._known[key]
