@@ -238,8 +238,6 @@ class RewardFunction:
         """The keyword arguments of each call that scores ``group``: one call for all, or one a rollout."""
         columns = group.prompt.columns
         names = self.names
-        if not group.rollouts:
-            return []
         if self.takes_columns:
             others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if self.on_group else columns.keys()
             names = (names | others) - self.bound

@@ -83,6 +83,9 @@ class RewardRunner:
 
     def submit(self, *groups: RolloutGroup) -> None:
         """Start to score groups: several at once take less time than one by one."""
+        groups = tuple(group for group in groups if group.rollouts)
+        if not groups:
+            return
         if self._keeper is None:
             self._workers = asyncio.Semaphore(self._num_workers)
             self._keeper = LoopThread("lit_grpo-rewards")
@@ -92,7 +95,7 @@ class RewardRunner:
         self._pending[next(self._numbers)] = groups, self._keeper.submit(self._score(groups, arguments))
 
     def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
-        """Wait for submitted groups, or for these among them, and write the rewards of their rollouts.
+        """Wait for all that was submitted, or for what has rollouts of these groups, and write the rewards.
 
         ``rollout.rewards`` holds each function's value by name, ``None`` where it does not apply;
         ``rollout.reward`` is the weighted sum of those that apply, NaN where none with a weight does.
@@ -101,10 +104,10 @@ class RewardRunner:
             RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
                 rollouts. Groups before it have their rewards, the others are dropped.
         """
-        these = None if groups is None else {id(group) for group in groups}
+        these = None if groups is None else {id(rollout) for group in groups for rollout in group.rollouts}
         pending = []
         for number, (submitted, _) in list(self._pending.items()):
-            if these is None or any(id(group) in these for group in submitted):
+            if these is None or any(id(rollout) in these for group in submitted for rollout in group.rollouts):
                 pending.append(self._pending.pop(number))
         try:
             for submitted, future in pending:
@@ -139,10 +142,8 @@ class RewardRunner:
         self, function: RewardFunction, arguments: Sequence[Arguments], sizes: Sequence[int]
     ) -> list[Values]:
         """One value or error a rollout; up to the first error alone if that is to be raised."""
-        sizes = [size // max(len(some), 1) for size, some in zip(sizes, arguments, strict=True)]  # of a call
+        sizes = [size // len(some) for size, some in zip(sizes, arguments, strict=True)]  # of a call
         pairs = [(one, size) for some, size in zip(arguments, sizes, strict=True) for one in some]
-        if not pairs:
-            return [[] for _ in arguments]
         if function.is_async:
             if self._coroutines is None:
                 self._coroutines = LoopThread("lit_grpo-async-rewards")
