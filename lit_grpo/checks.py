@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
+from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from lit_grpo.policy.adapters import LoraSettings
+    from lit_grpo.update.logprobs.reference import ReferenceSettings
+    from lit_grpo.update.settings import Settings
 
 FORMAT = 6
 """Of checkpoints; it changes whenever what they hold does."""
@@ -107,20 +113,40 @@ def total_updates(trainer: pl.Trainer, updates_per_batch: int) -> int | None:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuse strategies that shard the policy, float16, and what the trainer must leave to the module.
+    """Refuse strategies that have not been made to work, float16, and what the trainer must leave to the module.
 
     Raises:
         ValueError: The trainer has one of these.
     """
-    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):  # DeepSpeedStrategy is a DDPStrategy too
+    # by exact type: DeepSpeedStrategy is a DDPStrategy too
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, FSDP2Strategy):
         strategy = type(trainer.strategy).__name__
-        raise ValueError(
-            f"trainer.strategy {strategy} is not supported, for the policy must be whole on every device to decode; "
-            "use one device, or ddp."
-        )
+        raise ValueError(f"trainer.strategy {strategy} is not supported; use one device, ddp or fsdp2.")
     if trainer.precision in ("16-mixed", "16-true"):
         raise ValueError(f"trainer.precision {trainer.precision!r} is not supported; use bf16-mixed or 32-true.")
     check_left_to_module(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+
+
+def check_sharding(
+    strategy: Strategy, policy: object, lora: LoraSettings | None, reference: ReferenceSettings, settings: Settings
+) -> None:
+    """Refuse what needs whole weights where each rank has a shard of them.
+
+    Raises:
+        ValueError: The run asks for it.
+    """
+    if not isinstance(strategy, FSDP2Strategy):
+        return
+    objective = settings.objective
+    for is_set, setting, remedy in (
+        (settings.max_tokens_per_micro_batch == "auto", "max_tokens_per_micro_batch auto", "give a number"),
+        (objective.proximal_decay is not None, "objective.proximal averaged", "take another"),
+        (reference.mixup_alpha is not None, "reference.mixup_alpha", "leave it out"),
+        (lora is not None and lora.base == "nf4", "lora.base nf4", "take the policy's own"),
+        (not isinstance(policy, str), "policy, a loaded model,", "give its name or folder"),
+    ):
+        if is_set:
+            raise ValueError(f"model.{setting} does not go with trainer.strategy fsdp2; {remedy}, or take ddp.")
 
 
 def check_left_to_module(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:

@@ -22,6 +22,7 @@ from lit_grpo.checks import (
     check_micro_batch,
     check_minibatches,
     check_prompt_lengths,
+    check_sharding,
     check_token_ids,
     check_trainer,
     check_training_sampling,
@@ -42,12 +43,14 @@ from lit_grpo.policy.loading import (
 )
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import written_as_a_whole
+from lit_grpo.policy.sharding import gather, whole_state_dict
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
+from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
@@ -186,6 +189,7 @@ class GRPOModule(EvaluationModule):
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
             self._check_selection()
+            check_sharding(self.trainer.strategy, self.policy_name, self.lora, self.reference, self.settings)
         check_callbacks(self.trainer)
 
     def _check_selection(self) -> None:
@@ -215,6 +219,8 @@ class GRPOModule(EvaluationModule):
             if self.lora is not None:
                 add_adapters(self.policy, self.lora)
             checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
+        if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
+            self.trainer.strategy.shard(self.policy)
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()
 
@@ -280,6 +286,7 @@ class GRPOModule(EvaluationModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
+        gather(self.policy)  # its shards have been saved, and may be decoded with next
         checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
@@ -310,7 +317,8 @@ class GRPOModule(EvaluationModule):
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
 
-        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``.
+        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``. A sharded policy is to be whole
+        (:func:`lit_grpo.policy.sharding.gather`), as it is between updates.
 
         Raises:
             ValueError: There is no room for it; what was there before is left as it was.
@@ -319,7 +327,7 @@ class GRPOModule(EvaluationModule):
             if has_adapters(self.policy):
                 save_merged(self.policy, aside)
             else:
-                self.policy.save_pretrained(aside)
+                self.policy.save_pretrained(aside, state_dict=whole_state_dict(self.policy))
             self.tokenizer.save_pretrained(aside)
 
     # ---- training ---------------------------------------------------------------------------------

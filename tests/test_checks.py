@@ -32,7 +32,7 @@ class Sharded(DDPStrategy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": Sharded()}, r"trainer\.strategy Sharded is not supported, .* use one device, or ddp"),
+        ({"strategy": Sharded()}, r"trainer\.strategy Sharded is not supported; use one device, ddp or fsdp2"),
         ({"gradient_clip_val": 0.5}, r"trainer\.gradient_clip_val is 0\.5, .* model\.max_grad_norm; set that"),
         (
             {"accumulate_grad_batches": 2},

@@ -49,7 +49,8 @@ ROOMS: dict[str, set[str]] = {
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
     "metrics": {*UTILITIES, "update.advantages"},
-    "checks": {"types"},
+    "strategies": {"policy"},
+    "checks": {"types", "strategies", "policy", "update", "update.logprobs"},
     "settings": set(),
     "resuming": set(),
     "faults": UTILITIES,
@@ -57,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {*UTILITIES, "policy"},
     "module": {
         *UTILITIES,
-        *("metrics", "checks", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
+        *("metrics", "checks", "strategies", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
@@ -71,7 +72,7 @@ ABOVE = {
 }
 """Which rooms those that stand above all others may not import."""
 ONLY_IN = {
-    "lightning": {"module", "evaluation", "checks", "data", "training", "doctor", "cli", "callbacks"},
+    "lightning": {"module", "evaluation", "checks", "strategies", "data", "training", "doctor", "cli", "callbacks"},
     "lit_grpo.callbacks": {"training", "doctor", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
 }

@@ -111,7 +111,7 @@ TRL: dict[str, Counterpart] = {
     "seed": _same("seed_everything", 42),
     "use_cpu": _changed("trainer.accelerator: cpu", False, "trainer.accelerator"),
     **_refused("float16 underflows without a loss scale; take bf16", fp16=False),
-    **_refused("of several devices each holds the policy: --trainer.strategy ddp", deepspeed=None, fsdp=None,
+    **_refused("take --trainer.strategy ddp, or fsdp2, which shards the policy", deepspeed=None, fsdp=None,
                fsdp_config=None, parallelism_config=None),
     **_none("there is one seed", data_seed=None),
     **_none("of no use without deepspeed", ds3_gather_for_generation=True),

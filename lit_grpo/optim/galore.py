@@ -44,6 +44,11 @@ class GaLoreAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rank, self.update_every, self.scale = rank, update_every, scale
         self._whole: set[int] = set()
+        if any(hasattr(weight, "full_tensor") for group in self.param_groups for weight in group["params"]):
+            raise ValueError(
+                "GaLoreAdamW projects whole gradients, of which trainer.strategy fsdp2 leaves shards on ranks; take "
+                "torch.optim.AdamW, or ddp."
+            )
 
     def leave_whole(self, weights: Iterable[torch.Tensor]) -> None:
         """Do not project these, such as embeddings: most of their rows have no gradient of their own in a step."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from lit_grpo.policy.sharding import whole_state_dict
 from lit_grpo.policy.weights import PolicyWeights
 
 if TYPE_CHECKING:
@@ -87,13 +88,18 @@ def has_adapters(policy: PreTrainedModel) -> bool:
     return bool(getattr(policy, "_hf_peft_config_loaded", False))
 
 
+def _has_own_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes  # what was gathered from uneven shards is padded
+
+
 def save_merged(policy: PreTrainedModel, folder: str | Path) -> None:
     """Save the policy with its adapters merged into its weights, and the adapters alone in ``adapter/``."""
     from huggingface_hub import save_torch_state_dict
 
     folder = Path(folder)
-    policy.save_pretrained(folder / "adapter")
-    save_torch_state_dict(dict(PolicyWeights(policy)), folder)
+    policy.save_pretrained(folder / "adapter", state_dict=whole_state_dict(policy))
+    weights = {name: tensor if _has_own_storage(tensor) else tensor.clone() for name, tensor in PolicyWeights(policy)}
+    save_torch_state_dict(weights, folder)
     config = deepcopy(policy.config)
     vars(config).pop("quantization_config", None)  # the merged weights are numbers
     config.save_pretrained(folder)

@@ -138,5 +138,5 @@ def digest(tensor: torch.Tensor) -> str:
         sums.append(table.sum(1))
     hashed = blake2b(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest_size=8)
     hashed.update(torch.cat(sums).cpu().numpy().tobytes())
-    hashed.update(flat[size:].cpu().numpy().tobytes())
+    hashed.update(flat[size:].clone().cpu().numpy().tobytes())  # numpy would keep a shard's storage from being freed
     return hashed.hexdigest()

@@ -15,6 +15,7 @@ import torch
 
 from lit_grpo.faults import BrokenBatches
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
+from lit_grpo.policy.sharding import compute, gather, scatter, whole
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -105,8 +106,8 @@ class Learner:
                 they are.
         """
         settings, metrics = self.settings, TokenMetrics()
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        for problem in filter(None, self.ranks.gather(missing_logprob(rollouts))):
+        problems = self.ranks.gather(missing_logprob([rollout for group in groups for rollout in group.rollouts]))
+        for problem in filter(None, problems):
             raise ValueError(problem)  # on every rank, so that none waits for another
         advantages_R, before = self.prepare(groups, metrics)
         for some, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
@@ -153,6 +154,7 @@ class Learner:
 
     def prepare(self, groups: Sequence[RolloutGroup], metrics: TokenMetrics) -> tuple[torch.Tensor, Before]:
         """Give each rollout its advantage; return them, and what the updates on the rollouts compare with."""
+        gather(self.policy)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         before = self._before(rollouts)
         rewards, version = self.rewards(groups), self.optimization.policy_version
@@ -173,12 +175,11 @@ class Learner:
         pass, and once for all updates; a reference that moves between them counts from the next batch (as in TRL), and
         so does the average of the policy's weights.
         """
-        old, reference, settings = None, None, self.settings
-        if self.reference is not None:
-            reference = self._measure(rollouts, "logprobs", self.reference.lend)
+        old, lent, objective = None, self.reference, self.settings.objective
+        reference = None if lent is None else self._measure(rollouts, "logprobs", lent.lend)
         if self.averaged is not None:
             old = self._measure(rollouts, "logprobs", self.averaged.lend)
-        elif settings.objective.proximal_policy == "recomputed" and settings.updates_per_batch > 1:
+        elif objective.proximal_policy == "recomputed" and self.settings.updates_per_batch > 1:
             old = self._measure(rollouts, "logprobs")
         return Before(old, reference)
 
@@ -270,6 +271,7 @@ class Learner:
             share = selection.tokens_at(self.settings.progress(self.optimization.policy_version))
         if share == 1:
             return None
+        gather(self.policy)
         measure = partial(self._measure, what="entropy")
         scores = token_scores(learnt, measure) if selection.takes_tokens else measure([r for r, _ in learnt])
         return highest(scores, share, self.ranks)
@@ -288,8 +290,8 @@ class Learner:
         if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
             metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
         version = self.optimization.policy_version
-        parameters, max_norm = self.policy.parameters(), self.settings.max_grad_norm
-        grad_norm, loss = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)), float(step.loss_sum)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
+        grad_norm, loss = float(whole(norm)), float(step.loss_sum)
         skipped = bool(self.ranks.max(float(not math.isfinite(grad_norm + loss))))
         if skipped:
             self.policy.zero_grad()
@@ -318,6 +320,7 @@ class Learner:
         rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
         beforehand, and exchange in the backward pass of an empty micro-batch.
         """
+        scatter(self.policy)
         if first:
             self.policy.zero_grad()
         is_open, short = self.budget is not None, False
@@ -381,9 +384,8 @@ class Learner:
     def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
         """What the objective sees of a micro-batch: the policy goes through it."""
         objective = self.settings.objective
-        logprobs_N, entropy_N = micro_batch_logprobs(
-            self.policy, micro_batch, self.settings.temperature, objective.entropy.active
-        )
+        of = self.policy, micro_batch, self.settings.temperature, objective.entropy.active
+        logprobs_N, entropy_N = compute(self.policy, partial(micro_batch_logprobs, *of))
         old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
         if objective.proximal_policy == "sampled":
             old_logprobs_N = sampled_logprobs_N
@@ -392,8 +394,7 @@ class Learner:
             old_logprobs_N = interpolated_logprobs(logprobs_N, *of)
         elif step.before.old is not None:  # else this is the only update on these rollouts
             old_logprobs_N = step.of(step.before.old, micro_batch)
-        reference_logprobs_N = None
-        if step.before.reference is not None and objective.kl_in_loss:
-            reference_logprobs_N = step.of(step.before.reference, micro_batch)
+        reference = step.before.reference if objective.kl_in_loss else None
+        reference_logprobs_N = None if reference is None else step.of(reference, micro_batch)
         completions = micro_batch.advantages_C, micro_batch.lengths_C, reference_logprobs_N, micro_batch.versions_N
         return Tokens(logprobs_N, sampled_logprobs_N, old_logprobs_N, entropy_N, *completions)

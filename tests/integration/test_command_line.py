@@ -122,6 +122,7 @@ MISTAKES_BEFORE_A_RUN = {
     "strategy": ["--trainer.gradient_clip_val", "1"],
     "hint beyond the context": ["--data.hint", "reference:column=answer", "--model.sampling.max_tokens", "250"],
     "who is asked by parts of groups": ["--data.ask", "greso", "--rollout_scheduler.mode", "sortedrl"],
+    "shards": ["--trainer.strategy", "fsdp2", "--model.max_tokens_per_micro_batch", "auto"],
 }
 
 

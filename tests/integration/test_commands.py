@@ -78,6 +78,14 @@ NOT_RUN = {
         ),
         ("does not end, and needs vLLM", "integration/test_serve.py::test_it_hands_its_token_over_in_a_private_file"),
     ),
+    **dict.fromkeys(
+        (
+            "lit_grpo fit --config arithmetic --trainer.devices 2 --trainer.strategy fsdp2",
+            "lit_grpo fit --config arithmetic --trainer.devices 1 --run.name again "
+            "--ckpt_path runs/arithmetic/checkpoints/last.ckpt",
+        ),
+        ("starts a second rank", "integration/test_fsdp2.py::test_a_run_of_two_ranks_goes_on_with_one"),
+    ),
     "lit_grpo dashboard --wandb ENTITY/PROJECT": (
         "needs an account and a network",
         "integration/test_boards.py::test_a_workspace_names_only_metrics_that_there_are",

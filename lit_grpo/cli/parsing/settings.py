@@ -173,10 +173,9 @@ def _whole_beside(file: Path) -> str:
 
 
 def _check_devices(strategy: Any, accelerator: Any) -> None:
-    if isinstance(strategy, str) and not strategy.startswith(("auto", "ddp", "single_device")):
+    if isinstance(strategy, str) and not strategy.startswith(("auto", "ddp", "single_device", "fsdp2")):
         raise ValueError(
-            f"trainer.strategy {strategy!r} is not supported, for the policy must be whole on every device to decode; "
-            "use auto, or ddp for several devices."
+            f"trainer.strategy {strategy!r} is not supported; use auto, or of several devices ddp or fsdp2."
         )
     mps = torch.backends.mps.is_available()
     there = {"gpu": torch.cuda.is_available() or mps, "cuda": torch.cuda.is_available(), "mps": mps}

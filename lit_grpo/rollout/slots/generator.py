@@ -12,6 +12,7 @@ from transformers import PreTrainedModel  # not for type checking alone: jsonarg
 
 from lit_grpo.memory import is_out_of_memory
 from lit_grpo.policy.loading import token_head
+from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
@@ -81,6 +82,7 @@ class SlotGenerator(Versioned):
             ValueError: The policy is a model that the slots cannot decode.
         """
         model = policy.module
+        gather(model)
         self._shape, self._fused = check_slot_support(model)
         self._graphs: GraphedDecoder | None = None
         if self._fused is not None and model.device.type == "cuda":
@@ -88,8 +90,7 @@ class SlotGenerator(Versioned):
         self._policy, self._tokenizer = model, policy.tokenizer
         self._device, self._head = model.device, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
-        self._context = slot_context(model)
-        self._mode = DecodingMode(model)
+        self._context, self._mode = slot_context(model), DecodingMode(model)
         granted = kv_budget_bytes(self.kv_memory, model)
         self.budget = KVBudget(granted, self._shape.bytes_per_token, self.prefill_tokens)
 
@@ -181,8 +182,7 @@ class SlotGenerator(Versioned):
         self._check_free(len(requests), capacity.free_slots)
         if not requests:
             return
-        in_flight = capacity.free_slots < capacity.slots
-        sampling = self._sampling if in_flight and self._sampling is not None else requests[0].sampling
+        sampling = self._sampling if self._num_in_flight and self._sampling is not None else requests[0].sampling
         assert self.budget is not None and self._mode is not None
         limits = self._context, self.budget.granted_tokens, self.budget.bytes_per_token
         for request in requests:
@@ -216,8 +216,8 @@ class SlotGenerator(Versioned):
         wanted = set(keys)
         if not wanted:
             return []
-        rows = [] if self._rows is None else self._rows.requests
-        stopped = self._take_out([row for row, request in enumerate(rows) if request.key in wanted])
+        rows = enumerate([] if self._rows is None else self._rows.requests)
+        stopped = self._take_out([row for row, request in rows if request.key in wanted])
         stopped += [request for request in self._incoming if request.key in wanted]
         self._incoming = [request for request in self._incoming if request.key not in wanted]
         self._forget()
@@ -371,8 +371,7 @@ class SlotGenerator(Versioned):
         """Take rows that have ended, ascending, some of them at a token that ends them, out of their slots."""
         finished = [rows.completion(row, "stop" if stopped else "length") for row, stopped in ends.items()]
         for completion in finished:
-            ids = completion.token_ids_T.tolist()
-            completion.text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            completion.text = str(self._tokenizer.decode(completion.token_ids_T.tolist(), skip_special_tokens=True))
             if self.speculate:
                 self._drafts.finish(completion)
         for row in reversed(ends):

@@ -10,6 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_grpo.policy.loading import hidden_states
+from lit_grpo.policy.sharding import is_scattered
+from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix.layout import PackedGroup, Piece, group_pieces
@@ -43,16 +45,17 @@ class SharedPrefix:
         self._masks: dict[int | None, BlockMask] = {}
 
     def compute_carried(self, model: PreTrainedModel) -> None:
-        """Run the carried prompts that have not been through ``model`` yet, each by itself and without gradient."""
-        for prompt in self._carried:
-            if not prompt.is_known:
-                alone = SharedPrefix([PackedGroup(0, len(prompt.token_ids), ())], [prompt])
-                input_ids_BT = torch.tensor(prompt.token_ids, device=model.device)[None]
-                positions_BT = torch.arange(len(prompt.token_ids), device=model.device)[None]
-                with torch.no_grad():
-                    hidden_BTD = hidden_states(model, input_ids_BT, position_ids=positions_BT, shared_prefix=alone)
-                prompt.keep(_LAST_HIDDEN, hidden_BTD[0, -1:].clone())
-                prompt.is_known = True
+        """Run the carried prompts that have not been through ``model`` yet, each by itself and without gradient.
+
+        Where the model's layers take all ranks, a rank with fewer of them goes through the layers as often.
+        """
+        unknown = [prompt for prompt in self._carried if not prompt.is_known]
+        most = int(Ranks(model.device).max(len(unknown))) if is_scattered(model) else len(unknown)
+        for prompt in unknown:
+            prompt.keep(_LAST_HIDDEN, _run_alone(model, prompt.token_ids, [prompt])[0, -1:].clone())
+            prompt.is_known = True
+        for _ in range(most - len(unknown)):
+            _run_alone(model, (0,), [None])
 
     def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Put the last hidden states of carried prompts behind those of the row."""
@@ -91,6 +94,15 @@ class SharedPrefix:
                 prompt.keep(name, tensor[index])
         carried = [prompt.lend(name) for prompt in self._carried]
         return torch.cat([tensor, *carried], 2) if carried else tensor
+
+
+@torch.no_grad()
+def _run_alone(model: PreTrainedModel, token_ids: Sequence[int], prompt: Sequence[SplitPrompt | None]) -> torch.Tensor:
+    """Return the hidden states (1, T, D) of a prompt, which remembers what is computed of it."""
+    alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt)
+    input_ids_BT = torch.tensor(token_ids, device=model.device)[None]
+    positions_BT = torch.arange(len(token_ids), device=model.device)[None]
+    return hidden_states(model, input_ids_BT, position_ids=positions_BT, shared_prefix=alone)
 
 
 def shared_prefix_attention(

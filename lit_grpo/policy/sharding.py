@@ -1,0 +1,99 @@
+"""A policy whose weights, gradients and moments are shards, one on each rank: torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+_COMPUTE = "compute_in_forward"
+
+
+def shard(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Keep a shard of each weight on every rank of a mesh, in place of all of it.
+
+    Layers are gathered one at a time, when they are computed; embeddings, the last norm and the head stay whole from
+    the forward pass of a micro-batch to its backward pass.
+
+    Raises:
+        ValueError: The policy's layers are not to be found.
+    """
+    layers = getattr(policy.get_decoder(), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise ValueError(f"{type(policy).__name__} has no list of layers to shard; take trainer.strategy ddp.")
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    # By name: torch goes by the order of all forward passes since the last backward pass, and in those over whole
+    # weights, of which ranks make as many as they need, the ranks differ.
+    parts = _parts(policy)
+    for part, fetched_next in zip(parts, [parts[-1], *parts[:-1]], strict=True):
+        part.set_modules_to_backward_prefetch([fetched_next])
+    setattr(policy, _COMPUTE, MethodType(lambda _, function: function(), policy))
+    register_fsdp_forward_method(policy, _COMPUTE)
+    compute(policy, lambda: None)  # so that the policy is the root of its layers, whatever is computed first
+    scatter(policy)
+
+
+def is_sharded(policy: torch.nn.Module) -> bool:
+    """Whether a policy has been sharded, be its weights whole for the moment or not."""
+    return isinstance(policy, FSDPModule)
+
+
+def compute(policy: PreTrainedModel, function: Callable[[], T]) -> T:
+    """Call what computes with the modules of a policy and, where it is sharded, takes its forward method's place.
+
+    All ranks have to call it equally often, and go through as many layers.
+    """
+    if not is_sharded(policy):
+        return function()
+    return cast("Callable[[Callable[[], T]], T]", getattr(policy, _COMPUTE))(function)
+
+
+def gather(policy: PreTrainedModel) -> None:
+    """Make the weights whole on every rank until they are scattered; all ranks call it."""
+    for module in _parts(policy):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+
+
+def scatter(policy: PreTrainedModel) -> None:
+    """Keep a shard of the weights alone."""
+    for module in _parts(policy):
+        module.set_reshard_after_forward(module is not policy, recurse=False)
+        module.reshard()
+
+
+def is_scattered(policy: torch.nn.Module) -> bool:
+    """Whether only a shard of the weights is there, so that every layer's forward pass takes all ranks."""
+    return any(hasattr(weight, "full_tensor") for weight in policy.parameters())
+
+
+def whole_state_dict(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what the state dict of a policy holds while its weights are whole; torch's own would scatter them."""
+    if not is_sharded(policy):
+        return policy.state_dict()
+    state: dict[str, torch.Tensor] = dict(policy.named_parameters(remove_duplicate=False))
+    for name, module in policy.named_modules():
+        passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        kept = [pair for pair in module.named_buffers(recurse=False) if pair[0] not in passing]
+        state |= {f"{name}.{key}".removeprefix("."): buffer for key, buffer in kept}
+    return state
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor itself, or what its shards are together, which all ranks ask for."""
+    full: Any = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def _parts(policy: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,1 @@
+"""Lightning strategies beside its own."""

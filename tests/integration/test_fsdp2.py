@@ -1,0 +1,266 @@
+"""Two ranks that hold shards of the policy do what one process does: real processes, gloo, and FSDP2.
+
+This file is also the script that the ranks run: ``python test_fsdp2.py POLICY OUTPUT``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hand_made import make_module, make_trainer, relative_error, weights_of  # pyright: ignore[reportMissingImports]
+from safetensors.torch import load_file
+from test_two_ranks import (  # pyright: ignore[reportMissingImports]
+    CASES,
+    MIXED,
+    RANK_0_MISSING,
+    RANK_1_UNIFORM,
+    TESTS,
+    Case,
+    even_length,
+    momentum,
+    rank_and_world_size,
+    run_case,
+    run_pipeline,
+)
+from transformers import AutoModelForCausalLM
+
+from lit_grpo.callbacks import PolicyExporter, RolloutScheduler, RunCheckpoint, WeightSync
+from lit_grpo.cli.command_line import run
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.policy.sharding import is_scattered
+from lit_grpo.rewards import RewardSpec
+from lit_grpo.types import SamplingParams
+from lit_grpo.update.logprobs.reference import ReferenceSettings
+from lit_grpo.update.objective.kl import KLTerm
+from lit_grpo.update.objective.objective import Objective
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+LORA = {"lora": LoraSettings(r=2), "objective": Objective(kl=KLTerm(0.2))}
+OWN = {
+    "lora": Case([MIXED, MIXED], LORA),
+    "lora, checkpointed": Case([MIXED, MIXED], LORA | {"gradient_checkpointing": True}),
+    "checkpointed": Case([MIXED, RANK_1_UNIFORM], {"gradient_checkpointing": True}),
+    "selectively": Case([MIXED, RANK_0_MISSING], {"gradient_checkpointing": "selective", "num_minibatches": 2}),
+}
+NAMES = (
+    *("token", "constant_with_kl", "batch_scale_and_clipping", "one_rank_uniform_with_kl", "one_rank_missing"),
+    *("two_iterations_of_two_minibatches", "not_finite_on_one_rank", "all_uniform_after_an_update"),
+    *("ragged_over_the_batch", "parts_of_rollouts_and_tokens", "loss_gspo_composed", "advantages_least_variance"),
+)
+
+
+class Shards(pl.Callback):
+    """Sees that a rank holds a part of the weights and of the moments, once an update has been made."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if rank_and_world_size()[1] == 1:
+            return
+        assert is_scattered(pl_module.policy)
+        for optimizer in trainer.optimizers:
+            for weight, state in optimizer.state.items():
+                held = sum(tensor.to_local().numel() for tensor in (cast(Any, weight), state["momentum_buffer"]))
+                assert held <= 1.1 * weight.numel() + 2 * max(weight.shape[1:], default=1) * weight.ndim
+
+
+def run_own(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
+    """Likewise, from adapters that are always the same."""
+    pl.seed_everything(1, verbose=False)
+    return run_case(case, policy, **trainer_options)
+
+
+def train(
+    policy: str,
+    output: Path,
+    name: str,
+    updates: int = 4,
+    checkpoint: Path | None = None,
+    lora: LoraSettings | None = None,
+    **trainer_options: Any,
+) -> dict[str, Any]:
+    """Updates of four prompts in all, with checkpoints of the last; return what must not depend on ranks."""
+    pl.seed_everything(1, verbose=False)
+    rows = "\n".join(json.dumps({"prompt": f"{number}+{number}="}) for number in range(6))
+    (output / f"{name}.jsonl").write_text(rows)
+    batch_size = 4 // trainer_options.get("devices", 1)
+    data = PromptDataModule(policy, train=str(output / f"{name}.jsonl"), batch_size=batch_size)
+    module = make_module(
+        policy,
+        optimizer=momentum,
+        rewards=[RewardSpec(f"{__file__}:even_length")],
+        sampling=SamplingParams(max_tokens=9),
+        objective=Objective(kl=KLTerm(0.1)),
+        max_tokens_per_micro_batch=24,
+        lora=lora,
+    )
+    callbacks = (PolicyExporter(), RunCheckpoint(every_n_updates=0), RolloutScheduler(), Shards(), WeightSync())
+    options = {"max_epochs": -1, "max_steps": updates, "limit_val_batches": 0, **trainer_options}
+    trainer = make_trainer(*callbacks, default_root_dir=str(output / name), **options)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    return {"weights": weights_of(module), "version": module.policy_version, "stream": data.state_dict()}
+
+
+def last(output: Path, name: str) -> Path:
+    return output / name / "checkpoints" / "last.ckpt"
+
+
+def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    """All runs by name; those of one process have been made where ranks go on from one of theirs."""
+    root = {"default_root_dir": str(output), **trainer_options}
+    cases = {name: lambda name=name: run_case(CASES[name], policy, **root) for name in NAMES}
+    cases |= {name: lambda name=name: run_own(OWN[name], policy, **root) for name in OWN}
+    own = "ranks" if "devices" in trainer_options else "one"
+    return cases | {
+        "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
+        "whole": lambda: train(policy, output, f"{own}-whole", **trainer_options),
+        "adapters": lambda: train(policy, output, f"{own}-adapters", 2, lora=LoraSettings(r=2), **trainer_options),
+        "half": lambda: train(policy, output, f"{own}-half", 2, **trainer_options),
+        "2 -> 2": lambda: train(policy, output, "2-2", checkpoint=last(output, "ranks-half"), **trainer_options),
+        "1 -> 2": lambda: train(policy, output, "1-2", checkpoint=last(output, "one-half"), **trainer_options),
+        "2 -> 1": lambda: train(policy, output, "2-1", checkpoint=last(output, "ranks-half"), **trainer_options),
+    }
+
+
+def main(policy: str, output: str) -> None:
+    """Do all runs as one of two ranks, and save what came of them."""
+    torch.set_num_threads(1)
+    results, todo = {}, runs(policy, Path(output), devices=2, strategy="fsdp2")
+    for name in [name for name in todo if name != "2 -> 1"]:
+        results[name] = todo[name]()
+        print(f"rank {rank_and_world_size()} has finished {name}", flush=True)
+    torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
+
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs have their folders."""
+    return tmp_path_factory.mktemp("fsdp2")
+
+
+@pytest.fixture(scope="module")
+def single(policy_folder: Path, output: Path) -> Callable[[str], dict[str, Any]]:
+    """What comes of a run in one process over all groups."""
+    by_name = runs(str(policy_folder), output)
+    known: Outcomes = {}
+
+    def run(name: str) -> dict[str, Any]:
+        if name not in known:
+            known[name] = by_name[name]()
+        return known[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ranks(policy_folder: Path, output: Path, single: Callable[[str], dict[str, Any]]) -> list[Outcomes]:
+    """What came of all runs, on rank 0 and on rank 1."""
+    single("half")
+    python_path = os.pathsep.join([str(TESTS / "integration"), str(TESTS), str(TESTS.parent)])
+    environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(policy_folder), str(output)]
+    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OWN, "pipeline"])
+def test_ranks_with_shards_end_with_the_weights_and_the_metrics_of_one_process(
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    expected, first, second = single(name), ranks[0][name], ranks[1][name]
+    assert torch.equal(first["weights"], second["weights"])
+    assert relative_error(first["weights"], expected["weights"]) < 2e-6
+    assert first["version"] == second["version"] == expected["version"]
+    assert len(first["logs"]) == len(expected["logs"]) > 0
+    for ours, theirs, alone in zip(first["logs"], second["logs"], expected["logs"], strict=True):
+        assert ours == pytest.approx(theirs, nan_ok=True)
+        assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["whole", "2 -> 2", "1 -> 2", "2 -> 1"])
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    expected = single("whole")
+    for outcome in [single(name)] if name == "2 -> 1" else [rank[name] for rank in ranks]:
+        assert outcome["version"] == expected["version"] == 4 and outcome["stream"] == expected["stream"]
+        torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["whole", "adapters"])
+def test_what_is_exported_of_shards_is_a_whole_policy(
+    name: str, output: Path, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    assert ranks[0][name]["version"] == single(name)["version"]
+    exported, expected = (output / f"{own}-{name}" / "policy" for own in ("ranks", "one"))
+    files = sorted(path.relative_to(exported) for path in exported.rglob("*.safetensors"))
+    assert len(files) == (2 if name == "adapters" else 1)
+    for file in files:
+        ours, theirs = load_file(exported / file), load_file(expected / file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(tensor, theirs[key], rtol=0, atol=1e-5) for key, tensor in ours.items())
+    AutoModelForCausalLM.from_pretrained(exported)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_tokens_per_micro_batch": "auto"}, r"model\.max_tokens_per_micro_batch auto .* give a number, or take d"),
+        ({"lora": LoraSettings(base="nf4")}, r"model\.lora\.base nf4 does not go with trainer\.strategy fsdp2"),
+        (
+            {"reference": ReferenceSettings(mixup_alpha=0.5), "objective": Objective(kl=KLTerm(0.1))},
+            r"model\.reference\.mixup_alpha does not go with trainer\.strategy fsdp2; leave it out",
+        ),
+    ],
+)
+def test_what_needs_whole_weights_is_refused(policy_folder: Path, options: dict[str, Any], sentence: str) -> None:
+    module: GRPOModule = make_module(policy_folder, **options)
+    module.trainer = make_trainer(RolloutScheduler(), WeightSync(), strategy="fsdp2")
+    with pytest.raises(ValueError, match=sentence):
+        module.setup("fit")
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--data.batch_size", "2", "--data.validation.init_args.num_rows", "8", "--trainer.val_check_interval", "2"]
+    told = ["fit", "--config", "arithmetic", *small]
+    two = ["--trainer.devices", "2", "--trainer.strategy", "fsdp2", "--trainer.max_steps", "2"]
+    command = [sys.executable, "-m", "lit_grpo", *told, *two]
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert process.returncode == 0 and "Warning" not in process.stderr, process.stdout[-2000:] + process.stderr[-4000:]
+    checkpoint = str(Path("runs", "arithmetic", "checkpoints", "last.ckpt"))
+    one = ["--trainer.devices", "1", "--trainer.max_steps", "3", "--run.name", "again", "--ckpt_path", checkpoint]
+    run([*told, *one])
+    both = [steps(Path("runs", name)) for name in ("arithmetic", "again")]
+    assert both[0] == [1, 2] and both[1] == [3]
+    weights = [load_file(Path("runs", name, "policy", "model.safetensors")) for name in ("arithmetic", "again")]
+    saved = torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert all(torch.equal(tensor, saved[f"policy.{name}"]) for name, tensor in weights[0].items())
+    assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def steps(run: Path) -> list[int]:
+    """Which updates a run has a row of."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [int(float(row["step"])) for row in csv.DictReader(file) if row["reward"]]
+
+
+if __name__ == "__main__":
+    assert even_length
+    main(*sys.argv[1:])
