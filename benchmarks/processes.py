@@ -61,11 +61,11 @@ class CaseProcess:
         self._process.communicate()
         self._errors.close()
 
-    def go_on(self) -> None:
-        """Let it measure once more."""
+    def go_on(self, with_this: Any = None) -> None:
+        """Let it measure once more, and read ``with_this``, as JSON, where it has a use for it."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, and its answer is why
-            self._process.stdin.write("\n")
+            self._process.stdin.write(json.dumps(with_this) + "\n")
             self._process.stdin.flush()
 
     def answer(self) -> Figures:

@@ -13,6 +13,7 @@ import numpy as np
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
+from lit_grpo.budgets.spreading import spread
 from lit_grpo.data.hinting import Hinter
 from lit_grpo.types import Prompt, PromptBatch
 
@@ -22,9 +23,10 @@ class PromptLoader:
 
     Index ``s`` of the stream is place ``s % N`` of epoch ``s // N``, whose order depends on the seed and
     the epoch alone; the epoch is the prompt's ``visit``. A step of all W ranks takes the next P x W
-    indices, rank r the r-th P of them, so no prompt is skipped and a batch may cross epochs. With a ``chooser`` it
-    takes the next P x W that are asked; what is passed over is counted, and comes again in the next epoch. Nothing is
-    read ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
+    indices, so no prompt is skipped and a batch may cross epochs; of these each rank gets P, by how long completions
+    of earlier visits were (:func:`spread`), and rank r the r-th P before there were any. With a ``chooser`` it takes
+    the next P x W that are asked; what is passed over is counted, and comes again in the next epoch. Nothing is read
+    ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
     that a step which was cut off is done again after resuming.
 
     With ``on_demand`` its batches are empty, and whoever fills them takes prompts by :meth:`draw`, which count as
@@ -52,7 +54,7 @@ class PromptLoader:
         chooser: PromptChooser | None = None,
         hinter: Hinter | None = None,
     ) -> None:
-        self.chooser, self._hinter = chooser, hinter
+        self.chooser, self._hinter, self._history = chooser, hinter, PromptHistory()
         self.prompts = prompts
         self.batch_size = batch_size
         self.rank = rank
@@ -76,7 +78,8 @@ class PromptLoader:
         return self._hinter is not None
 
     def go_by(self, history: PromptHistory) -> None:
-        """Let who is asked, and with which hints, depend on what is known of prompts."""
+        """Let who is asked, by which rank, and with which hints, depend on what is known of prompts."""
+        self._history = history
         for each in (self.chooser, self._hinter):
             if each is not None:
                 each.history = history
@@ -180,7 +183,15 @@ class PromptLoader:
         while len(asked) < wanted:
             prompt, place = self._ask(place)
             asked.append(prompt)
-        return [*map(self._hinted, asked[self.rank * num_prompts :][:num_prompts])], place - self._start
+        return [*map(self._hinted, self._own(asked))], place - self._start
+
+    def _own(self, asked: list[Prompt]) -> list[Prompt]:
+        """Of what all ranks ask, the prompts of this one."""
+        if self.world_size == 1:
+            return asked
+        expected = self._history.expected([prompt.prompt_id for prompt in asked])
+        places = spread([record.mean_tokens for record in expected], self.world_size)
+        return [asked[place] for place in places[self.rank]]
 
     def _hinted(self, prompt: Prompt) -> Prompt:
         return prompt if self._hinter is None else self._hinter.hinted(prompt)

@@ -143,6 +143,16 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     assert set(PLANS) - {"full_group"} <= measured
 
 
+def test_spreading_simulates_and_measures_every_dealing(tmp_path: Path) -> None:
+    result, _ = run_quick("spreading", tmp_path / "result.json")
+    check_result(result, "spreading")
+    dealings = {"in order", "first come", "spread", "foreseen"}
+    for time, ranks in (("steps, simulated", 2), ("steps, simulated", 4), ("seconds, measured", 2)):
+        rows = [row for row in result["rows"] if row["time"] == time and row["ranks"] == ranks]
+        assert {row["dealing"] for row in rows} == dealings
+        assert all(row["slowest"] >= 1 and 0 <= row["apart"] <= row["apart_most"] < 1 for row in rows)
+
+
 def test_kv_memory_tells_what_is_allocated_for_long_tailed_lengths_from_what_is_used(tmp_path: Path) -> None:
     result, _ = run_quick("kv_memory", tmp_path / "result.json")
     check_result(result, "kv_memory")
