@@ -35,8 +35,8 @@ from lit_grpo.scheduling.replay.traces import Trace
 NOISE = 0.5
 WORKLOADS = (Workload(16, 16, 64, 1024, 0.5), Workload(32, 16, 64, 1024, 0.5), Workload(32, 16, 64, 1024, 0.9))
 RANKS, SEEDS = (2, 8, 64), {2: 8, 8: 4, 64: 1}
-MEASURED = Workload(32, 16, 64, 512, 0.5)
-REPEATS = 6
+MEASURED = Workload(32, 16, 64, 256, 0.5)
+REPEATS = 3
 Dealing = Callable[[np.ndarray, np.ndarray, int], Sequence[Sequence[int]]]
 DEALINGS: dict[str, Dealing] = {
     "in order": lambda known, true, ranks: np.arange(len(true)).reshape(ranks, -1).tolist(),

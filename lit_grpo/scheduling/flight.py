@@ -115,11 +115,6 @@ class Flight:
         """How many requests of a group are in work."""
         return self._waiting_of[group] + self._active_of[group]
 
-    @property
-    def has_room(self) -> bool:
-        """Whether slots are free that nobody waits for."""
-        return not self._waiting and bool(self._free)
-
     def progress(self) -> dict[Key, int]:
         """Return the tokens that each active job has."""
         return {key: self.step - active.begin + active.had for key, active in self._active.items()}

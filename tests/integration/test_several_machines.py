@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.integration
@@ -57,13 +58,12 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return own | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
 
 
-def outcome(run: Path) -> tuple[list[dict[str, str]], dict[str, object]]:
+def outcome(run: Path) -> tuple[list[dict[str, str]], dict[str, torch.Tensor]]:
     """The rewards of a run's updates, and its policy."""
     with (run / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["reward"]]
-    return [{name: row[name] for name in ("step", "reward", "loss")} for row in rows], load_file(
-        run / "policy" / "model.safetensors"
-    )
+    weights = load_file(run / "policy" / "model.safetensors")
+    return [{name: row[name] for name in ("step", "reward", "loss")} for row in rows], weights
 
 
 def test_slurm_and_torchrun_do_the_same_and_only_the_first_machine_keeps_the_run(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_slurm_and_torchrun_do_the_same_and_only_the_first_machine_keeps_the_run
     (rows, weights), (same_rows, same_weights) = (outcome(runs[0] / name) for name in ("slurm", "torchrun"))
     assert rows == same_rows and [row["step"] for row in rows] == ["1", "2"]
     assert weights.keys() == same_weights.keys()
-    assert all(bool((tensor == same_weights[name]).all()) for name, tensor in weights.items())  # type: ignore[union-attr]
+    assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
 
 
 def test_a_job_that_is_submitted_again_goes_on(folder: Path) -> None:
