@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.sharding import gather
+from lit_grpo.policy.sharding import rest
 
 
 class PolicyExporter(pl.Callback):
@@ -23,6 +23,6 @@ class PolicyExporter(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save, also where a resumed run had nothing left to do; an interrupted run has its checkpoint instead."""
         assert isinstance(pl_module, GRPOModule)
-        gather(pl_module.policy)
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+        rest(pl_module.policy)
+        if not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             pl_module.export(Path(trainer.default_root_dir) / self.folder)

@@ -141,7 +141,7 @@ class RolloutScheduler(pl.Callback):
         check_estimator(self.mode, turns, learning.advantages.estimator)
         self._budget.replay.check(learning.objective, learning.advantages.estimator)
         if turns.overlap == "within":
-            check_arriving(learning, module.ranks.size)
+            check_arriving(learning, module.ranks.size, hasattr(trainer.strategy, "shard"))
         if hasattr(generator, "keeps_kv"):
             generator.keeps_kv = turns.at_sync == "keep"  # pyright: ignore[reportAttributeAccessIssue]
 

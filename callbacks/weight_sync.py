@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from lit_grpo.checks import check_order
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.sharding import gather
+from lit_grpo.policy.sharding import rest
 from lit_grpo.rollout.generator import Scorer
 from lit_grpo.rollout.proof import SyncProof
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
@@ -76,7 +76,7 @@ class WeightSync(pl.Callback):
         """Send all weights, and once more where the proof is not good; return what to log."""
         assert isinstance(module, GRPOModule)
         generator = module.generator
-        gather(module.policy)
+        rest(module.policy)
         try:
             with module.phases.of("weight sync"):
                 metrics = self._send(module)

@@ -32,7 +32,7 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
-from lit_grpo.policy.adapters import LoraSettings, add_adapters, has_adapters, save_merged
+from lit_grpo.policy.adapters import Exported, LoraSettings, add_adapters
 from lit_grpo.policy.loading import (
     as_given,
     check_token_logits,
@@ -43,11 +43,11 @@ from lit_grpo.policy.loading import (
 )
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import written_as_a_whole
-from lit_grpo.policy.sharding import gather, whole_state_dict
+from lit_grpo.policy.sharding import rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
-from lit_grpo.rollout.generator import Generator, tells_entropies
+from lit_grpo.rollout.generator import Generator, decodes_beside_updates, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
@@ -220,7 +220,7 @@ class GRPOModule(EvaluationModule):
                 add_adapters(self.policy, self.lora)
             checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
         if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
-            self.trainer.strategy.shard(self.policy)
+            self.trainer.strategy.shard(self.policy, whole_at_rest=not decodes_beside_updates(self.generator))
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()
 
@@ -286,7 +286,7 @@ class GRPOModule(EvaluationModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
-        gather(self.policy)  # its shards have been saved, and may be decoded with next
+        rest(self.policy)  # its shards have been saved, and may be decoded with next
         checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
@@ -317,18 +317,16 @@ class GRPOModule(EvaluationModule):
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
 
-        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``. A sharded policy is to be whole
-        (:func:`lit_grpo.policy.sharding.gather`), as it is between updates.
+        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``. All ranks call it; one saves.
 
         Raises:
             ValueError: There is no room for it; what was there before is left as it was.
         """
-        with written_as_a_whole(Path(folder)) as aside:
-            if has_adapters(self.policy):
-                save_merged(self.policy, aside)
-            else:
-                self.policy.save_pretrained(aside, state_dict=whole_state_dict(self.policy))
-            self.tokenizer.save_pretrained(aside)
+        weights = Exported(self.policy, keep=self.ranks.own == 0)
+        if self.ranks.own == 0:
+            with written_as_a_whole(Path(folder)) as aside:
+                weights.save(aside)
+                self.tokenizer.save_pretrained(aside)
 
     # ---- training ---------------------------------------------------------------------------------
 

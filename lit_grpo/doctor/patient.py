@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,9 +16,9 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.doctor.report import Report
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import Key, Prompt, Rollout, RolloutGroup
-from lit_grpo.update.batches.microbatch import least_tokens
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import measure
-from lit_grpo.update.logprobs.forward import micro_batch_logprobs
+from lit_grpo.update.logprobs.measurements import measured
 
 
 @dataclass
@@ -60,15 +61,11 @@ class Patient:
         """The trainer's log-probs of the sampled tokens, with the temperature applied, by completion."""
         settings, policy = self.module.settings, self.module.policy
         applied = settings.temperature if temperature is None else temperature
-        most = settings.max_tokens_per_micro_batch
+        shares, most = settings.shares_prefix, settings.max_tokens_per_micro_batch
+        most = least_tokens(self.rollouts, shares) if most == "auto" else most
+        micro_batches = make_micro_batches(self.rollouts, [0.0] * len(self.rollouts), most, shares)
         with self.computing():
-            return measure(
-                self.rollouts,
-                lambda micro_batch: micro_batch_logprobs(policy, micro_batch, applied)[0],
-                least_tokens(self.rollouts, settings.shares_prefix) if most == "auto" else most,
-                self.device,
-                settings.shares_prefix,
-            )
+            return measure(self.rollouts, micro_batches, partial(measured, "logprobs", policy, applied), self.device)
 
     def sampled(self) -> torch.Tensor:
         """The generator's log-probs of the sampled tokens that are learnt from, one completion after another."""

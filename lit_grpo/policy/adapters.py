@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from transformers.pytorch_utils import Conv1D
 
-from lit_grpo.policy.sharding import whole_state_dict
+from lit_grpo.policy.sharding import is_scattered, whole_state_dict
 from lit_grpo.policy.weights import PolicyWeights
 
 if TYPE_CHECKING:
@@ -88,20 +89,40 @@ def has_adapters(policy: PreTrainedModel) -> bool:
     return bool(getattr(policy, "_hf_peft_config_loaded", False))
 
 
-def _has_own_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.nbytes  # what was gathered from uneven shards is padded
+class Exported:
+    """The weights of a policy as Hugging Face's files have them, with adapters merged, and the adapters alone.
+
+    All ranks make it; where each has a shard, they put the weights together on their hosts.
+
+    Args:
+        policy: The model.
+        keep: Whether this rank is to save them.
+    """
+
+    def __init__(self, policy: PreTrainedModel, keep: bool = True) -> None:
+        self._policy = policy
+        self._weights = whole_state_dict(policy)
+        self._merged: dict[str, torch.Tensor] = {}
+        if has_adapters(policy):
+            on_host = is_scattered(policy)
+            merged = ((name, tensor.cpu() if on_host else tensor) for name, tensor in PolicyWeights(policy))
+            self._merged = {name: _in_own_storage(tensor) for name, tensor in merged if keep}
+
+    def save(self, folder: Path) -> None:
+        """Save them, and the adapters in ``adapter/``."""
+        policy = self._policy
+        if not has_adapters(policy):
+            policy.save_pretrained(folder, state_dict=self._weights)
+            return
+        policy.save_pretrained(folder / "adapter", state_dict=self._weights)
+        save_torch_state_dict(self._merged, folder)
+        config = deepcopy(policy.config)
+        vars(config).pop("quantization_config", None)  # the merged weights are numbers
+        config.save_pretrained(folder)
+        if policy.generation_config is not None:
+            policy.generation_config.save_pretrained(folder)
 
 
-def save_merged(policy: PreTrainedModel, folder: str | Path) -> None:
-    """Save the policy with its adapters merged into its weights, and the adapters alone in ``adapter/``."""
-    from huggingface_hub import save_torch_state_dict
-
-    folder = Path(folder)
-    policy.save_pretrained(folder / "adapter", state_dict=whole_state_dict(policy))
-    weights = {name: tensor if _has_own_storage(tensor) else tensor.clone() for name, tensor in PolicyWeights(policy)}
-    save_torch_state_dict(weights, folder)
-    config = deepcopy(policy.config)
-    vars(config).pop("quantization_config", None)  # the merged weights are numbers
-    config.save_pretrained(folder)
-    if policy.generation_config is not None:
-        policy.generation_config.save_pretrained(folder)
+def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the padding that gathering uneven shards leaves behind it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

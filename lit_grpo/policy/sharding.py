@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 if TYPE_CHECKING:
@@ -14,14 +15,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-_COMPUTE = "compute_in_forward"
+_COMPUTE, _WHOLE = "compute_in_forward", "whole_at_rest"
 
 
-def shard(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True) -> None:
     """Keep a shard of each weight on every rank of a mesh, in place of all of it.
 
     Layers are gathered one at a time, when they are computed; embeddings, the last norm and the head stay whole from
     the forward pass of a micro-batch to its backward pass.
+
+    Args:
+        policy: The model.
+        mesh: Of one dimension.
+        whole_at_rest: Whether :func:`rest` makes the weights whole, for somebody here who decodes with them.
 
     Raises:
         ValueError: The policy's layers are not to be found.
@@ -37,6 +43,7 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     parts = _parts(policy)
     for part, fetched_next in zip(parts, [parts[-1], *parts[:-1]], strict=True):
         part.set_modules_to_backward_prefetch([fetched_next])
+    setattr(policy, _WHOLE, whole_at_rest)
     setattr(policy, _COMPUTE, MethodType(lambda _, function: function(), policy))
     register_fsdp_forward_method(policy, _COMPUTE)
     compute(policy, lambda: None)  # so that the policy is the root of its layers, whatever is computed first
@@ -72,15 +79,23 @@ def scatter(policy: PreTrainedModel) -> None:
         module.reshard()
 
 
+def rest(policy: PreTrainedModel) -> None:
+    """Make the weights what they are between updates: whole where they are decoded with here, shards otherwise."""
+    (gather if getattr(policy, _WHOLE, True) else scatter)(policy)
+
+
 def is_scattered(policy: torch.nn.Module) -> bool:
     """Whether only a shard of the weights is there, so that every layer's forward pass takes all ranks."""
     return any(hasattr(weight, "full_tensor") for weight in policy.parameters())
 
 
 def whole_state_dict(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what the state dict of a policy holds while its weights are whole; torch's own would scatter them."""
+    """Return whole weights by their names; of shards, which all ranks put together, on the first rank alone."""
     if not is_sharded(policy):
         return policy.state_dict()
+    if is_scattered(policy):
+        return get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    # torch's own function would scatter them
     state: dict[str, torch.Tensor] = dict(policy.named_parameters(remove_duplicate=False))
     for name, module in policy.named_modules():
         passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]

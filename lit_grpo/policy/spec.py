@@ -12,7 +12,7 @@ import torch
 
 from lit_grpo.memory import update_bytes
 from lit_grpo.policy.loading import context_length, eos_token_ids
-from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters
+from lit_grpo.policy.weights import Adapters, PolicyWeights, checkpoint_name, find_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +69,12 @@ class PolicySpec:
     def embeddings(self) -> torch.nn.Module:
         """Its input embeddings, read where they lie."""
         return self.module.get_input_embeddings()
+
+    @property
+    def embeddings_name(self) -> str:
+        """What the weight of the embeddings is called among :meth:`weights`."""
+        weight: Any = self.embeddings.weight
+        return next(checkpoint_name(name) for name, each in self.module.named_parameters() if each is weight)
 
     @property
     def adapters(self) -> Adapters | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.policy.nf4 import dequantized
+from lit_grpo.policy.sharding import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,8 +42,7 @@ class PolicyWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.digests.clear()
         for name, parameter in self._tensors():
-            gather = getattr(parameter, "full_tensor", None)  # of a DTensor; a collective
-            tensor = (parameter if gather is None else gather()).detach()
+            tensor = whole(parameter).detach()
             if self.dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(self.dtype)
             self.digests[name] = digest(tensor)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lit_grpo.policy.loading import context_length, hidden_states
+from lit_grpo.policy.sharding import compute
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.update.logprobs.forward import head_logprobs
 
@@ -128,7 +129,11 @@ def given_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
     was_training = policy.training
     policy.eval()
     ids_BT = torch.tensor(sequences, device=policy.device)
-    hidden_BTD = hidden_states(policy, ids_BT)
-    logprobs_N, _ = head_logprobs(policy, hidden_BTD[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
+
+    def logprobs() -> torch.Tensor:
+        hidden_BTD = hidden_states(policy, ids_BT)
+        return head_logprobs(policy, hidden_BTD[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())[0]
+
+    logprobs_N = compute(policy, logprobs)
     policy.train(was_training)
     return logprobs_N.float().cpu()

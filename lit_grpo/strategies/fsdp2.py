@@ -40,10 +40,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
-    def shard(self, policy: PreTrainedModel) -> None:
+    def shard(self, policy: PreTrainedModel, whole_at_rest: bool = True) -> None:
         """Keep this rank's shard of a policy alone, once the ranks have been started."""
         if self._device_mesh is not None and not is_sharded(policy):
-            shard(policy, self._device_mesh["data_parallel"])
+            shard(policy, self._device_mesh["data_parallel"], whole_at_rest)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -148,7 +148,7 @@ class Arriving:
                 return
 
 
-def check_arriving(settings: Settings, num_ranks: int) -> None:
+def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False) -> None:
     """Check that one batch's gradient can be summed up group by group.
 
     Raises:
@@ -156,6 +156,7 @@ def check_arriving(settings: Settings, num_ranks: int) -> None:
     """
     objective, estimator, selection = settings.objective, settings.advantages, settings.selection
     needs = {
+        "policy is sharded over ranks (trainer.strategy fsdp2), which then go through each layer together": has_shards,
         f"advantages.estimator {estimator.estimator} compares rewards of the whole batch": estimator.needs_all_ranks,
         f"selection.rule {selection.rule} compares rollouts of the whole batch": selection.needs_all_ranks,
         f"selection.tokens {selection.tokens} and first_tokens {selection.first_tokens} compare tokens of the whole "

@@ -15,7 +15,7 @@ import torch
 
 from lit_grpo.faults import BrokenBatches
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
-from lit_grpo.policy.sharding import compute, gather, scatter, whole
+from lit_grpo.policy.sharding import compute, is_scattered, rest, scatter, whole
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -35,7 +35,7 @@ from lit_grpo.update.batches.step import (
 from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
-from lit_grpo.update.logprobs.measurements import MEASUREMENTS
+from lit_grpo.update.logprobs.measurements import measured
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
 from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
@@ -154,7 +154,7 @@ class Learner:
 
     def prepare(self, groups: Sequence[RolloutGroup], metrics: TokenMetrics) -> tuple[torch.Tensor, Before]:
         """Give each rollout its advantage; return them, and what the updates on the rollouts compare with."""
-        gather(self.policy)
+        rest(self.policy)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         before = self._before(rollouts)
         rewards, version = self.rewards(groups), self.optimization.policy_version
@@ -219,18 +219,14 @@ class Learner:
         Where the budget is open and the memory of a rank runs out, all of them begin anew with half of it.
         """
         with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
+        nothing = [0.0] * len(with_tokens)
         while True:
-            max_tokens = self.max_tokens(with_tokens)  # an estimate is made before a lent model takes memory
             values: dict[Key, torch.Tensor] | None = None
+            micro_batches = self._micro_batches(with_tokens, nothing, is_scattered(self.policy))
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
-                    values = measure(
-                        with_tokens,
-                        lambda micro_batch: MEASUREMENTS[what](model, micro_batch, self.settings.temperature),
-                        max_tokens,
-                        self.device,
-                        self.settings.shares_prefix,
-                    )
+                    measurement = partial(measured, what, model, self.settings.temperature)
+                    values = measure(with_tokens, micro_batches, measurement, self.device)
             except (RuntimeError, MemoryError) as error:
                 if self.budget is None or not is_out_of_memory(error):
                     raise
@@ -271,7 +267,7 @@ class Learner:
             share = selection.tokens_at(self.settings.progress(self.optimization.policy_version))
         if share == 1:
             return None
-        gather(self.policy)
+        rest(self.policy)
         measure = partial(self._measure, what="entropy")
         scores = token_scores(learnt, measure) if selection.takes_tokens else measure([r for r, _ in learnt])
         return highest(scores, share, self.ranks)
@@ -279,7 +275,7 @@ class Learner:
     def _update(self, step: Step, metrics: TokenMetrics) -> None:
         """Take one optimizer step. Without a gradient (nothing to learn) it counts, and changes no weight."""
         before = copy.deepcopy(vars(metrics))
-        while not self.accumulate(self._micro_batches(step), step, metrics):
+        while not self.accumulate(self._micro_batches(step.rollouts, step.advantages), step, metrics):
             self.halve_budget(step.rollouts)
             vars(metrics).update(copy.deepcopy(before))
             step.forget()
@@ -343,11 +339,13 @@ class Learner:
                     return_freed_memory()
         return not short
 
-    def _micro_batches(self, step: Step) -> MicroBatches:
+    def _micro_batches(
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float], equally_many: bool = True
+    ) -> MicroBatches:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
-        max_tokens = self.max_tokens(step.rollouts)
-        micro_batches = make_micro_batches(step.rollouts, step.advantages, max_tokens, self.settings.shares_prefix)
-        return micro_batches.and_empty(int(self.ranks.max(len(micro_batches))) - len(micro_batches))
+        of = rollouts, advantages, self.max_tokens(rollouts), self.settings.shares_prefix
+        own = make_micro_batches(*of)
+        return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def max_tokens(self, rollouts: Sequence[Rollout]) -> int:
         """The token budget of micro-batches; where it is open, estimated the first time, the same on every rank."""

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,11 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.sharding import is_scattered
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import SamplingParams
 from lit_grpo.update.logprobs.reference import ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
@@ -62,8 +67,47 @@ NAMES = (
 )
 
 
+APART = ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "advantages_least_variance")
+KEPT = {f"apart, {name}": (CASES | OWN)[name] for name in (*APART, "constant_with_kl", "lora", "lora, checkpointed")}
+
+
+class SlotsApart(SlotGenerator):
+    """Decodes with a model of its own, to which the weights travel."""
+
+    has_own_devices = True
+    _of: PolicySpec
+
+    def start(self, policy: PolicySpec) -> None:
+        self._of = policy
+        bare: Any = AutoModelForCausalLM.from_config(policy.config, dtype=policy.dtype)
+        super().start(PolicySpec(bare, policy.tokenizer))
+
+    def weights(self) -> PolicyWeights:
+        return self._of.weights()
+
+    def load_weights(self, weights: Any, version: int, in_flight: Any = "refuse") -> SyncReport:
+        own = dict(self.policy.named_parameters())
+        with torch.no_grad():
+            names = [own[name].copy_(tensor) is not None and name for name, tensor in weights]
+        report = super().load_weights(super().weights(), version, in_flight)
+        assert len(names) == len(own)
+        return report
+
+
 class Shards(pl.Callback):
-    """Sees that a rank holds a part of the weights and of the moments, once an update has been made."""
+    """Sees that a rank holds a part of the weights and of the moments, once an update has been made.
+
+    Args:
+        always: Also before and after the rollout, that is after the weights have travelled.
+    """
+
+    def __init__(self, always: bool = False) -> None:
+        self.always = always
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if rank_and_world_size()[1] > 1:
+            layers = pl_module.policy.get_decoder().layers
+            assert is_scattered(layers) == self.always
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if rank_and_world_size()[1] == 1:
@@ -88,6 +132,7 @@ def train(
     updates: int = 4,
     checkpoint: Path | None = None,
     lora: LoraSettings | None = None,
+    apart: bool = False,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Updates of four prompts in all, with checkpoints of the last; return what must not depend on ranks."""
@@ -104,8 +149,9 @@ def train(
         objective=Objective(kl=KLTerm(0.1)),
         max_tokens_per_micro_batch=24,
         lora=lora,
+        **({"generator": SlotsApart()} if apart else {}),
     )
-    callbacks = (PolicyExporter(), RunCheckpoint(every_n_updates=0), RolloutScheduler(), Shards(), WeightSync())
+    callbacks = (PolicyExporter(), RunCheckpoint(every_n_updates=0), RolloutScheduler(), Shards(apart), WeightSync())
     options = {"max_epochs": -1, "max_steps": updates, "limit_val_batches": 0, **trainer_options}
     trainer = make_trainer(*callbacks, default_root_dir=str(output / name), **options)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=False)
@@ -121,14 +167,24 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
     root = {"default_root_dir": str(output), **trainer_options}
     cases = {name: lambda name=name: run_case(CASES[name], policy, **root) for name in NAMES}
     cases |= {name: lambda name=name: run_own(OWN[name], policy, **root) for name in OWN}
+    for name, case in KEPT.items():
+        kept = replace(case, options=case.options | {"generator": SlotsApart()})
+        cases[name] = lambda name=name, kept=kept: (run_own if "lora" in name else run_case)(kept, policy, **root)
     own = "ranks" if "devices" in trainer_options else "one"
     return cases | {
+        "apart": lambda: train(policy, output, f"{own}-apart", apart=True, **trainer_options),
+        "adapters apart": lambda: train(
+            policy, output, f"{own}-adapters apart", 2, lora=LoraSettings(r=2), apart=True, **trainer_options
+        ),
         "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "whole": lambda: train(policy, output, f"{own}-whole", **trainer_options),
         "adapters": lambda: train(policy, output, f"{own}-adapters", 2, lora=LoraSettings(r=2), **trainer_options),
         "half": lambda: train(policy, output, f"{own}-half", 2, **trainer_options),
         "2 -> 2": lambda: train(policy, output, "2-2", checkpoint=last(output, "ranks-half"), **trainer_options),
         "1 -> 2": lambda: train(policy, output, "1-2", checkpoint=last(output, "one-half"), **trainer_options),
+        "apart, 2 -> 2": lambda: train(
+            policy, output, "apart-2-2", checkpoint=last(output, "ranks-half"), apart=True, **trainer_options
+        ),
         "2 -> 1": lambda: train(policy, output, "2-1", checkpoint=last(output, "ranks-half"), **trainer_options),
     }
 
@@ -178,11 +234,11 @@ def ranks(policy_folder: Path, output: Path, single: Callable[[str], dict[str, A
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OWN, "pipeline"])
+@pytest.mark.parametrize("name", [*NAMES, *OWN, *KEPT, "pipeline"])
 def test_ranks_with_shards_end_with_the_weights_and_the_metrics_of_one_process(
     name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
-    expected, first, second = single(name), ranks[0][name], ranks[1][name]
+    expected, first, second = single(name.removeprefix("apart, ")), ranks[0][name], ranks[1][name]
     assert torch.equal(first["weights"], second["weights"])
     assert relative_error(first["weights"], expected["weights"]) < 2e-6
     assert first["version"] == second["version"] == expected["version"]
@@ -192,7 +248,7 @@ def test_ranks_with_shards_end_with_the_weights_and_the_metrics_of_one_process(
         assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", ["whole", "2 -> 2", "1 -> 2", "2 -> 1"])
+@pytest.mark.parametrize("name", ["whole", "2 -> 2", "1 -> 2", "2 -> 1", "apart", "apart, 2 -> 2"])
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
     name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -202,14 +258,15 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
         torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", ["whole", "adapters"])
+@pytest.mark.parametrize("name", ["whole", "adapters", "apart", "adapters apart"])
 def test_what_is_exported_of_shards_is_a_whole_policy(
     name: str, output: Path, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
-    assert ranks[0][name]["version"] == single(name)["version"]
-    exported, expected = (output / f"{own}-{name}" / "policy" for own in ("ranks", "one"))
+    same = {"apart": "whole", "adapters apart": "adapters"}.get(name, name)
+    assert ranks[0][name]["version"] == single(same)["version"]
+    exported, expected = output / f"ranks-{name}" / "policy", output / f"one-{same}" / "policy"
     files = sorted(path.relative_to(exported) for path in exported.rglob("*.safetensors"))
-    assert len(files) == (2 if name == "adapters" else 1)
+    assert len(files) == (2 if same == "adapters" else 1)
     for file in files:
         ours, theirs = load_file(exported / file), load_file(expected / file)
         assert ours.keys() == theirs.keys()

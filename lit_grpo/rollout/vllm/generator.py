@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     adapter_arguments,
@@ -140,7 +142,10 @@ class EngineGenerator(Versioned, ABC):
         """All weights with adapters merged; or the adapters, and the base weights where an engine has none."""
         assert self._policy is not None, "start comes first"
         if self.adapters == "alone":
-            return AdapterWeights(self._policy.module, with_base=self._lacks_base(), dtype=self.weights_dtype)
+            module, lacks_base = self._policy.module, self._lacks_base()
+            if is_scattered(module):  # base weights that one rank needs take all of them
+                lacks_base = bool(Ranks(module.device).max(float(lacks_base)))
+            return AdapterWeights(module, with_base=lacks_base, dtype=self.weights_dtype)
         return self._policy.weights(dtype=self.weights_dtype)
 
     def load_weights(
@@ -154,6 +159,7 @@ class EngineGenerator(Versioned, ABC):
         assert self._policy is not None, "start comes first"
         self._expect_weights(len(self._streams), in_flight)
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
+        weights = self._streams.watched(weights)
         if self.adapters == "alone":
             report = self._load_apart(weights, self._policy.module, version)
         else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.scheduling.layouts import KVLayout
 from lit_grpo.types import FinishReason, GroupKey, Key, Prompt, Request, Trajectory
@@ -28,13 +29,22 @@ class TextFeatures:
     ``points`` are the numbers of tokens at which a completion is looked at; 0 is its prompt.
 
     Args:
-        embeddings: The policy's, which are read where they lie.
+        policy: Its embeddings are read where they lie; of shards, as they last travelled.
     """
 
     points: tuple[int, ...] = ()
 
-    def __init__(self, embeddings: torch.nn.Module) -> None:
-        self._embeddings: Any = embeddings
+    def __init__(self, policy: PolicySpec) -> None:
+        self._embeddings: Any = policy.embeddings
+        self._name = policy.embeddings_name
+        self._travelled: torch.Tensor | None = None
+
+    def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass on the weights that travel to an engine."""
+        for name, tensor in weights:
+            if name == self._name:
+                self._travelled = tensor.cpu() if is_scattered(self._embeddings) else None
+            yield name, tensor
 
     def of_prompts(self, prompts: Sequence[Prompt]) -> list[Observation]:
         """Observe prompts; the list is empty where they are not to be looked at."""
@@ -57,7 +67,7 @@ class TextFeatures:
 
     @torch.no_grad()
     def _rows(self, ids_BT: torch.Tensor, logprobs_BT: np.ndarray) -> np.ndarray:
-        weight = self._embeddings.weight
+        weight = self._embeddings.weight if self._travelled is None else self._travelled
         embedded_BTD = weight[ids_BT.to(weight.device)].float()
         pooled = torch.cat([embedded_BTD.mean(1), embedded_BTD[:, -_LAST_TOKENS:].mean(1)], 1).cpu().numpy()
         scalars = np.stack([logprobs_BT.mean(1), logprobs_BT.std(1)], 1)
@@ -110,7 +120,7 @@ class Streams:
 
     def __init__(self, policy: PolicySpec | None = None) -> None:
         self._tokenizer: Any = None if policy is None else policy.tokenizer
-        self._features = None if policy is None else TextFeatures(policy.embeddings)
+        self._features = None if policy is None else TextFeatures(policy)
         self._streams: dict[Key, Stream] = {}
         self._asked: dict[int, Stream] = {}
         self._reached: dict[int, list[Stream]] = {}
@@ -121,6 +131,11 @@ class Streams:
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(list(self._streams.values()))
+
+    def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass on the weights that travel to an engine, from which texts are looked at."""
+        assert self._features is not None
+        return self._features.watched(weights)
 
     def open(self, request: Request, expected: float, salt: str) -> Stream:
         """Begin with a request, from its prefix."""

@@ -9,7 +9,7 @@ import torch
 
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import MicroBatch
-from lit_grpo.update.batches.microbatch import make_micro_batches
+from lit_grpo.update.batches.microbatch import MicroBatches
 from lit_grpo.update.normalization import StepTotals
 
 
@@ -103,22 +103,20 @@ def taking_part_and_learnt(
 @torch.no_grad()
 def measure(
     rollouts: Sequence[Rollout],
+    micro_batches: MicroBatches,
     measurement: Callable[[MicroBatch], torch.Tensor],
-    max_tokens: int,
     device: torch.device | str,
-    shared_prefix: bool = True,
 ) -> dict[Key, torch.Tensor]:
     """Measure every token that is learnt from, without gradient; by completion, on the CPU.
 
     Args:
         rollouts: What to measure; each has such tokens.
+        micro_batches: What they have been cut into.
         measurement: Returns one number for each token of a micro-batch, shape N.
-        max_tokens: Of one micro-batch.
         device: Where micro-batches are measured.
-        shared_prefix: How they are laid out (see :class:`~lit_grpo.update.batches.microbatch.MicroBatch`).
     """
     values: dict[Key, torch.Tensor] = {}
-    for micro_batch in make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens, shared_prefix):
+    for micro_batch in micro_batches:
         parts = measurement(micro_batch.to(device)).cpu().split(micro_batch.lengths_C.tolist())
         for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
             values[rollouts[row].completion.request.key] = part

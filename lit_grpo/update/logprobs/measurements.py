@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_grpo.policy.sharding import compute
 from lit_grpo.update.logprobs.forward import head_logprobs, micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sharing import shared_prefixes
@@ -39,9 +40,13 @@ def logprobs_and_scores(model: PreTrainedModel, micro_batch: MicroBatch, tempera
     return torch.stack([logprobs_N.detach(), gradient_ND.to(logprobs_N.dtype).square().sum(-1)], 1)
 
 
-MEASUREMENTS: Mapping[str, Callable[[PreTrainedModel, MicroBatch, float], torch.Tensor]] = {
+_MEASUREMENTS: Mapping[str, Callable[[PreTrainedModel, MicroBatch, float], torch.Tensor]] = {
     "logprobs": lambda *of: micro_batch_logprobs(*of)[0],
     "entropy": lambda *of: micro_batch_logprobs(*of)[1],
     "scores": logprobs_and_scores,
 }
-"""Of a model's completion tokens in a micro-batch, at a temperature."""
+
+
+def measured(what: str, model: PreTrainedModel, temperature: float, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return ``logprobs``, ``entropy`` or ``scores`` of completion tokens at a temperature, shape N or (N, 2)."""
+    return compute(model, lambda: _MEASUREMENTS[what](model, micro_batch, temperature))
