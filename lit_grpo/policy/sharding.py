@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+_WHOLE_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _COMPUTE, _WHOLE = "compute_in_forward", "whole_at_rest"
 
 
@@ -53,6 +54,11 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True)
 def is_sharded(policy: torch.nn.Module) -> bool:
     """Whether a policy has been sharded, be its weights whole for the moment or not."""
     return isinstance(policy, FSDPModule)
+
+
+def class_of(policy: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of a policy; sharding derives one of its own from it."""
+    return type(policy).__bases__[-1] if is_sharded(policy) else type(policy)
 
 
 def compute(policy: PreTrainedModel, function: Callable[[], T]) -> T:
@@ -94,7 +100,8 @@ def whole_state_dict(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
     if not is_sharded(policy):
         return policy.state_dict()
     if is_scattered(policy):
-        return get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        state_dict = get_model_state_dict(policy, options=_WHOLE_ON_HOST)
+        return tied_again(policy, cast("dict[str, torch.Tensor]", state_dict))
     # torch's own function would scatter them
     state: dict[str, torch.Tensor] = dict(policy.named_parameters(remove_duplicate=False))
     for name, module in policy.named_modules():
@@ -102,6 +109,15 @@ def whole_state_dict(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
         kept = [pair for pair in module.named_buffers(recurse=False) if pair[0] not in passing]
         state |= {f"{name}.{key}".removeprefix("."): buffer for key, buffer in kept}
     return state
+
+
+def tied_again(module: torch.nn.Module, state: dict[str, T]) -> dict[str, T]:
+    """Let names of the same weight have the same tensor, of which gathering shards makes one for each."""
+    first: dict[int, str] = {}
+    same = {
+        name: first.setdefault(id(weight), name) for name, weight in module.named_parameters(remove_duplicate=False)
+    }
+    return {name: state[same.get(name, name)] for name in state}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

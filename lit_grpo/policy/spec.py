@@ -12,6 +12,7 @@ import torch
 
 from lit_grpo.memory import update_bytes
 from lit_grpo.policy.loading import context_length, eos_token_ids
+from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.weights import Adapters, PolicyWeights, checkpoint_name, find_adapters
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class PolicySpec:
     @property
     def name(self) -> str:
         """The class of the model, for messages."""
-        return type(self.module).__name__
+        return class_of(self.module).__name__
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -95,7 +96,7 @@ class PolicySpec:
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         config = copy.deepcopy(bare.config)
-        config.architectures = [type(bare).__name__]
+        config.architectures = [class_of(bare).__name__]
         config.__dict__.pop("quantization_config", None)
         config.save_pretrained(folder)
         if bare.generation_config is not None:

@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import OptimStateKeyType as Keys
 
-from lit_grpo.policy.sharding import is_sharded, shard
+from lit_grpo.policy.sharding import is_sharded, shard, tied_again
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +44,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Keep this rank's shard of a policy alone, once the ranks have been started."""
         if self._device_mesh is not None and not is_sharded(policy):
             shard(policy, self._device_mesh["data_parallel"], whole_at_rest)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Put the weights together on the first rank's host."""
+        assert self.lightning_module is not None
+        return tied_again(self.lightning_module, super().lightning_module_state_dict())
 
     @property
     def lightning_restore_optimizer(self) -> bool:

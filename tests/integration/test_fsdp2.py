@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from test_two_ranks import (  # pyright: ignore[reportMissingImports]
     run_case,
     run_pipeline,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from lit_grpo.callbacks import PolicyExporter, RolloutScheduler, RunCheckpoint, WeightSync
 from lit_grpo.cli.command_line import run
@@ -79,6 +80,9 @@ class SlotsApart(SlotGenerator):
 
     def start(self, policy: PolicySpec) -> None:
         self._of = policy
+        assert policy.name == "Qwen3ForCausalLM" and isinstance(policy.module, Qwen3ForCausalLM)
+        policy.save_skeleton(folder := Path(tempfile.mkdtemp(dir=Path.cwd())))
+        assert json.loads((folder / "config.json").read_text())["architectures"] == [policy.name]
         bare: Any = AutoModelForCausalLM.from_config(policy.config, dtype=policy.dtype)
         super().start(PolicySpec(bare, policy.tokenizer))
 
@@ -292,6 +296,14 @@ def test_what_needs_whole_weights_is_refused(policy_folder: Path, options: dict[
         module.setup("fit")
 
 
+def test_a_mode_in_which_ranks_come_to_layers_at_different_times_is_refused(policy_folder: Path) -> None:
+    scheduler = RolloutScheduler(mode="periodic")
+    module: GRPOModule = make_module(policy_folder, generator=SlotsApart())
+    module.trainer = make_trainer(scheduler, WeightSync(), strategy="fsdp2")
+    with pytest.raises(ValueError, match=r"and model\.policy is sharded .* take a mode with overlap none"):
+        scheduler.setup(module.trainer, module, "fit")
+
+
 def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["--data.batch_size", "2", "--data.validation.init_args.num_rows", "8", "--trainer.val_check_interval", "2"]
@@ -309,13 +321,40 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest
     weights = [load_file(Path("runs", name, "policy", "model.safetensors")) for name in ("arithmetic", "again")]
     saved = torch.load(checkpoint, weights_only=False)["state_dict"]
     assert all(torch.equal(tensor, saved[f"policy.{name}"]) for name, tensor in weights[0].items())
+    assert saved["policy.lm_head.weight"].data_ptr() == saved["policy.model.embed_tokens.weight"].data_ptr()
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_with_servers_of_their_own_two_ranks_end_where_one_process_does(tmp_path: Path) -> None:
+    small = ["--data.validation.init_args.num_rows", "4", "--trainer.val_check_interval", "2"]
+    small += ["--trainer.max_steps", "2", "--model.num_generations", "4"]
+    small += ["--model.generator.init_args.num_servers", "1"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    told = {"two": ["--data.batch_size", "2", "--trainer.devices", "2", "--trainer.strategy", "fsdp2"]}
+    for name, more in (told | {"one": ["--data.batch_size", "4"]}).items():
+        configs = ["--config", "arithmetic", "--config", "generators/vllm_servers"]
+        command = [sys.executable, "-m", "lit_grpo", "fit", *configs, *small, *more, "--run.name", name]
+        process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    two, one = (tmp_path / "runs" / name for name in ("two", "one"))
+    assert steps(two) == steps(one) == [1, 2]
+    for ours, alone in zip(rows(two), rows(one), strict=True):
+        assert ours["reward"] == alone["reward"] and ours["val/reward"] == alone["val/reward"]
+        assert float(ours["grad_norm"] or 0) == pytest.approx(float(alone["grad_norm"] or 0), rel=1e-4)
+        assert float(ours["sync/relative_gap"] or 0) < 1e-4
+    weights = [load_file(run / "policy" / "model.safetensors") for run in (two, one)]
+    assert all(torch.allclose(tensor, weights[1][name], rtol=0, atol=1e-5) for name, tensor in weights[0].items())
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """The metrics of a run."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def steps(run: Path) -> list[int]:
     """Which updates a run has a row of."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return [int(float(row["step"])) for row in csv.DictReader(file) if row["reward"]]
+    return [int(float(row["step"])) for row in rows(run) if row["reward"]]
 
 
 if __name__ == "__main__":
