@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, SamplingParams
@@ -127,16 +127,32 @@ def check_trainer(trainer: pl.Trainer) -> None:
     check_left_to_module(trainer.gradient_clip_val, trainer.accumulate_grad_batches)
 
 
-def check_sharding(
-    strategy: Strategy, policy: object, lora: LoraSettings | None, reference: ReferenceSettings, settings: Settings
+def check_ranks(
+    trainer: pl.Trainer, policy: object, lora: LoraSettings | None, reference: ReferenceSettings, settings: Settings
 ) -> None:
-    """Refuse what needs whole weights where each rank has a shard of them.
+    """Refuse what ranks cannot do together: share rows, or need whole weights where each has a shard of them.
 
     Raises:
         ValueError: The run asks for it.
     """
-    if not isinstance(strategy, FSDP2Strategy):
-        return
+    size = settings.sequence_parallel_size
+    if trainer.world_size % size:
+        raise ValueError(
+            f"model.sequence_parallel_size is {size}, but the run has {trainer.world_size} ranks (devices times "
+            "num_nodes); take a divisor of that."
+        )
+    if size > 1 and settings.max_tokens_per_micro_batch == "auto":
+        raise ValueError(
+            f"model.max_tokens_per_micro_batch auto does not go with sequence_parallel_size {size}, since a rank that "
+            "runs out of memory cannot leave the others waiting; give a number."
+        )
+    if isinstance(trainer.strategy, FSDP2Strategy):
+        _check_sharding(policy, lora, reference, settings)
+
+
+def _check_sharding(
+    policy: object, lora: LoraSettings | None, reference: ReferenceSettings, settings: Settings
+) -> None:
     objective = settings.objective
     for is_set, setting, remedy in (
         (settings.max_tokens_per_micro_batch == "auto", "max_tokens_per_micro_batch auto", "give a number"),

@@ -22,7 +22,7 @@ from lit_grpo.checks import (
     check_micro_batch,
     check_minibatches,
     check_prompt_lengths,
-    check_sharding,
+    check_ranks,
     check_token_ids,
     check_trainer,
     check_training_sampling,
@@ -43,7 +43,7 @@ from lit_grpo.policy.loading import (
 )
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import written_as_a_whole
-from lit_grpo.policy.sharding import rest
+from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
@@ -101,6 +101,8 @@ class GRPOModule(EvaluationModule):
         max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
             its completions or by itself. ``auto`` estimates it from the free memory, and halves it and begins
             the step anew when memory runs out all the same.
+        sequence_parallel_size: How many ranks share the tokens of a micro-batch (Ulysses), for sequences that are too
+            long for one; each takes all of them in attention, for its part of the heads.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.
         max_skipped_updates: An update whose loss or gradient is not finite changes no weight and is counted in
             ``update/skipped``; so many of them in a row end the run. Of the first few the rollouts are written to the
@@ -143,6 +145,7 @@ class GRPOModule(EvaluationModule):
         num_iterations: int = 1,
         num_minibatches: int = 1,
         max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
+        sequence_parallel_size: int = 1,
         max_grad_norm: float = 1.0,
         max_skipped_updates: int = 3,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
@@ -164,7 +167,7 @@ class GRPOModule(EvaluationModule):
         weights = {function.name: function.weight for function in self.rewards}
         what = objective, advantages, weights, sampling.temperature, sampling.max_tokens
         passes = num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, gradient_checkpointing
-        self.settings = Settings(*what, *passes, max_skipped_updates, selection, pass_threshold=pass_threshold)
+        self.settings = Settings(*what, *passes, max_skipped_updates, selection, pass_threshold, sequence_parallel_size)
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
@@ -189,7 +192,7 @@ class GRPOModule(EvaluationModule):
             num_minibatches = self.settings.num_minibatches
             check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
             self._check_selection()
-            check_sharding(self.trainer.strategy, self.policy_name, self.lora, self.reference, self.settings)
+            check_ranks(self.trainer, self.policy_name, self.lora, self.reference, self.settings)
         check_callbacks(self.trainer)
 
     def _check_selection(self) -> None:
@@ -229,7 +232,7 @@ class GRPOModule(EvaluationModule):
         refusal, reference = prefix_refusal(self.policy), None
         self.settings.shares_prefix = refusal is None
         if refusal is not None:
-            name = type(self.policy).__name__
+            name = class_of(self.policy).__name__
             self.ranks.warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
         if self.settings.objective.kl.beta > 0 and self.lora is not None:
             reference = AdapterFreeReference(self.policy)

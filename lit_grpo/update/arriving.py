@@ -157,6 +157,9 @@ def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False)
     objective, estimator, selection = settings.objective, settings.advantages, settings.selection
     needs = {
         "policy is sharded over ranks (trainer.strategy fsdp2), which then go through each layer together": has_shards,
+        f"sequence_parallel_size {settings.sequence_parallel_size} has ranks go through each layer together": (
+            settings.sequence_parallel_size > 1
+        ),
         f"advantages.estimator {estimator.estimator} compares rewards of the whole batch": estimator.needs_all_ranks,
         f"selection.rule {selection.rule} compares rollouts of the whole batch": selection.needs_all_ranks,
         f"selection.tokens {selection.tokens} and first_tokens {selection.first_tokens} compare tokens of the whole "

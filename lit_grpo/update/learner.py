@@ -44,6 +44,7 @@ from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.tokens import Tokens, completion_sums, highest
+from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.selection import token_scores
 from lit_grpo.update.settings import Optimization, Settings
@@ -78,6 +79,7 @@ class Learner:
         self.budget: TokenBudget | None = None
         self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
         self._broken = BrokenBatches(folder, settings.max_skipped_updates)
+        self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)
 
     @property
     def device(self) -> torch.device:
@@ -222,11 +224,11 @@ class Learner:
         nothing = [0.0] * len(with_tokens)
         while True:
             values: dict[Key, torch.Tensor] | None = None
-            micro_batches = self._micro_batches(with_tokens, nothing, is_scattered(self.policy))
+            micro_batches = self._micro_batches(with_tokens, nothing, is_scattered(self.policy) or self._rows.size > 1)
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
-                    measurement = partial(measured, what, model, self.settings.temperature)
-                    values = measure(with_tokens, micro_batches, measurement, self.device)
+                    measurement = partial(measured, what, model, self.settings.temperature, self._rows)
+                    values = measure(with_tokens, micro_batches, measurement, self.device, self._rows)
             except (RuntimeError, MemoryError) as error:
                 if self.budget is None or not is_out_of_memory(error):
                     raise
@@ -323,13 +325,13 @@ class Learner:
         if is_open and micro_batches and self.ranks.size > 1:
             micro_batches = micro_batches.and_empty(1)
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
-            for index, micro_batch in enumerate(micro_batches):
-                is_last = last and index == len(micro_batches) - 1
+            for index, (owner, micro_batch) in enumerate(self._rows.in_turn(micro_batches)):
+                is_last = last and index == len(micro_batches) * self._rows.size - 1
                 if is_open and is_last and self.ranks.max(float(short)):
                     return False
                 try:
                     if not short:
-                        compute_loss = partial(self._loss, micro_batch.to(self.device), step, metrics)
+                        compute_loss = partial(self._loss, micro_batch.to(self.device), owner, step, metrics)
                         self.optimization.add_gradient(compute_loss, is_last)
                 except (RuntimeError, MemoryError) as error:
                     if not is_open or not is_out_of_memory(error):
@@ -343,8 +345,7 @@ class Learner:
         self, rollouts: Sequence[Rollout], advantages: Sequence[float], equally_many: bool = True
     ) -> MicroBatches:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
-        of = rollouts, advantages, self.max_tokens(rollouts), self.settings.shares_prefix
-        own = make_micro_batches(*of)
+        own = make_micro_batches(rollouts, advantages, self.max_tokens(rollouts), self.settings.shares_prefix)
         return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
 
     def max_tokens(self, rollouts: Sequence[Rollout]) -> int:
@@ -360,16 +361,19 @@ class Learner:
 
     # ---- a micro-batch ------------------------------------------------------------------------------
 
-    def _loss(self, micro_batch: MicroBatch, step: Step, metrics: TokenMetrics) -> torch.Tensor:
-        """The micro-batch's share of the step's loss."""
+    def _loss(self, micro_batch: MicroBatch, owner: int, step: Step, metrics: TokenMetrics) -> torch.Tensor:
+        """The micro-batch's share of the step's loss; of another rank's nothing, but its gradient passes."""
         check_mode(self.policy, bool(self.settings.gradient_checkpointing))
-        tokens = self._tokens(micro_batch, step)
+        objective = self.settings.objective
+        of = self.policy, micro_batch, self.settings.temperature, objective.entropy.active, self._rows, owner
+        logprobs_N, entropy_N = compute(self.policy, partial(micro_batch_logprobs, *of))
+        if owner != self._rows.own:
+            return logprobs_N.sum() * 0.0
+        tokens = self._tokens(logprobs_N, entropy_N, micro_batch, step)
         kept_N = None if step.kept is None else step.of(step.kept, micro_batch)
-        loss, token_metrics = policy_loss(
-            self.settings.objective, tokens, step.totals, self.state.kl.beta, self.state.entropy.applied, kept_N
-        )
-        entropy_N = tokens.entropy_N.detach()
-        step.loss_sum += loss.detach()
+        of = tokens, step.totals, self.state.kl.beta, self.state.entropy.applied, kept_N
+        loss, token_metrics = policy_loss(objective, *of)
+        entropy_N, step.loss_sum = entropy_N.detach(), step.loss_sum + loss.detach()
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
         gap_N = tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
@@ -379,11 +383,9 @@ class Learner:
             metrics.add_gap(gap_N, tokens.lengths_C, fresh_N)
         return loss
 
-    def _tokens(self, micro_batch: MicroBatch, step: Step) -> Tokens:
-        """What the objective sees of a micro-batch: the policy goes through it."""
+    def _tokens(self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, micro_batch: MicroBatch, step: Step) -> Tokens:
+        """What the objective sees of a micro-batch that has gone through the policy."""
         objective = self.settings.objective
-        of = self.policy, micro_batch, self.settings.temperature, objective.entropy.active
-        logprobs_N, entropy_N = compute(self.policy, partial(micro_batch_logprobs, *of))
         old_logprobs_N, sampled_logprobs_N = logprobs_N.detach(), micro_batch.sampled_logprobs_N
         if objective.proximal_policy == "sampled":
             old_logprobs_N = sampled_logprobs_N

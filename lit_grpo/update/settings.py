@@ -21,8 +21,8 @@ class Settings:
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
     ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_threshold`` what
-    the first reward of a completion has to reach for it to count as passed, and ``total_updates`` how many updates the
-    run has, where that is known.
+    the first reward of a completion has to reach for it to count as passed, ``total_updates`` how many updates the run
+    has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a micro-batch.
     """
 
     objective: Objective
@@ -37,11 +37,14 @@ class Settings:
     gradient_checkpointing: Checkpointing = False
     max_skipped_updates: int = 3
     selection: Selection = field(default_factory=Selection)
-    shares_prefix: bool = True
     pass_threshold: float = 1.0
+    sequence_parallel_size: int = 1
+    shares_prefix: bool = True
     total_updates: int | None = None
 
     def __post_init__(self) -> None:
+        if self.sequence_parallel_size < 1:
+            raise ValueError(f"sequence_parallel_size must be at least 1, not {self.sequence_parallel_size}.")
         share = self.objective.top_entropy_quantile
         if share < 1 and self.selection.takes_tokens:
             raise ValueError(

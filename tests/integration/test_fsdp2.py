@@ -109,6 +109,7 @@ class Shards(pl.Callback):
         self.always = always
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        assert pl_module.settings.shares_prefix
         if rank_and_world_size()[1] > 1:
             layers = pl_module.policy.get_decoder().layers
             assert is_scattered(layers) == self.always

@@ -11,6 +11,7 @@ from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import MicroBatches
 from lit_grpo.update.normalization import StepTotals
+from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def measure(
     micro_batches: MicroBatches,
     measurement: Callable[[MicroBatch], torch.Tensor],
     device: torch.device | str,
+    ranks: SequenceParallel = ALONE,
 ) -> dict[Key, torch.Tensor]:
     """Measure every token that is learnt from, without gradient; by completion, on the CPU.
 
@@ -114,12 +116,15 @@ def measure(
         micro_batches: What they have been cut into.
         measurement: Returns one number for each token of a micro-batch, shape N.
         device: Where micro-batches are measured.
+        ranks: Those that share each micro-batch, and have equally many.
     """
     values: dict[Key, torch.Tensor] = {}
-    for micro_batch in micro_batches:
-        parts = measurement(micro_batch.to(device)).cpu().split(micro_batch.lengths_C.tolist())
-        for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
-            values[rollouts[row].completion.request.key] = part
+    for owner, micro_batch in ranks.in_turn(micro_batches):
+        measured = measurement(micro_batch.to(device))
+        if owner == ranks.own:
+            parts = measured.cpu().split(micro_batch.lengths_C.tolist())
+            for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
+                values[rollouts[row].completion.request.key] = part
     return values
 
 

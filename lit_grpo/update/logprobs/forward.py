@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_grpo.policy.loading import hidden_states, token_logits
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
+from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes, shares_prefix
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def micro_batch_logprobs(
-    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    temperature: float,
+    entropy_gradient: bool = False,
+    ranks: SequenceParallel = ALONE,
+    owner: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy, shape N, of the completion tokens of a micro-batch under ``model``.
 
@@ -28,6 +34,8 @@ def micro_batch_logprobs(
         micro_batch: On the model's device.
         temperature: Divides the logits, as it did when the tokens were sampled.
         entropy_gradient: Whether the entropy carries a gradient.
+        ranks: Those that share the micro-batch; each of them calls this, and gets all of it.
+        owner: Whose gradient of what is returned counts.
 
     Raises:
         RuntimeError: The micro-batch is packed and gradient checkpointing would run the layers again where the model's
@@ -40,18 +48,27 @@ def micro_batch_logprobs(
                 "shared_prefixes(model):`."
             )
         with shared_prefixes(model):
-            return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient)
-    hidden_ND = predecessors(model, micro_batch)
-    return head_logprobs(model, hidden_ND, micro_batch.target_ids_N, temperature, entropy_gradient)
+            return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient, ranks, owner)
+    hidden_nD, target_ids_n = predecessors(model, micro_batch, ranks), ranks.own_part(micro_batch.target_ids_N)
+    both = head_logprobs(model, hidden_nD, target_ids_n, temperature, entropy_gradient)
+    if ranks.size == 1:
+        return both
+    return ranks.join(owner, torch.stack(both, 1), len(micro_batch.target_ids_N)).unbind(1)  # pyright: ignore[reportReturnType]
 
 
-def predecessors(model: PreTrainedModel, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the last hidden states (N, D) that predict the completion tokens; inside ``shared_prefixes(model)``."""
-    layout = SharedPrefix(micro_batch.groups, micro_batch.prompts)
+def predecessors(model: PreTrainedModel, micro_batch: MicroBatch, ranks: SequenceParallel = ALONE) -> torch.Tensor:
+    """Return the last hidden states (n, D) that predict the completion tokens, of several ranks each a part.
+
+    Inside ``shared_prefixes(model)``.
+    """
+    layout = SharedPrefix(micro_batch.groups, micro_batch.prompts, ranks)
     layout.compute_carried(model)
-    kwargs = {"shared_prefix": layout} if micro_batch.groups else {}
-    hidden_BTD = hidden_states(model, micro_batch.input_ids_BT, position_ids=micro_batch.position_ids_BT, **kwargs)
-    return layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, micro_batch.source_N)
+    row = micro_batch.input_ids_BT, micro_batch.position_ids_BT
+    if micro_batch.groups:
+        hidden_BTD = layout.hidden_states(model, *row)
+    else:
+        hidden_BTD = hidden_states(model, row[0], position_ids=row[1])
+    return layout.with_carried_hidden(hidden_BTD.flatten(0, 1)).index_select(0, ranks.own_part(micro_batch.source_N))
 
 
 def head_logprobs(

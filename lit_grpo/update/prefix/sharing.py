@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from lit_grpo.policy.loading import hidden_states
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix.layout import PackedGroup, Piece, group_pieces
+from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,10 +32,17 @@ class SharedPrefix:
     Args:
         groups: Prompts and responses, and where they stand in the row.
         prompts: By group, those that are carried from one micro-batch to the next; none by default.
+        ranks: Those that share the row.
     """
 
-    def __init__(self, groups: Sequence[PackedGroup], prompts: Sequence[SplitPrompt | None] = ()) -> None:
-        self.groups = tuple(groups)
+    def __init__(
+        self,
+        groups: Sequence[PackedGroup],
+        prompts: Sequence[SplitPrompt | None] = (),
+        ranks: SequenceParallel = ALONE,
+    ) -> None:
+        self.groups, self._ranks = tuple(groups), ranks
+        self._num_tokens = max((group.response_start + sum(group.response_tokens) for group in groups), default=0)
         split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
         self._carried = [prompt for group, prompt in split if group.carried_at is not None]
         self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
@@ -52,10 +59,26 @@ class SharedPrefix:
         unknown = [prompt for prompt in self._carried if not prompt.is_known]
         most = int(Ranks(model.device).max(len(unknown))) if is_scattered(model) else len(unknown)
         for prompt in unknown:
-            prompt.keep(_LAST_HIDDEN, _run_alone(model, prompt.token_ids, [prompt])[0, -1:].clone())
+            prompt.keep(_LAST_HIDDEN, self._run_alone(model, prompt.token_ids, [prompt])[0, -1:].clone())
             prompt.is_known = True
         for _ in range(most - len(unknown)):
-            _run_alone(model, (0,), [None])
+            self._run_alone(model, (0,), [None])
+
+    @torch.no_grad()
+    def _run_alone(
+        self, model: PreTrainedModel, token_ids: Sequence[int], prompt: Sequence[SplitPrompt | None]
+    ) -> torch.Tensor:
+        """Return the hidden states (1, T, D) of a prompt, which remembers what is computed of it."""
+        alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt, self._ranks)
+        input_ids_BT = torch.tensor(token_ids, device=model.device)[None]
+        positions_BT = torch.arange(len(token_ids), device=model.device)[None]
+        return alone.hidden_states(model, input_ids_BT, positions_BT)
+
+    def hidden_states(
+        self, model: PreTrainedModel, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the packed row through the layers; return its last hidden states (1, T, D)."""
+        return self._ranks.hidden_states(model, input_ids_BT, position_ids_BT, shared_prefix=self)
 
     def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Put the last hidden states of carried prompts behind those of the row."""
@@ -74,6 +97,18 @@ class SharedPrefix:
         scaling: float,
     ) -> torch.Tensor:
         """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
+        query, key, value = self._ranks.to_heads(self._num_tokens, query, key, value)
+        return self._ranks.to_tokens(self._attend(layer, query, key, value, window, scaling))
+
+    def _attend(
+        self,
+        layer: Hashable,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scaling: float,
+    ) -> torch.Tensor:
         key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
         self.windows.add(window)
         if query.device.type != "cpu":
@@ -94,15 +129,6 @@ class SharedPrefix:
                 prompt.keep(name, tensor[index])
         carried = [prompt.lend(name) for prompt in self._carried]
         return torch.cat([tensor, *carried], 2) if carried else tensor
-
-
-@torch.no_grad()
-def _run_alone(model: PreTrainedModel, token_ids: Sequence[int], prompt: Sequence[SplitPrompt | None]) -> torch.Tensor:
-    """Return the hidden states (1, T, D) of a prompt, which remembers what is computed of it."""
-    alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt)
-    input_ids_BT = torch.tensor(token_ids, device=model.device)[None]
-    positions_BT = torch.arange(len(token_ids), device=model.device)[None]
-    return hidden_states(model, input_ids_BT, position_ids=positions_BT, shared_prefix=alone)
 
 
 def shared_prefix_attention(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_grpo.policy.loading import context_length, hidden_states
+from lit_grpo.policy.sharding import compute
 from lit_grpo.update.prefix.layout import PackedGroup
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
 
@@ -36,7 +37,7 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
     training = model.training
     try:
         with torch.no_grad():
-            error = _relative_error(model.eval(), layout)
+            error = compute(model.eval(), lambda: _relative_error(model, layout))
     except (ValueError, TypeError, RuntimeError) as refusal:  # its own arguments, or some other kind of attention
         return str(refusal)
     finally:
