@@ -123,6 +123,7 @@ MISTAKES_BEFORE_A_RUN = {
     "hint beyond the context": ["--data.hint", "reference:column=answer", "--model.sampling.max_tokens", "250"],
     "who is asked by parts of groups": ["--data.ask", "greso", "--rollout_scheduler.mode", "sortedrl"],
     "shards": ["--trainer.strategy", "fsdp2", "--model.max_tokens_per_micro_batch", "auto"],
+    "rows of two ranks": ["--model.sequence_parallel_size", "2"],
 }
 
 

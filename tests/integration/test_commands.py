@@ -86,6 +86,11 @@ NOT_RUN = {
         ),
         ("starts a second rank", "integration/test_fsdp2.py::test_a_run_of_two_ranks_goes_on_with_one"),
     ),
+    "lit_grpo fit --config arithmetic --trainer.devices 2 --model.sequence_parallel_size 2 --run.name shared": (
+        "starts a second rank",
+        "integration/test_sequence_parallel.py::"
+        "test_ranks_that_share_rows_end_with_the_weights_and_the_metrics_of_one_process",
+    ),
     "lit_grpo dashboard --wandb ENTITY/PROJECT": (
         "needs an account and a network",
         "integration/test_boards.py::test_a_workspace_names_only_metrics_that_there_are",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import random_policy  # pyright: ignore[reportMissingImports]
 from hand_made import make_module, make_trainer, relative_error  # pyright: ignore[reportMissingImports]
 from test_fsdp2 import OWN, run_own  # pyright: ignore[reportMissingImports]
 from test_two_ranks import (  # pyright: ignore[reportMissingImports]
@@ -28,8 +29,10 @@ from test_two_ranks import (  # pyright: ignore[reportMissingImports]
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.module import GRPOModule
+from lit_grpo.update.arriving import check_arriving
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -109,6 +112,39 @@ def test_ranks_that_share_rows_end_with_the_weights_and_the_metrics_of_one_proce
         assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"sequence_parallel_size": 2},
+            r"sequence_parallel_size is 2, but the run has 1 ranks .* take a divisor",
+        ),
+        ({"sequence_parallel_size": 0}, r"sequence_parallel_size must be at least 1, not 0"),
+        (
+            {"sequence_parallel_size": 2, "max_tokens_per_micro_batch": "auto"},
+            r"auto does not go with sequence_parallel_size 2, .* give a number",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(policy_folder: Path, options: dict[str, Any], sentence: str) -> None:
+    devices = 2 if "max_tokens_per_micro_batch" in options else 1
+    with pytest.raises(ValueError, match=sentence):
+        module: GRPOModule = make_module(policy_folder, **options)
+        module.trainer = make_trainer(RolloutScheduler(), WeightSync(), devices=devices)
+        module.setup("fit")
+
+
+def test_heads_and_rows_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"is 3, which does not divide the policy's 2 heads .*; take a d"):
+        SequenceParallel.of(random_policy(), 3, shares_prefix=True)
+    with pytest.raises(ValueError, match="needs packed rows, which this policy cannot have"):
+        SequenceParallel.of(random_policy(), 2, shares_prefix=False)
+
+
+def test_modes_that_learn_as_groups_come_are_refused(policy_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.sequence_parallel_size 2 has ranks go through each layer together"):
+        check_arriving(make_module(policy_folder, sequence_parallel_size=2).settings, num_ranks=2)
+
+
 if __name__ == "__main__":
-    assert make_module and make_trainer and RolloutScheduler and WeightSync and GRPOModule
     main(*sys.argv[1:])

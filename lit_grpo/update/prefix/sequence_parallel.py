@@ -28,7 +28,7 @@ class SequenceParallel:
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
-        self._group = None if size == 1 else distributed.new_subgroups(size)[0]
+        self._group: Any = None if size == 1 else distributed.new_subgroups(size)[0]
         self.own = 0 if size == 1 else distributed.get_rank(self._group)
 
     @classmethod
