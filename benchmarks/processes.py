@@ -114,7 +114,7 @@ def quiet_trainer(device: str, callbacks: list[pl.Callback], **options: Any) -> 
 
     return pl.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
+        devices=options.pop("devices", 1),
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,

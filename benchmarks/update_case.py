@@ -42,7 +42,8 @@ class Case:
 
     ``size`` is tokens a micro-batch for lit_grpo, rows a micro-batch for TRL. ``share`` lays completions out behind a
     common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how
-    many completions of each group the warm-up has: all, unless told otherwise.
+    many completions of each group the warm-up has: all, unless told otherwise. Of several ``ranks``, which share every
+    row, the process is the one that torchrun's variables say.
     """
 
     system: System
@@ -55,6 +56,7 @@ class Case:
     share: bool = True
     warm: bool = False
     first: int | None = None
+    ranks: int = 1
 
 
 class Probe(pl.Callback):
@@ -122,13 +124,15 @@ def run_lit_grpo(case: Case, folder: str) -> None:
         num_generations=max(case.work.group_size, 2),
         sampling=SamplingParams(max_tokens=case.work.limit),
         max_tokens_per_micro_batch=case.size,
+        sequence_parallel_size=case.ranks,
         gradient_checkpointing=case.checkpointing,
         optimizer=partial(torch.optim.AdamW, fused=True),
     )
     probe = Probe(case.device, case.warm)
     precision = "bf16-mixed" if case.device == "cuda" else "32-true"
     callbacks: list[pl.Callback] = [probe] if case.share else [PlainRows(), probe]
-    trainer = quiet_trainer(case.device, callbacks, precision=precision, max_epochs=1)
+    ranks = {"devices": case.ranks, "strategy": "ddp" if case.ranks > 1 else "auto"}
+    trainer = quiet_trainer(case.device, callbacks, precision=precision, max_epochs=1, **ranks)
     trainer.fit(module, train_dataloaders=BatchOnDemand(case.work, case.first))
 
 
@@ -265,7 +269,15 @@ class Steps:
 
     def take(self) -> None:
         """Take a step."""
+        self.begin()
+        self.end()
+
+    def begin(self) -> None:
+        """Let the process take a step."""
         self._process.go_on()
+
+    def end(self) -> None:
+        """Wait until it has."""
         self.figures |= self._process.answer()
         self.seconds.append(self.figures["seconds"])
 

@@ -143,6 +143,13 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     assert set(PLANS) - {"full_group"} <= measured
 
 
+def test_ranks_that_share_rows_are_measured_beside_one(tmp_path: Path) -> None:
+    result, _ = run_quick("sequence_parallel", tmp_path / "result.json")
+    check_result(result, "sequence_parallel")
+    assert [(row["completion tokens"], row["ranks"]) for row in result["rows"]] == [(16, 1), (16, 2), (32, 1), (32, 2)]
+    assert all(row["peak_mib"] > 0 and row["seconds_a_row"] > 0 for row in result["rows"])
+
+
 def test_spreading_simulates_and_measures_every_dealing(tmp_path: Path) -> None:
     result, _ = run_quick("spreading", tmp_path / "result.json")
     check_result(result, "spreading")

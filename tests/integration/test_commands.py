@@ -125,8 +125,10 @@ OTHERS = {
     "python3 -m venv .venv && . .venv/bin/activate",
     'pip install ".[plots]"',
     'pip install -e ".[vllm]"',
+    "sbatch examples/several_machines/slurm.sh --config gsm8k_qwen3_1.7b --run.name mine",
+    "HEAD=first-machine examples/several_machines/torchrun.sh --config gsm8k_qwen3_1.7b",
 }
-"""What else stands in the pages' blocks: it installs, which CI does from the Makefile."""
+"""What else stands in the pages' blocks: CI installs from the Makefile, and test_several_machines runs the scripts."""
 
 
 def told() -> dict[str, list[str]]:

@@ -332,11 +332,15 @@ def test_with_servers_of_their_own_two_ranks_end_where_one_process_does(tmp_path
     small += ["--model.generator.init_args.num_servers", "1"]
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
     told = {"two": ["--data.batch_size", "2", "--trainer.devices", "2", "--trainer.strategy", "fsdp2"]}
+    processes = []
     for name, more in (told | {"one": ["--data.batch_size", "4"]}).items():
         configs = ["--config", "arithmetic", "--config", "generators/vllm_servers"]
         command = [sys.executable, "-m", "lit_grpo", "fit", *configs, *small, *more, "--run.name", name]
-        process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
-        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+        with (tmp_path / f"{name}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log))
+    assert [process.wait(timeout=300) for process in processes] == [0, 0], [
+        (tmp_path / f"{name}.log").read_text()[-4000:] for name in ("two", "one")
+    ]
     two, one = (tmp_path / "runs" / name for name in ("two", "one"))
     assert steps(two) == steps(one) == [1, 2]
     for ours, alone in zip(rows(two), rows(one), strict=True):
