@@ -7,10 +7,11 @@ rank above weights, gradients and moments. Two ranks have a row each, which go t
 
 from __future__ import annotations
 
-import socket
 import statistics
 import sys
 from contextlib import ExitStack
+
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from benchmarks.processes import LEAN, LEAN_TEXT
 from benchmarks.report import Claim, Options, Row, finish, parse_options
@@ -47,7 +48,7 @@ def main(options: Options) -> int:
 def _measured(case: Case, repeats: int) -> Row:
     """The fullest rank's peak, and the seconds a step takes, over the rows of all ranks."""
     with ExitStack() as stack:
-        port = _free_port()
+        port = find_free_network_port()
         steps = [stack.enter_context(Steps(case, _environment(case, rank, port))) for rank in range(case.ranks)]
         for rank in steps:
             rank.warm_up()
@@ -68,12 +69,6 @@ def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks, "GROUP_RANK": 0}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "benchmark"}
     return LEAN | {name: str(value) for name, value in told.items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class SharedPrefix:
         prompts: Sequence[SplitPrompt | None] = (),
         ranks: SequenceParallel = ALONE,
     ) -> None:
-        self.groups, self._ranks = tuple(groups), ranks
-        self._num_tokens = max((group.response_start + sum(group.response_tokens) for group in groups), default=0)
+        self.groups, self.ranks = tuple(groups), ranks
+        self.num_tokens = max((group.response_start + sum(group.response_tokens) for group in groups), default=0)
         split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
         self._carried = [prompt for group, prompt in split if group.carried_at is not None]
         self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
@@ -69,7 +69,7 @@ class SharedPrefix:
         self, model: PreTrainedModel, token_ids: Sequence[int], prompt: Sequence[SplitPrompt | None]
     ) -> torch.Tensor:
         """Return the hidden states (1, T, D) of a prompt, which remembers what is computed of it."""
-        alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt, self._ranks)
+        alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt, self.ranks)
         input_ids_BT = torch.tensor(token_ids, device=model.device)[None]
         positions_BT = torch.arange(len(token_ids), device=model.device)[None]
         return alone.hidden_states(model, input_ids_BT, positions_BT)
@@ -78,7 +78,7 @@ class SharedPrefix:
         self, model: PreTrainedModel, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor
     ) -> torch.Tensor:
         """Run the packed row through the layers; return its last hidden states (1, T, D)."""
-        return self._ranks.hidden_states(model, input_ids_BT, position_ids_BT, shared_prefix=self)
+        return self.ranks.hidden_states(model, input_ids_BT, position_ids_BT, shared_prefix=self)
 
     def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Put the last hidden states of carried prompts behind those of the row."""
@@ -97,18 +97,6 @@ class SharedPrefix:
         scaling: float,
     ) -> torch.Tensor:
         """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
-        query, key, value = self._ranks.to_heads(self._num_tokens, query, key, value)
-        return self._ranks.to_tokens(self._attend(layer, query, key, value, window, scaling))
-
-    def _attend(
-        self,
-        layer: Hashable,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        window: int | None,
-        scaling: float,
-    ) -> torch.Tensor:
         key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
         self.windows.add(window)
         if query.device.type != "cpu":
@@ -159,7 +147,9 @@ def shared_prefix_attention(
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     # Autocast leaves normed queries and keys in float32; attention runs in the values' dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return shared_prefix.attend(module, query, key, value, sliding_window, scaling).transpose(1, 2), None
+    query, key, value = shared_prefix.ranks.to_heads(shared_prefix.num_tokens, query, key, value)
+    output = shared_prefix.attend(module, query, key, value, sliding_window, scaling)
+    return shared_prefix.ranks.to_tokens(output).transpose(1, 2), None
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:
