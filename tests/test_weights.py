@@ -51,6 +51,25 @@ def test_the_place_of_every_word_counts() -> None:
     assert len({digest(each) for each in [tensor, *changed]}) == 1 + len(changed)
 
 
+def test_a_tensor_is_read_once_until_it_is_written_to() -> None:
+    tensor = BASE.clone()
+    before = digest(tensor)
+    for write in (
+        lambda: tensor.add_(1),
+        lambda: tensor.detach()[3].zero_(),
+        lambda: tensor.view(-1)[5:6].copy_(BASE[0, :1]),
+    ):
+        assert digest(tensor) == before == digest(tensor.clone())
+        write()
+        assert digest(tensor) == digest(tensor.clone()) != before
+        before = digest(tensor)
+    with torch.inference_mode():
+        inferred = BASE * 1
+        before = digest(inferred)
+        inferred.add_(1)
+        assert digest(inferred) != before
+
+
 def test_arrival_is_checked_by_name_and_content() -> None:
     check_arrival({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
     for received, said in (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -125,8 +126,22 @@ def digest(tensor: torch.Tensor) -> str:
     """Return 16 hexadecimal digits that tell a tensor's shape, type and content, in one pass over its memory.
 
     The content counts as the sums of all rows and of all columns of a table, 1,024 integers of 64 bits wide: where rows
-    or tensors are exchanged, one is transposed, or a single element differs, so do the digits.
+    or tensors are exchanged, one is transposed, or a single element differs, so do the digits. The tensor that was
+    asked for last is not read again as long as torch has counted no change of it.
     """
+    global _last
+    last, version, digits = _last
+    if last() is not tensor or tensor.is_inference() or version != tensor._version:
+        digits = _digest(tensor)
+        if not tensor.is_inference():  # torch counts no changes of these
+            _last = ref(tensor), tensor._version, digits
+    return digits
+
+
+_last: tuple[Callable[[], torch.Tensor | None], int, str] = (lambda: None), 0, ""
+
+
+def _digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     size = len(flat) // (_WORD * _COLUMNS) * _WORD * _COLUMNS
     words = flat[:size]
