@@ -39,7 +39,7 @@ from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.weights.files import weights_folder, write_full
+from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import SamplingParams
 
@@ -174,8 +174,8 @@ class FaultyGenerator(VLLMServerGenerator):
             self.exchanges = False
             with weights_folder() as folder:
                 tensors = {name: tensor * 1.05 for name, tensor in self.weights()}
-                write_full(tensors.items(), folder / "weights.safetensors")
-                self._fleet.alive[-1].update(folder / "weights.safetensors", version, False)
+                write(tensors.items(), folder / "weights.safetensors")
+                self._fleet.alive[-1].update({"path": str(folder / "weights.safetensors")}, version)
         return report
 
 

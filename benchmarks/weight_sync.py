@@ -1,10 +1,9 @@
-"""What bringing weights to vLLM costs: in process beside one copy of the same bytes and vLLM's own reload of them, as
-changes beside all of them, and over the network beside files.
+"""What bringing weights to vLLM costs: in process, as changes, and by each transport to a server.
 
 In process: a Qwen3 of 100 million random parameters in float32; the time of ``load_weights`` with its digests on both
-sides, and that of vLLM's ``reload_weights``, which digests nothing. On a CPU most of either is packing: vLLM puts every
-matrix in an order of its own. As changes: its weights in bfloat16 to a server after one step of AdamW with a learning rate of 1e-6; that the
-server rebuilt every bit is checked by digests.
+sides, beside one copy of the same bytes, and beside vLLM's ``reload_weights``, which digests nothing. On a CPU most of
+either is packing: vLLM puts every matrix in an order of its own. As changes: its weights in bfloat16 to a server after
+one step of AdamW with a learning rate of 1e-6; that the server rebuilt every bit is checked by digests.
 """
 
 from __future__ import annotations

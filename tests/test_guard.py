@@ -213,7 +213,7 @@ def test_weights_come_from_private_folders_of_this_user_alone(guard: Guard, app:
         info = {"path": str(weights), "more": [{"other": other}]}
         assert ask(guard, "POST", "/update_weights", "one", json={"update_info": info}).status_code == 403
     assert not app.reached
-    info = {"path": str(weights), "patches_follow": True}
+    info = {"path": str(weights), "keeps": True}
     assert ask(guard, "POST", "/update_weights", "one", json={"update_info": info}).status_code == 200
     assert json.loads(app.reached[0][1]) == {"update_info": info}
 

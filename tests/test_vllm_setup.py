@@ -34,7 +34,7 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.introduction import _check_settings
+from lit_grpo.rollout.vllm.members import _check_settings
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
@@ -62,6 +62,13 @@ def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.Monke
         require_vllm()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        require_vllm()
+
+
+def test_a_version_without_the_weight_transfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm_setup.metadata, "version", lambda name: "0.23.1")
+    with pytest.raises(ValueError, match=r"vLLM 0\.23\.1 is too old for lit_grpo; install vllm==0\.32"):
         require_vllm()
 
 
@@ -101,11 +108,22 @@ def test_speculation_on_a_cpu_is_refused() -> None:
         (lambda: VLLMServerGenerator(urls=["http://a:1", "http://a:1"]), "urls names a server twice"),
         (lambda: VLLMServerGenerator(timeout_s=0), "timeout_s must be above 0, not 0"),
         (lambda: VLLMServerGenerator(transfer="some"), "transfer must be full or changes"),  # pyright: ignore[reportArgumentType]
+        (lambda: VLLMServerGenerator(transport="mpi"), "transport must be files, gloo or nccl, not 'mpi'"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: VLLMServerGenerator(transport="gloo", weights_folder="/shared"),
+            "weights_folder is where files are put, and transport is gloo; take transport: files, or leave",
+        ),
     ],
 )
 def test_arguments_are_checked_when_they_are_given(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_nccl_is_for_policies_on_gpus(policy_folder: Path) -> None:
+    generator = VLLMServerGenerator(transport="nccl")
+    with pytest.raises(ValueError, match="transport nccl is for GPUs, and the policy is on cpu; take gloo or files"):
+        generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
 
 
 def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:

@@ -9,10 +9,10 @@ import peft
 import pytest
 import torch
 from conftest import random_policy
-from safetensors import safe_open
 
 from lit_grpo.policy.weights import PolicyWeights, digest
-from lit_grpo.rollout.weights.files import rebuild, write_full, write_patch
+from lit_grpo.rollout.weights.files import read, write
+from lit_grpo.rollout.weights.shipments import Shipment, rebuild
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival, complete
 
 BASE = torch.arange(1024, dtype=torch.float32).view(32, 32).sin()
@@ -54,13 +54,13 @@ def test_the_place_of_every_word_counts() -> None:
 def test_a_tensor_is_read_once_until_it_is_written_to() -> None:
     tensor = BASE.clone()
     before = digest(tensor)
-    for write in (
+    for change in (
         lambda: tensor.add_(1),
         lambda: tensor.detach()[3].zero_(),
         lambda: tensor.view(-1)[5:6].copy_(BASE[0, :1]),
     ):
         assert digest(tensor) == before == digest(tensor.clone())
-        write()
+        change()
         assert digest(tensor) == digest(tensor.clone()) != before
         before = digest(tensor)
     with torch.inference_mode():
@@ -115,15 +115,17 @@ def test_changes_rebuild_the_weights_bit_for_bit(tmp_path: Path, dtype: torch.dt
     new["a"][3, 4:7] += 1
     new["b"][2] = -0.0  # equal to what it was, and other bits
     held: dict[str, torch.Tensor] = {}
-    assert write_full(old.items(), tmp_path / "full", held) == sum(tensor.nbytes for tensor in old.values())
-    num_bytes, share = write_patch(new.items(), held, tmp_path / "patch")
-    assert share == 4 / sum(tensor.numel() for tensor in old.values())
-    assert num_bytes == 4 * (4 + dtype.itemsize)
+    full = Shipment(old.items(), held)
+    write(full, tmp_path / "full")
+    assert (full.num_bytes, full.changed_share) == (sum(tensor.nbytes for tensor in old.values()), 1.0)
+    patch = Shipment(new.items(), held, changes=True)
+    write(patch, tmp_path / "patch")
+    assert patch.changed_share == 4 / sum(tensor.numel() for tensor in old.values())
+    assert patch.num_bytes == 4 * (4 + dtype.itemsize)
     received: dict[str, torch.Tensor] = {}
-    for path in ("full", "patch"):
-        with safe_open(tmp_path / path, framework="pt") as file:
-            for name, tensor in rebuild(file, received):
-                received[name] = tensor.clone()
+    for path, changes in (("full", False), ("patch", True)):
+        for name, tensor in rebuild(read(tmp_path / path), received, changes):
+            received[name] = tensor.clone()
     for side in (held, received):
         assert {name: digest(tensor) for name, tensor in side.items()} == {
             name: digest(tensor) for name, tensor in new.items()
@@ -132,6 +134,7 @@ def test_changes_rebuild_the_weights_bit_for_bit(tmp_path: Path, dtype: torch.dt
 
 def test_no_change_at_all_is_an_empty_file(tmp_path: Path) -> None:
     held = {"a": BASE.clone()}
-    assert write_patch([("a", BASE)], held, tmp_path / "patch") == (0, 0.0)
-    with safe_open(tmp_path / "patch", framework="pt") as file:
-        assert [name for name, _ in rebuild(file, held)] == ["a"]
+    shipment = Shipment([("a", BASE)], held, changes=True)
+    write(shipment, tmp_path / "patch")
+    assert (shipment.num_bytes, shipment.changed_share) == (0, 0.0)
+    assert [name for name, _ in rebuild(read(tmp_path / "patch"), held, changes=True)] == ["a"]

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def generator() -> Iterator[VLLMServerGenerator]:
-    generator = VLLMServerGenerator(4, adapters="alone", server_args=SERVER_ARGUMENTS)
+    generator = VLLMServerGenerator(4, adapters="alone", transport="gloo", server_args=SERVER_ARGUMENTS)
     yield generator
     generator.close()
 
@@ -147,7 +147,7 @@ def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGen
 def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServerGenerator, policy: Any) -> None:
     (server,) = generator._fleet.alive
     assert not generator._fleet.lacks_base()
-    server.client.post("/update_weight_version", {"new_version": "default"})  # as that of one that began anew
+    server.client.ask_workers("settle", "")  # as that of one that began anew
     assert generator._fleet.lacks_base()
     with pytest.raises(WeightSyncError, match="No vLLM server took the policy's weights"):
         generator.load_weights(AdapterWeights(policy, with_base=False), 6)

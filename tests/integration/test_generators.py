@@ -24,7 +24,7 @@ from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.weights.files import weights_folder, write_full
+from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import EMPTY, OBSERVED, Completion, Prompt, Request, Rollout, SamplingParams, Trajectory
 
@@ -422,8 +422,8 @@ def test_one_of_two_servers_with_other_weights_is_named(generator: Any, policy: 
     with weights_folder() as folder:
         weights = {name: tensor.clone() for name, tensor in generator.weights()}
         weights["model.layers.1.self_attn.o_proj.weight"] *= 1.001
-        write_full(weights.items(), folder / "weights.safetensors")
-        other.update(folder / "weights.safetensors", 0, False)
+        write(weights.items(), folder / "weights.safetensors")
+        other.update({"path": str(folder / "weights.safetensors")}, 0)
     gap = proof.measure(generator, policy)
     assert not proof.accepts(gap)
     assert gap.engine == f"the vLLM server at {other.client.url}"

@@ -31,9 +31,10 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError
-from lit_grpo.rollout.vllm.introduction import _REQUIRED
+from lit_grpo.rollout.vllm.members import _REQUIRED
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.vllm.transports import transport_of
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
@@ -56,7 +57,9 @@ def policy(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def generator(policy: Any, folder: Path) -> Iterator[VLLMServerGenerator]:
     """Two servers; the tests use them up one after another."""
-    generator = VLLMServerGenerator(2, num_servers=2, transfer="changes", timeout_s=5.0, server_args=SERVER_ARGUMENTS)
+    generator = VLLMServerGenerator(
+        2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS
+    )
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
     yield generator
@@ -154,7 +157,12 @@ def test_servers_named_by_url_are_checked_and_used(
     assert sync(generator, policy, 0).changed_share == 1.0  # taken again, with nothing known of what they hold
 
 
-def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(generator: VLLMServerGenerator, policy: Any) -> None:
+@pytest.mark.parametrize("transport", ["files", "gloo"])
+def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(
+    generator: VLLMServerGenerator, policy: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator._fleet, "transport", transport_of(transport, None))
+    sync(generator, policy, 0)
     saved = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     with torch.no_grad():
         policy.model.layers[0].mlp.up_proj.weight[:3, :5] += 0.125

@@ -8,6 +8,7 @@ import difflib
 import logging
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata, util
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 TESTED_VERSIONS = ("0.32",)
+_KNOWN_VERSIONS = (0, 24), (0, 33)
+"""The first and the last whose weight transfer ours is made for (``lit_grpo.rollout.vllm.worker.transfer``)."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # what goes wrong is raised
@@ -45,7 +48,7 @@ def require_vllm() -> None:
     """Make sure that vLLM is there, without importing it.
 
     Raises:
-        ValueError: It is not installed.
+        ValueError: It is not installed, or too old.
     """
     if util.find_spec("vllm") is None:
         raise ValueError(
@@ -53,11 +56,35 @@ def require_vllm() -> None:
             "or take the embedded lit_grpo.rollout.slots.generator.SlotGenerator."
         )
     version = _installed_version()
+    if _release(version) < _KNOWN_VERSIONS[0]:
+        raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
     if not version.startswith(TESTED_VERSIONS) and version not in _warned_of:
         _warned_of.add(version)
         warnings.warn(
             f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}.", stacklevel=2
         )
+
+
+def check_version(what: str, version: str) -> None:
+    """Check that a server's weight transfer is known.
+
+    Args:
+        what: Which one runs it.
+        version: What it says of vLLM.
+
+    Raises:
+        ValueError: It is not.
+    """
+    first, last = _KNOWN_VERSIONS
+    if not first <= _release(version) <= last:
+        raise ValueError(
+            f"{what} runs vLLM {version}, whose weight transfer lit_grpo does not know; start it with one from "
+            f"{first[0]}.{first[1]} to {last[0]}.{last[1]}, best with {TESTED_VERSIONS[-1]}."
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:

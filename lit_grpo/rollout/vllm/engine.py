@@ -141,7 +141,7 @@ class VLLMGenerator(EngineGenerator):
             self._engine.collective_rpc("start_weight_update")
             self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
             self._engine.collective_rpc("finish_weight_update")
-            digests = joined(self._engine.collective_rpc("held_digests"))
+            digests = joined(self._engine.collective_rpc("settle", args=(str(version),)))
         self._holds_base = True
         return SyncReport(digests, parcel.num_bytes)
 
@@ -156,7 +156,7 @@ class VLLMGenerator(EngineGenerator):
             self._adapter = LoRARequest(f"version-{version}-{self._num_adapters}", self._num_adapters, str(folder))
             self._engine.add_lora(self._adapter)
             self._engine.collective_rpc("compute_head_plainly")
-            return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
+            return joined(self._engine.collective_rpc("settle_adapter", args=(str(folder), str(version))))
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         from vllm import SamplingParams, TokensPrompt

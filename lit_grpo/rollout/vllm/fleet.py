@@ -1,14 +1,12 @@
-"""One server of a fleet: what it holds, and how it is brought up to date."""
+"""The servers of a run: which are up, what they hold, and how they are brought up to date together."""
 
 from __future__ import annotations
 
 import os
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
@@ -18,7 +16,6 @@ import torch
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.arguments import (
-    all_draw_by_position,
     check_on_cpu,
     require_vllm,
     server_arguments,
@@ -26,127 +23,14 @@ from lit_grpo.rollout.vllm.arguments import (
 )
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import EventLoop, ServerClient, ServerError
-from lit_grpo.rollout.vllm.introduction import Introduction
+from lit_grpo.rollout.vllm.members import Introduction, Server
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.weights.files import PrivateFolder, weights_folder, write_full, write_patch
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
+from lit_grpo.rollout.vllm.transports import Transport
+from lit_grpo.rollout.weights.files import PrivateFolder
+from lit_grpo.rollout.weights.shipments import Shipment
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _LOOK_S = 3.0  # in which a server that is well answers
-
-
-@dataclass(eq=False)
-class Server:
-    """A server, with its process where it is ours, and the policy version that it holds.
-
-    With adapters alone, ``holds_base`` tells whether it has the weights that they stand beside, and ``adapter`` what it
-    calls the one that it decodes with. ``kv_tokens`` in blocks of ``block`` are its memory for keys and values, as far
-    as it tells, and ``keyed`` says that it draws random numbers by position.
-    """
-
-    client: ServerClient
-    process: ServerProcess | None = None
-    version: int = -1
-    up: bool = True
-    holds_base: bool = False
-    adapter: str = ""
-    context: int = 0
-    kv_tokens: int | None = None
-    block: int = 1
-    keyed: bool = False
-
-    def is_well(self) -> bool:
-        """Whether it runs, answers, and is as we left it."""
-        return (self.process is None or self.process.runs) and self.client.answers() and self.client.is_ours()
-
-    def look(self, introduction: Introduction, timeout_s: float) -> None:
-        """Find out whether it is up, and still holds what it was sent last; introduce it anew where it began anew."""
-        self.up = (self.process is None or self.process.runs) and self.client.answers(timeout_s)
-        try:
-            if self.up and not self.client.is_ours():
-                self.introduce(introduction)
-            if self.holds_base:
-                self.holds_base = self.up and self._reported_version() == str(self.version)
-        except (ServerError, ValueError) as error:
-            warnings.warn(f"A server is left out: {error}", stacklevel=2)
-            self.up = False
-
-    def introduce(self, introduction: Introduction) -> None:
-        """Take it for this run, with nothing known of what it holds.
-
-        Raises:
-            ValueError: It serves another model, or not for us.
-        """
-        self.version, self.holds_base, self.adapter = -1, False, ""
-        offer = introduction.of(self.client)
-        self.context, self.kv_tokens, self.block = offer.context, offer.kv_tokens, offer.block
-
-    def lose(self) -> None:
-        """Leave it out, until a look finds it well again."""
-        self.up, self.version, self.holds_base = False, -1, False
-
-    @property
-    def log(self) -> str:
-        """Where to read of a server of ours; one that has just broken off may not have ended yet."""
-        return "" if self.process is None else f" What it said is in {self.process.log}."
-
-    def _reported_version(self) -> str:
-        try:
-            return self.client.get("/weight_info")["weight_version"]
-        except ServerError:
-            return ""
-
-    def update(self, path: Path, version: int, patches_follow: bool) -> dict[str, str]:
-        """Load the weights of a file; return the digests of what all workers hold."""
-        self.version, self.holds_base = -1, False
-        info = {"path": str(path), "patches_follow": patches_follow}
-        with self._paused():
-            self.client.post("/start_weight_update")
-            self.client.post("/update_weights", {"update_info": info})
-            self.client.post("/finish_weight_update", {"weight_version": str(version)})
-        self._settle(version)
-        held = self.client.ask_workers("held_digests")
-        self.version, self.holds_base = version, True
-        return joined(held)
-
-    def exchange(self, folder: Path, version: int) -> dict[str, str]:
-        """Take another adapter, by another name; return the digests of what the workers hold of it."""
-        self.version = -1
-        new, old = f"version-{version}-{folder.name}", self.adapter
-        self.client.post("/v1/load_lora_adapter", {"lora_name": new, "lora_path": str(folder)})
-        self.adapter = self.client.model = new
-        if old:
-            self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
-        self.client.post("/update_weight_version", {"new_version": str(version)})
-        self._settle(version)
-        self.client.ask_workers("compute_head_plainly")
-        held = self.client.ask_workers("adapter_digests", str(folder))
-        self.version = version
-        return joined(held)
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Decode nothing for a while: what has been withdrawn may not have heard of it yet."""
-        self.client.post("/pause?mode=abort&clear_cache=false")
-        try:
-            yield
-        finally:
-            with suppress(ServerError):  # it will not answer then either
-                self.client.post("/resume")
-
-    def _settle(self, version: int) -> None:
-        """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""
-        try:
-            self.keyed = all_draw_by_position(
-                answer == "True" for answer in self.client.ask_workers("draw_by_position")
-            )
-        except ServerError:  # it has another worker_extension_cls, or none
-            self.keyed = all_draw_by_position([False])
-        reported = self.client.get("/weight_info")["weight_version"]
-        if reported != str(version):
-            raise WeightSyncError(
-                f"The vLLM server at {self.client.url} says that its weights are version {reported}, where the "
-                f"policy's are {version}."
-            )
 
 
 Answer = TypeVar("Answer")
@@ -161,7 +45,7 @@ class Fleet:
     devices: list[str] | None
     urls: list[str] | None
     sends_changes: bool
-    weights_folder: str | None
+    transport: Transport
     timeout_s: float
     start_timeout_s: float
     token: str = ""
@@ -251,12 +135,14 @@ class Fleet:
             WeightSyncError: No server took the weights, or not all of them bound the same.
         """
         self._look()
-        with weights_folder(self.weights_folder) as folder:
-            path = folder / "weights.safetensors"
-            num_bytes, changed = self._write(weights, path)
-            digests = self._agreed(lambda server: server.update(path, version, self.sends_changes))
+        known = bool(self._held) and all(server.version == self._version >= 0 for server in self.alive)
+        shipment = Shipment(weights, self._held if self.sends_changes else None, self.sends_changes and known)
+        about = {"keeps": self.sends_changes, "changes": shipment.changes}
+        answers = self.transport.send(
+            shipment, lambda server, where: server.update({**where, **about}, version), self._ask_all
+        )
         self._version = version
-        return SyncReport(digests, num_bytes, changed)
+        return SyncReport(_agreed(answers), shipment.num_bytes, shipment.changed_share)
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Bring adapters to all servers that have the weights that they stand beside; return their digests.
@@ -267,7 +153,10 @@ class Fleet:
         self._look()
         for server in self.alive:
             server.up = server.holds_base
-        return self._agreed(lambda server: server.exchange(folder, version))
+        answers = self.transport.send_folder(
+            folder, lambda server, where: server.exchange(where, version), self._ask_all
+        )
+        return _agreed(answers)
 
     def lacks_base(self) -> bool:
         """Whether there is a server without the weights that adapters stand beside, such as one that began anew."""
@@ -289,14 +178,6 @@ class Fleet:
             if self.alive:
                 break
 
-    def _write(self, weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple[int, float]:
-        """Write what the servers need to know; changes only where all of them hold what was sent last."""
-        known = self._held and all(server.version == self._version >= 0 for server in self.alive)
-        if self.sends_changes and known:
-            return write_patch(weights, self._held, path)
-        held = self._held if self.sends_changes else None
-        return write_full(weights, path, held), 1.0
-
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
         """Return the log-probs of all tokens after the first of each sequence, by each server's name.
 
@@ -306,20 +187,21 @@ class Fleet:
         scores = self._ask_all(lambda server: server.client.score(sequences, salt))
         return {f"the vLLM server at {server.client.url}": rows for server, rows in scores.items()}
 
-    def _agreed(self, call: Callable[[Server], dict[str, str]]) -> dict[str, str]:
-        """Call for all servers that are up, and return the digests, on which all must agree."""
-        first, *others = self._ask_all(call).values()
-        if any(digests != first for digests in others):
-            raise WeightSyncError("The vLLM servers have bound different weights.")
-        return first
+    def _ask_all(
+        self,
+        call: Callable[[Server], Answer],
+        meanwhile: Callable[[Callable[[Server], bool]], None] = lambda listens: None,
+    ) -> dict[Server, Answer]:
+        """Call for all servers that are up at the same time; those that fail are left out, unless all do.
 
-    def _ask_all(self, call: Callable[[Server], Answer]) -> dict[Server, Answer]:
-        """Call for all servers that are up at the same time; those that fail are left out, unless all do."""
+        In between, ``meanwhile`` is called with what tells whether a server is still at it.
+        """
         answers: dict[Server, Answer] = {}
         failures: list[str] = []
         with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
-            pending = [(server, pool.submit(call, server)) for server in self.alive]
-            for server, answer in pending:
+            pending = {server: pool.submit(call, server) for server in self.alive}
+            meanwhile(lambda server: not pending[server].done())
+            for server, answer in pending.items():
                 try:
                     answers[server] = answer.result()
                 except ServerError as error:
@@ -346,6 +228,18 @@ class Fleet:
                 server.process.stop()
         self._servers = []
         self.loop.close()
+
+
+def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:
+    """Return what all servers hold.
+
+    Raises:
+        WeightSyncError: Not all of them hold the same.
+    """
+    first, *others = answers.values()
+    if any(digests != first for digests in others):
+        raise WeightSyncError("The vLLM servers have bound different weights.")
+    return first
 
 
 def _own_share(urls: list[str]) -> list[str]:

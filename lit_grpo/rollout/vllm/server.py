@@ -14,6 +14,7 @@ from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
 from lit_grpo.rollout.vllm.streams import Stream
+from lit_grpo.rollout.vllm.transports import TRANSPORTS, transport_of
 from lit_grpo.rollout.weights.tensors import SyncReport
 
 _RETRIES = 3  # of one completion, as long as its server is well
@@ -41,6 +42,9 @@ class VLLMServerGenerator(EngineGenerator):
             sent; for these each side keeps a copy of the weights on its host.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
             ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA.
+        transport: ``files``; or ``gloo`` or ``nccl``, a process group of torch between each rank and the workers of its
+            servers, for those on other machines: gloo from host to host, NCCL from GPU to GPU, of which no two may be
+            the same.
         weights_folder: Where the files are put, readable by all servers; shared memory by default.
         timeout_s: Seconds without an answer, or without a token of any completion, after which a server is asked
             whether it is well. It counts as hung where it does not answer that either, or after five such times.
@@ -58,6 +62,7 @@ class VLLMServerGenerator(EngineGenerator):
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",
         adapters: Literal["merged", "alone"] = "merged",
+        transport: Literal["files", "gloo", "nccl"] = "files",
         weights_folder: str | None = None,
         timeout_s: float = 60.0,
         start_timeout_s: float = 300.0,
@@ -71,6 +76,13 @@ class VLLMServerGenerator(EngineGenerator):
                 raise ValueError(f"{name} must be above 0, not {value}.")
         if transfer not in ("full", "changes"):
             raise ValueError(f"transfer must be full or changes, not {transfer!r}.")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport must be {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}, not {transport!r}.")
+        if weights_folder is not None and transport != "files":
+            raise ValueError(
+                f"weights_folder is where files are put, and transport is {transport}; take transport: files, or leave "
+                "weights_folder out."
+            )
         if adapters == "alone" and transfer == "changes":
             raise ValueError(
                 "transfer: changes is for weights that travel with every sync, and with adapters: alone they travel "
@@ -80,10 +92,17 @@ class VLLMServerGenerator(EngineGenerator):
             raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
         if len(set(urls or ())) < len(urls or ()):
             raise ValueError(f"urls names a server twice: {', '.join(urls or ())}; name each once.")
-        self.weights_folder = weights_folder
+        self.weights_folder, self.transport = weights_folder, transport
         sends_changes = transfer == "changes"
         self._fleet = Fleet(
-            num_slots, num_servers, devices, urls, sends_changes, weights_folder, timeout_s, start_timeout_s
+            num_slots,
+            num_servers,
+            devices,
+            urls,
+            sends_changes,
+            transport_of(transport, weights_folder),
+            timeout_s,
+            start_timeout_s,
         )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}
@@ -92,6 +111,8 @@ class VLLMServerGenerator(EngineGenerator):
     # ---- life -------------------------------------------------------------------------------------
 
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
+        if self.transport == "nccl" and policy.device.type != "cuda":
+            raise ValueError(f"transport nccl is for GPUs, and the policy is on {policy.device}; take gloo or files.")
         self._fleet.start(policy, {**lora, **self.arguments})
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.policy.weights import PolicyWeights, lora_layers
-from lit_grpo.rollout.weights.files import weights_folder, write_full
+from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.tensors import check_complete, complete
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def adapter_folder(
     config.lora_alpha, config.use_rslora = config.r, False  # B is scaled
     with weights_folder(parent) as folder:
         config.save_pretrained(str(folder))
-        write_full(adapters.items(), folder / "adapter_model.safetensors")
+        write(adapters.items(), folder / "adapter_model.safetensors")
         yield folder
 
 

@@ -1,4 +1,4 @@
-"""Weights in a file of shared memory: all of them, or only the elements that changed (safetensors)."""
+"""Weights in files of shared memory (safetensors), in folders that no other user can look into."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import shutil
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-_INDEX, _VALUE = "|index", "|value"
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = ".owner"  # locked as long as the folder's owner lives
 WEIGHTS_PREFIX = "lit_grpo_weights_"
@@ -79,62 +78,28 @@ def _sweep(place: Path, prefix: str) -> None:
             _remove(path, lock)
 
 
+def shared_memory() -> str | None:
+    """Where shared memory is; ``None`` where there is none."""
+    return str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+
+
 @contextmanager
 def weights_folder(parent: str | None = None) -> Iterator[Path]:
     """Make a private folder for weights on their way, in ``parent`` or else in shared memory where there is some."""
-    parent = parent or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None)
-    folder = PrivateFolder(WEIGHTS_PREFIX, parent)
+    folder = PrivateFolder(WEIGHTS_PREFIX, parent or shared_memory())
     try:
         yield folder.path
     finally:
         folder.remove()
 
 
-def write_full(
-    tensors: Iterable[tuple[str, torch.Tensor]], path: Path, held: dict[str, torch.Tensor] | None = None
-) -> int:
-    """Write whole tensors; return their bytes. Where ``held`` is given, it keeps a copy of them."""
-    host = {name: tensor.cpu().contiguous() for name, tensor in tensors}
-    save_file(host, path)
-    if held is not None:
-        held.update({name: tensor.clone() for name, tensor in host.items()})
-    return sum(tensor.nbytes for tensor in host.values())
+def write(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
+    """Write tensors to a safetensors file."""
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, path)
 
 
-def write_patch(
-    tensors: Iterable[tuple[str, torch.Tensor]], held: Mapping[str, torch.Tensor], path: Path
-) -> tuple[int, float]:
-    """Write the elements that differ from those ``held`` on the host, and bring ``held`` up to date.
-
-    The elements are compared as bits, so that what the receiver rebuilds is the same to the last of them
-    (SparseRL-Sync's observation: an update of a small learning rate changes few elements in bfloat16).
-
-    Returns:
-        The bytes written, and the share of elements that changed.
-    """
-    patch: dict[str, torch.Tensor] = {}
-    changed = total = 0
-    for name, tensor in tensors:
-        new_n, old_n = tensor.cpu().reshape(-1), held[name].view(-1)
-        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[new_n.element_size()]
-        index_k = (new_n.view(integers) != old_n.view(integers)).nonzero().squeeze(1)
-        total, changed = total + len(new_n), changed + len(index_k)
-        if len(index_k):
-            patch[name + _INDEX] = index_k.to(torch.int32 if len(new_n) < 2**31 else torch.int64)
-            patch[name + _VALUE] = old_n[index_k] = new_n[index_k]
-    save_file(patch, path)
-    return sum(tensor.nbytes for tensor in patch.values()), changed / max(total, 1)
-
-
-def rebuild(file: Any, held: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole tensors that an open file stands for: its own, or those ``held`` with its changes made."""
-    names = list(file.keys())
-    patched = {name.removesuffix(_INDEX) for name in names if name.endswith(_INDEX)}
-    if not patched and names:
-        for name in names:
+def read(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a safetensors file."""
+    with safe_open(path, framework="pt") as file:
+        for name in list(file.keys()):
             yield name, file.get_tensor(name)
-        return
-    for name, tensor in held.items():
-        if name in patched:
-            tensor.view(-1)[file.get_tensor(name + _INDEX).long()] = file.get_tensor(name + _VALUE)
-        yield name, tensor

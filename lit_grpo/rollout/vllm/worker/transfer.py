@@ -1,0 +1,198 @@
+"""How weights come to one of vLLM's workers: a backend of vLLM's weight transfer, and the proof of what came.
+
+They come as tensors of the same process, as files in shared memory, or over the network, on any device. From 0.24 to
+0.33 vLLM has two interfaces for backends: at first a worker begins and ends a reload itself and says with what tensors
+are loaded, and a backend is told the parallel configuration and the model alone; from 0.28 at the latest a backend does
+all of it and is told everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from lit_grpo.policy.weights import checkpoint_name, digest
+from lit_grpo.rollout.weights.files import read
+from lit_grpo.rollout.weights.network import Link, LinkError, Meeting
+from lit_grpo.rollout.weights.shipments import rebuild
+from lit_grpo.rollout.weights.tensors import Parcel, WeightSyncError
+
+BACKEND = "lit_grpo"
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    with suppress(ValueError):  # it is known already
+        WeightTransferEngineFactory.register_engine(BACKEND, DigestingTransfer)
+
+
+@dataclass
+class Hello(WeightTransferInitInfo):
+    """What the sender's model is, as fields of its text configuration, and where it is to be met, if anywhere."""
+
+    fields: dict[str, Any]
+    meeting: dict[str, Any] | None = None
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """Where the tensors are: a ``parcel`` of the same process, the ``path`` of a file, or else the link.
+
+    They are a :class:`~lit_grpo.rollout.weights.shipments.Shipment`, of all weights or of ``changes``; with ``keeps``
+    the worker keeps what it holds on the host, for changes to come.
+    """
+
+    parcel: Parcel | None = None
+    path: str = ""
+    linked: bool = False
+    keeps: bool = False
+    changes: bool = False
+
+
+class Arrived(NamedTuple):
+    """A tensor as it was received."""
+
+    digest: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class DigestingTransfer(WeightTransferEngine[Hello, Update]):
+    """Loads all tensors in one update, and fails where a parameter of the model got none.
+
+    ``arrived`` are the tensors of the last update, by the sender's names.
+    """
+
+    init_info_cls = Hello
+    update_info_cls = Update
+
+    def __init__(self, *context: Any) -> None:
+        super().__init__(*context)
+        self._held: dict[str, torch.Tensor] = {}
+        self.link: Link | None = None
+        self.version = ""
+        self.arrived: dict[str, Arrived] = {}
+
+    def init_transfer_engine(self, init_info: Hello) -> None:
+        """Compare the models, and meet the sender where it says so.
+
+        Raises:
+            ValueError: They differ.
+            LinkError: The sender was not met.
+        """
+        for name, expected in init_info.fields.items():
+            if (served := getattr(self._text_config, name, None)) != expected:
+                raise ValueError(f"another model is served: its {name} is {served!r}, the policy's is {expected!r}")
+        if init_info.meeting is not None:
+            parallel = self.parallel_config
+            before = getattr(parallel, "data_parallel_index", 0) * parallel.world_size
+            self.link = Link(Meeting(**init_info.meeting), 1 + before + parallel.rank)
+
+    def start_weight_update(self) -> None:
+        """Begin a layer by layer reload."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take the tensors; they are in place when this returns."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.finish_weight_update()  # so that a later update finds every layer in order
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update, load_weights: Any = None) -> None:
+        """Load the tensors into the model, and note their digests.
+
+        Args:
+            update_info: Where they are.
+            load_weights: What loads them, where vLLM says so; else the model's own.
+
+        Raises:
+            WeightSyncError: Parameters of the model were not among what arrived.
+            LinkError: The sender broke off.
+        """
+        self.version = ""
+        try:
+            self._load(update_info.parcel or self._sent(update_info), load_weights or self.model.load_weights)
+        except BaseException:
+            self.shutdown()  # the sender sees it
+            raise
+
+    def _sent(self, update_info: Update) -> Parcel:
+        if update_info.linked and self.link is None:
+            raise LinkError("Weights were announced over a link, and there is none.")
+        tensors = self.link.receive() if update_info.linked and self.link is not None else read(update_info.path)
+        whole = rebuild(tensors, self._held, update_info.changes)
+        return Parcel(self._keep(whole) if update_info.keeps else whole)
+
+    def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._held[name] = tensor if name in self._held else tensor.clone()
+            yield name, self._held[name]
+
+    def _load(self, parcel: Parcel, load_weights: Any) -> None:
+        self.arrived.clear()
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in parcel.tensors:
+                self.arrived[name] = Arrived(digest(tensor), tensor.shape, tensor.dtype)
+                parcel.num_bytes += tensor.nbytes
+                yield name, tensor
+
+        expected = {checkpoint_name(name) for name, _ in self.model.named_parameters()}  # of layers that take adapters
+        loaded: Any = load_weights(noted())
+        tied = {"lm_head.weight"} if self._ties_head else set()
+        if missing := expected - set(loaded) - tied:
+            raise WeightSyncError(
+                f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
+                "them."
+            )
+
+    def finish_weight_update(self) -> None:
+        """Finish the reload."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def settle(self, version: str) -> None:
+        """Note the version, after the reload.
+
+        A head that is tied got no weight of its own, and on a CPU it computes with a packed copy of the old one, which
+        is packed anew.
+        """
+        head: Any = getattr(self.model, "lm_head", None)
+        if self._ties_head and next(self.model.parameters()).device.type == "cpu":
+            head.quant_method.process_weights_after_loading(head)
+        self.version = version
+
+    @property
+    def _text_config(self) -> Any:
+        """The configuration of the model, which vLLM's older engines are not told."""
+        config: Any = getattr(self, "model_config", None)
+        return self.model.config if config is None else config.hf_text_config
+
+    @property
+    def _ties_head(self) -> bool:
+        return bool(self._text_config.tie_word_embeddings) and hasattr(self.model, "lm_head")
+
+    def shutdown(self) -> None:
+        """Leave the link."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **options: Any) -> None:
+        """Nothing that we send with: vLLM 0.24 has every engine bring a sender of its own."""
+        raise NotImplementedError("lit_grpo's fleet sends its weights itself.")
