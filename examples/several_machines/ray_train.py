@@ -2,6 +2,7 @@
 Each worker is a rank with a GPU, or where there are none with a CPU. Arguments are those of python -m lit_grpo fit.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ def fit(told: dict[str, Any]) -> None:
     sys.argv = ["lit_grpo", "fit", *told["arguments"]]
     from lit_grpo.cli.command_line import run  # here, for Lightning asks for the rank as it is imported
 
-    run()
+    try:
+        run()
+    finally:
+        gc.collect()  # vLLM servers of this rank end now: Ray ends workers without another word
 
 
 if __name__ == "__main__":
