@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
+from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -119,8 +120,11 @@ def check_trainer(trainer: pl.Trainer) -> None:
         ValueError: The trainer has one of these.
     """
     # by exact type: DeepSpeedStrategy is a DDPStrategy too
-    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, FSDP2Strategy):
-        strategy = type(trainer.strategy).__name__
+    kind = type(trainer.strategy)
+    if kind in ray_strategies():
+        check_environment(trainer.strategy)
+    elif kind not in (SingleDeviceStrategy, DDPStrategy, FSDP2Strategy):
+        strategy = kind.__name__
         raise ValueError(f"trainer.strategy {strategy} is not supported; use one device, ddp or fsdp2.")
     if trainer.precision in ("16-mixed", "16-true"):
         raise ValueError(f"trainer.precision {trainer.precision!r} is not supported; use bf16-mixed or 32-true.")

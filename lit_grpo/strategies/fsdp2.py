@@ -37,7 +37,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Start the ranks, all of which have a shard."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._data_parallel_size = self.world_size
         super().setup_environment()
 
     def shard(self, policy: PreTrainedModel, whole_at_rest: bool = True) -> None:

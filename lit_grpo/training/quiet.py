@@ -12,6 +12,7 @@ LOGGERS = [
     logging.getLogger(f"lightning.{name}")
     for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed")
 ]
+LOGGERS.append(logging.getLogger("httpx"))  # a line for each request to a server, where Ray has logging show them
 WARNINGS = (
     # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
     ".*does not have many workers.*",

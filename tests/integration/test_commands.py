@@ -91,6 +91,10 @@ NOT_RUN = {
         "integration/test_sequence_parallel.py::"
         "test_ranks_that_share_rows_end_with_the_weights_and_the_metrics_of_one_process",
     ),
+    'lit_grpo fit --config arithmetic --config generators/vllm_servers --model.generator.ray {"num_gpus": 1}': (
+        "needs vLLM and Ray",
+        "integration/test_ray.py::test_a_run_takes_servers_in_actors_and_leaves_none_behind",
+    ),
     "lit_grpo dashboard --wandb ENTITY/PROJECT": (
         "needs an account and a network",
         "integration/test_boards.py::test_a_workspace_names_only_metrics_that_there_are",
@@ -127,8 +131,9 @@ OTHERS = {
     'pip install -e ".[vllm]"',
     "sbatch examples/several_machines/slurm.sh --config gsm8k_qwen3_1.7b --run.name mine",
     "HEAD=first-machine examples/several_machines/torchrun.sh --config gsm8k_qwen3_1.7b",
+    "WORKERS=8 python examples/several_machines/ray_train.py --config gsm8k_qwen3_1.7b --run.name mine",
 }
-"""What else stands in the pages' blocks: CI installs from the Makefile, and test_several_machines runs the scripts."""
+"""What else stands in the pages' blocks: CI installs from the Makefile; other tests run the scripts."""
 
 
 def told() -> dict[str, list[str]]:

@@ -31,7 +31,7 @@ def distribution_of(name):
 
 finder.find_spec, importlib.metadata.distribution = staticmethod(find_spec), distribution_of
 """
-EXTRAS = "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,vllm"
+EXTRAS = "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,vllm,ray"
 FIT = [
     "fit",
     *("--trainer.accelerator", "cpu", "--trainer.max_steps", "1"),
@@ -90,8 +90,13 @@ def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_fo
             "--output is plans.png, but matplotlib, which draws, is not installed; install the extra lit_grpo[plots], "
             "or leave it out.",
         ),
+        (
+            "ray",
+            [*FIT, *REWARD, *ROWS, "--trainer.strategy", "ray_ddp"],
+            "trainer.strategy is ray_ddp, but Ray is not installed; install lit_grpo[ray], or take ddp.",
+        ),
     ],
-    ids=["datasets", "math", "simulate"],
+    ids=["datasets", "math", "simulate", "ray"],
 )
 def test_a_run_that_needs_one_names_its_extra_before_it_begins(
     tmp_path: Path, packages: str, arguments: list[str], said: str

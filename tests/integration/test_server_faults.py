@@ -80,7 +80,8 @@ def sync(generator: Any, policy: Any, version: int) -> SyncReport:
 
 
 def pids(generator: VLLMServerGenerator) -> list[int]:
-    return [server.process.process.pid for server in generator._fleet.alive if server.process is not None]
+    processes = [server.process for server in generator._fleet.alive]
+    return [process.process.pid for process in processes if isinstance(process, ServerProcess)]
 
 
 def collect(

@@ -173,9 +173,11 @@ def _whole_beside(file: Path) -> str:
 
 
 def _check_devices(strategy: Any, accelerator: Any) -> None:
-    if isinstance(strategy, str) and not strategy.startswith(("auto", "ddp", "single_device", "fsdp2")):
+    known = ("auto", "ddp", "single_device", "fsdp2", "ray_ddp", "ray_fsdp2")
+    if isinstance(strategy, str) and not strategy.startswith(known):
         raise ValueError(
-            f"trainer.strategy {strategy!r} is not supported; use auto, or of several devices ddp or fsdp2."
+            f"trainer.strategy {strategy!r} is not supported; use auto, or of several devices ddp or fsdp2 (in workers "
+            "of Ray ray_ddp or ray_fsdp2)."
         )
     mps = torch.backends.mps.is_available()
     there = {"gpu": torch.cuda.is_available() or mps, "cuda": torch.cuda.is_available(), "mps": mps}

@@ -87,6 +87,22 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
+def check_ray(devices: list[str] | None, urls: list[str] | None) -> None:
+    """Refuse servers in actors where they cannot be.
+
+    Raises:
+        ValueError: Ray is not installed, or servers are said to be elsewhere.
+    """
+    if util.find_spec("ray") is None:
+        raise ValueError("ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.")
+    for name, value, remedy in (
+        ("devices", devices, "Ray gives actors theirs: set num_gpus in ray, and leave devices out"),
+        ("urls", urls, "urls names servers that run already: leave one of them out"),
+    ):
+        if value is not None:
+            raise ValueError(f"{name} is {value}, and ray is given too; {remedy}.")
+
+
 def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
     """Check that vLLM can decode for us on a CPU.
 

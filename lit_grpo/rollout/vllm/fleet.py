@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ class Fleet:
     transport: Transport
     timeout_s: float
     start_timeout_s: float
+    ray: dict[str, Any] | None
     token: str = ""
     loop: EventLoop = field(default_factory=EventLoop)
     _servers: list[Server] = field(default_factory=list)
@@ -108,23 +109,34 @@ class Fleet:
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         require_vllm()
-        if not torch.cuda.is_available():
+        on_gpu = torch.cuda.is_available() if self.ray is None else bool(self.ray.get("num_gpus"))
+        if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), server_args)
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
         dtype = str(policy.dtype).removeprefix("torch.")
-        arguments = server_arguments(dtype, self.num_slots, self.num_servers) | dict(server_args)
-        environment = server_environment(self.num_servers)
         deadline = time.monotonic() + self.start_timeout_s
-        for number in range(self.num_servers):
-            visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
-            process = ServerProcess(self._folder.path, arguments, environment | visible, self.token)
+        sizes = (dtype, self.num_slots, self.num_servers)
+        if self.ray is None:
+            processes = self._processes(server_arguments(*sizes) | dict(server_args))
+        else:
+            from lit_grpo.rollout.vllm.actors.server import start_actors
+
+            processes = start_actors(self._folder.path, *sizes, server_args, self.token, self.ray, deadline)
+        for process in processes:
             weakref.finalize(self, process.stop)
             self._servers.append(Server(self._client(process.url), process))
         for server in self._servers:
             assert server.process is not None
             server.process.wait(deadline)
+
+    def _processes(self, arguments: Mapping[str, Any]) -> Iterator[ServerProcess]:
+        """Start servers on this machine, one after another."""
+        environment = server_environment(self.num_servers)
+        for number in range(self.num_servers):
+            visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
+            yield ServerProcess(self._folder.path, arguments, environment | visible, self.token)
 
     # ---- weights ----------------------------------------------------------------------------------
 

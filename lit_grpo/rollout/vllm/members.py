@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version
@@ -16,6 +16,9 @@ from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.weights.network import Link, LinkError, MeetingPoint
 from lit_grpo.rollout.weights.tensors import WeightSyncError, joined
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.vllm.actors.server import ActorServer
 
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
@@ -116,7 +119,7 @@ class Server:
     """
 
     client: ServerClient
-    process: ServerProcess | None = None
+    process: ServerProcess | ActorServer | None = None
     version: int = -1
     up: bool = True
     holds_base: bool = False

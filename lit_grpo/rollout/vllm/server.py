@@ -10,6 +10,7 @@ import torch
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
+from lit_grpo.rollout.vllm.arguments import check_ray
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
@@ -50,6 +51,9 @@ class VLLMServerGenerator(EngineGenerator):
             whether it is well. It counts as hung where it does not answer that either, or after five such times.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
+        ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
+            ``{num_gpus: 1}``; an actor that dies is not started again. By default servers are processes on this
+            machine.
     """
 
     has_own_devices = True
@@ -67,6 +71,7 @@ class VLLMServerGenerator(EngineGenerator):
         timeout_s: float = 60.0,
         start_timeout_s: float = 300.0,
         server_args: dict[str, Any] | None = None,
+        ray: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, server_args)
         if num_servers < 1:
@@ -92,6 +97,8 @@ class VLLMServerGenerator(EngineGenerator):
             raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
         if len(set(urls or ())) < len(urls or ()):
             raise ValueError(f"urls names a server twice: {', '.join(urls or ())}; name each once.")
+        if ray is not None:
+            check_ray(devices, urls)
         self.weights_folder, self.transport = weights_folder, transport
         sends_changes = transfer == "changes"
         self._fleet = Fleet(
@@ -103,6 +110,7 @@ class VLLMServerGenerator(EngineGenerator):
             transport_of(transport, weights_folder),
             timeout_s,
             start_timeout_s,
+            ray,
         )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}

@@ -1,0 +1,1 @@
+"""vLLM servers on whichever machines of a Ray cluster have room."""

@@ -1,0 +1,101 @@
+"""Lightning's strategies in the workers of Ray Train, which starts the ranks; Ray is imported there alone."""
+
+from __future__ import annotations
+
+import sys
+from importlib import util
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lit_grpo.strategies.fsdp2 import FSDP2Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+
+class RayFSDP2Strategy(FSDP2Strategy):
+    """FSDP2 over the workers of Ray Train (``trainer.strategy ray_fsdp2``).
+
+    Ray has made the process group: ``ray.train.torch.TorchConfig`` has its backend and its time-out.
+
+    Raises:
+        ValueError: Ray is not installed, or this process is no worker of Ray Train.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster_environment = _environment("ray_fsdp2")
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that Ray has given to this worker."""
+        from ray.train.torch import get_device
+
+        return get_device()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """As of Ray's own strategies."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+def ray_ddp() -> Strategy:
+    """Make Ray's own ``RayDDPStrategy`` (``trainer.strategy ray_ddp``).
+
+    Raises:
+        ValueError: Ray is not installed, or this process is no worker of Ray Train.
+    """
+    environment = _environment("ray_ddp")
+    from ray.train.lightning import RayDDPStrategy
+
+    return RayDDPStrategy(cluster_environment=environment)
+
+
+def ray_strategies() -> tuple[type[Strategy], ...]:
+    """The strategies of Ray's workers that are supported, as far as there can be objects of them."""
+    lightning = sys.modules.get("ray.train.lightning")
+    return (RayFSDP2Strategy,) if lightning is None else (RayFSDP2Strategy, lightning.RayDDPStrategy)
+
+
+def check_environment(strategy: Strategy) -> None:
+    """Refuse one of Ray's strategies which does not know of the other workers, and so would train alone.
+
+    Raises:
+        ValueError: Its environment is not Ray's.
+    """
+    from ray.train.lightning import RayLightningEnvironment
+
+    if not isinstance(getattr(strategy, "cluster_environment", None), RayLightningEnvironment):
+        raise ValueError(
+            f"trainer.strategy {type(strategy).__name__} does not know of Ray's other workers; add "
+            "ray.train.lightning.RayLightningEnvironment() to trainer.plugins, or take the strategy ray_ddp."
+        )
+
+
+def _environment(name: str) -> ClusterEnvironment:
+    """Let ranks be what Ray's workers are."""
+    if util.find_spec("ray") is None:
+        raise ValueError(f"trainer.strategy is {name}, but Ray is not installed; install lit_grpo[ray], or take ddp.")
+    import ray.train
+    from ray.train.lightning import RayLightningEnvironment
+
+    try:
+        ray.train.get_context()
+    except RuntimeError as error:
+        raise ValueError(
+            f"trainer.strategy is {name}, but this process is no worker of Ray Train; start the run as "
+            "examples/several_machines/ray_train.py does, or take ddp or fsdp2."
+        ) from error
+    return RayLightningEnvironment()
+
+
+def register() -> None:
+    """Let ``trainer.strategy`` know both by name."""
+    for name, make in (("ray_ddp", ray_ddp), ("ray_fsdp2", RayFSDP2Strategy)):
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, make, "in the workers of Ray Train")
+
+
+register()
