@@ -168,7 +168,7 @@ def test_a_head_that_is_trained_whole_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [VLLMGenerator, VLLMServerGenerator])
 def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(make: Any, policy_folder: Path) -> None:
-    with pytest.raises(ValueError, match="adapters must be merged or alone, not 'separate'"):
+    with pytest.raises(ValueError, match="adapters must be auto, merged or alone, not 'separate'"):
         make(adapters="separate")
     with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
         make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
@@ -179,6 +179,32 @@ def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
         VLLMGenerator(adapters="alone", sleep_level=2)
     with pytest.raises(ValueError, match="transfer: changes is for weights that travel with every sync"):
         VLLMServerGenerator(adapters="alone", transfer="changes")
+
+
+@pytest.mark.parametrize(
+    ("generator", "lora", "alone"),
+    [
+        (VLLMGenerator(), LoraSettings(r=4), True),
+        (VLLMServerGenerator(), LoraSettings(r=4), True),
+        (VLLMGenerator(), None, False),
+        (VLLMGenerator(adapters="merged"), LoraSettings(r=4), False),
+        (VLLMGenerator(sleep_level=2), LoraSettings(r=4), False),
+        (VLLMServerGenerator(transfer="changes"), LoraSettings(r=4), False),
+        (VLLMServerGenerator(urls=["http://a:1"]), LoraSettings(r=4), False),
+        (VLLMGenerator(), LoraSettings(r=1000), False),  # vLLM takes at most 512
+        (VLLMGenerator(), LoraSettings(r=4, target_modules=["embed_tokens"]), False),
+    ],
+)
+def test_adapters_travel_alone_where_that_can_be(
+    generator: Any, lora: LoraSettings | None, alone: bool, policy_folder: Path
+) -> None:
+    policy: Any = random_policy()
+    if lora is not None:
+        add_adapters(policy, lora)
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    assert bool(generator._adapter_arguments(spec)) == alone
+    generator.keeps_kv = True
+    assert generator._adapter_arguments(spec) == {}
 
 
 def test_a_layer_name_that_no_layer_has_is_refused_though_another_one_fits() -> None:

@@ -111,6 +111,8 @@ def test_a_mode_that_decodes_beside_updates_needs_a_generator_that_can() -> None
     with pytest.raises(ValueError, match="keeps keys and values over a sync, and SlotGenerator drops them; take at_s"):
         check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), SlotGenerator())
     check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), VLLMGenerator())
+    with pytest.raises(ValueError, match="over a sync, and with adapters: alone vLLM drops them; take at_sync=recom"):
+        check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), VLLMGenerator(adapters="alone"))
 
 
 PACED = make_mode("asynchronous:max_staleness=2").rule(1, 1)

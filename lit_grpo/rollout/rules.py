@@ -304,6 +304,11 @@ def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
             f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
             "at_sync=recompute, or a generator of vLLM's."
         )
+    if mode.at_sync == "keep" and getattr(generator, "adapters", None) == "alone":
+        raise ValueError(
+            f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and with adapters: alone vLLM drops "
+            "them; take at_sync=recompute, or adapters: merged."
+        )
 
 
 def check_resumed(own: tuple[str, int], before: tuple[str, int], num_open: int) -> None:

@@ -48,7 +48,9 @@ class VLLMGenerator(EngineGenerator):
         sleep_level: What the engine gives back while the policy is updated, on a GPU: 0 nothing, 1 keys and values,
             with the weights moved to the host, 2 both dropped.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
-            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA.
+            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA. ``auto`` is
+            ``alone``, but ``merged`` with sleep level 2, where keys and values are kept over a sync, and where vLLM
+            does not take the adapters.
         engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
     """
 
@@ -57,7 +59,7 @@ class VLLMGenerator(EngineGenerator):
         num_slots: int = 64,
         kv_memory: str = "auto",
         sleep_level: Literal[0, 1, 2] = 1,
-        adapters: Literal["merged", "alone"] = "merged",
+        adapters: Literal["auto", "merged", "alone"] = "auto",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, engine_args)
@@ -190,6 +192,9 @@ class VLLMGenerator(EngineGenerator):
         except Exception as error:
             raise WeightSyncError(f"vLLM could not load the policy's weights: {error}") from error
         self._wake("kv_cache")
+
+    def _keeps_base(self) -> bool:
+        return self.sleep_level < 2
 
     def _lacks_base(self) -> bool:
         return not self._holds_base

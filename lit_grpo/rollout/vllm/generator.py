@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -54,10 +55,11 @@ class EngineGenerator(Versioned, ABC):
 
     Args:
         num_slots: How many completions an engine decodes at a time.
-        adapters: How LoRA adapters travel: ``merged`` or ``alone``.
+        adapters: How LoRA adapters travel: ``merged``, ``alone``, or ``auto``, which is ``alone`` where that can be.
         arguments: The user's arguments for vLLM.
 
     Attributes:
+        sends_alone: Whether the adapters of the policy that it was started for travel alone.
         keeps_kv: Whether requests that were stopped go on with the keys and values of the weights that they were
             sampled with, as far as engines still have them.
     """
@@ -65,10 +67,11 @@ class EngineGenerator(Versioned, ABC):
     def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
-        if adapters not in ("merged", "alone"):
-            raise ValueError(f"adapters must be merged or alone, not {adapters!r}.")
+        if adapters not in ("auto", "merged", "alone"):
+            raise ValueError(f"adapters must be auto, merged or alone, not {adapters!r}.")
         self.num_slots = num_slots
         self.adapters = adapters
+        self.sends_alone = False
         self.arguments = dict(arguments or {})
         self.weights_dtype = dtype_of(self.arguments)
         self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
@@ -99,6 +102,10 @@ class EngineGenerator(Versioned, ABC):
         """Return the log-probs of all tokens after the first of each sequence, by the name of each engine."""
 
     @abstractmethod
+    def _keeps_base(self) -> bool:
+        """Whether weights that were sent once can stay for all adapters to come."""
+
+    @abstractmethod
     def _lacks_base(self) -> bool:
         """Whether the weights that adapters stand beside have to travel."""
 
@@ -127,7 +134,8 @@ class EngineGenerator(Versioned, ABC):
             ValueError: vLLM is not installed, or does not take an argument, the model or its adapters.
         """
         warn_of_dtype(policy, self.weights_dtype)
-        lora = adapter_arguments(policy.adapters, self.arguments) if self.adapters == "alone" else {}
+        lora = self._adapter_arguments(policy)
+        self.sends_alone = bool(lora)
         made_for = f"{policy.signature} {lora.get('max_lora_rank')}"
         if self._made_for != made_for:
             self._made_for = ""
@@ -138,10 +146,19 @@ class EngineGenerator(Versioned, ABC):
         self._streams = Streams(policy)
         self.distrust()
 
+    def _adapter_arguments(self, policy: PolicySpec) -> dict[str, Any]:
+        """VLLM's arguments for adapters that travel alone; none where they are merged."""
+        if self.adapters == "alone":
+            return adapter_arguments(policy.adapters, self.arguments)
+        if self.adapters == "auto" and policy.adapters is not None and self._keeps_base() and not self.keeps_kv:
+            with suppress(ValueError):  # vLLM does not decode with them
+                return adapter_arguments(policy.adapters, self.arguments)
+        return {}
+
     def weights(self) -> PolicyWeights:
         """All weights with adapters merged; or the adapters, and the base weights where an engine has none."""
         assert self._policy is not None, "start comes first"
-        if self.adapters == "alone":
+        if self.sends_alone:
             module, lacks_base = self._policy.module, self._lacks_base()
             if is_scattered(module):  # base weights that one rank needs take all of them
                 lacks_base = bool(Ranks(module.device).max(float(lacks_base)))
@@ -160,7 +177,7 @@ class EngineGenerator(Versioned, ABC):
         self._expect_weights(len(self._streams), in_flight)
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
         weights = self._streams.watched(weights)
-        if self.adapters == "alone":
+        if self.sends_alone:
             report = self._load_apart(weights, self._policy.module, version)
         else:
             report = self._load(complete(weights, self._policy.weights().names), version)

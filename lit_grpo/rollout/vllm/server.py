@@ -42,7 +42,9 @@ class VLLMServerGenerator(EngineGenerator):
         transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
             sent; for these each side keeps a copy of the weights on its host.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
-            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA.
+            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA. ``auto`` is
+            ``alone``, but ``merged`` with ``urls`` or ``transfer: changes``, where keys and values are kept over a
+            sync, and where vLLM does not take the adapters.
         transport: ``files``; or ``gloo`` or ``nccl``, a process group of torch between each rank and the workers of its
             servers, for those on other machines: gloo from host to host, NCCL from GPU to GPU, of which no two may be
             the same.
@@ -65,7 +67,7 @@ class VLLMServerGenerator(EngineGenerator):
         devices: list[str] | None = None,
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",
-        adapters: Literal["merged", "alone"] = "merged",
+        adapters: Literal["auto", "merged", "alone"] = "auto",
         transport: Literal["files", "gloo", "nccl"] = "files",
         weights_folder: str | None = None,
         timeout_s: float = 60.0,
@@ -131,6 +133,9 @@ class VLLMServerGenerator(EngineGenerator):
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         return self._fleet.score(sequences, self._salt)
+
+    def _keeps_base(self) -> bool:
+        return not (self._fleet.urls or self._fleet.sends_changes)
 
     def _lacks_base(self) -> bool:
         return self._fleet.lacks_base()
