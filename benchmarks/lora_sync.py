@@ -3,8 +3,8 @@
 A Qwen3 of 100 million random parameters in bfloat16 learns with adapters in float32, from one batch of given sequences
 with given advantages. After some updates both kinds of server are brought up to date and score the same tokens. How far
 their log-probs have moved since the first sync is fitted to how far the policy's have, computed in float32: a slope of
-1 says that all of the updates' effect has arrived. Beside that stand the time and the bytes of a sync, and what a
-server decodes.
+1 says that all of the updates' effect has arrived. The same is told of the policy's own forward pass in bfloat16.
+Beside that stand the time and the bytes of a sync, and what a server decodes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lit_grpo.rollout.weights.tensors import check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
 WAYS = ("merged", "alone")
+POLICY = "the policy itself"
 SERVER = {"max_model_len": 256, "block_size": 32, "kv_cache_memory_bytes": 512 * 2**20}
 LEARNING_RATE = 1e-5
 
@@ -60,9 +61,10 @@ def main(options: Options) -> int:
 def _claims(rows: list[Row], rates: dict[str, list[float]]) -> list[Claim]:
     of = {way: [row for row in rows if row["adapters"] == way and "sync_s" in row] for way in WAYS}
     seconds = {way: [float(row["sync_s"]) for row in of[way]] for way in WAYS}
+    own = float(next(row["arrived"] for row in rows if row["adapters"] == POLICY))
     arrived = float(of["alone"][0]["arrived"])
     return [
-        Claim("of one update's effect on log-probs arrives with adapters alone", arrived, ">=", 0.9),
+        Claim("effect of one update with adapters alone over that in the policy's own pass", arrived / own, ">=", 0.8),
         Claim("a sync of adapters alone over one of merged weights, in time", _ratio(seconds), "<=", 0.5),
         Claim("tokens/s with adapters alone over merged", _ratio(rates), ">=", 0.8),
     ]
@@ -78,9 +80,8 @@ def _sequences(vocabulary: int, number: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _logprobs(policy: Any, given_BT: torch.Tensor) -> torch.Tensor:
-    """Those of the given tokens, computed in float32 with the policy's own weights."""
-    exact = copy.deepcopy(policy).float()
-    logits_BTV = exact(given_BT.to(policy.device)).logits[:, :-1]
+    """Those of the given tokens."""
+    logits_BTV = policy(given_BT.to(policy.device)).logits[:, :-1].float()
     return logits_BTV.log_softmax(-1).gather(-1, given_BT[:, 1:, None].to(policy.device)).flatten().cpu().double()
 
 
@@ -104,19 +105,24 @@ def _synced(
 ) -> Iterator[Row]:
     """Bring both servers up to date after some updates, and compare how far log-probs have moved."""
     begun = {way: _scored(_sync(generator, 0), given) for way, generator in generators.items()}
-    before = _logprobs(policy, given)
+    before, own_before = _logprobs(copy.deepcopy(policy).float(), given), _logprobs(policy, given)
     for number in learning:
-        moved = _logprobs(policy, given) - before
+        moved, own = _logprobs(copy.deepcopy(policy).float(), given) - before, _logprobs(policy, given) - own_before
+        effect = float(moved.abs().mean())
+        yield {"adapters": POLICY, "updates": number, "effect": effect, "arrived": _slope(own, moved)}
         for way, generator in generators.items():
             start = time.perf_counter()
             _sync(generator, number)
             row: Row = {"adapters": way, "updates": number, "sync_s": time.perf_counter() - start}
             row["sync_mib"] = generator.load_weights(generator.weights(), number).num_bytes / 2**20
-            arrived = _scored(generator, given) - begun[way]
-            row |= {"effect": float(moved.abs().mean()), "arrived": float(arrived @ moved / (moved @ moved))}
+            row |= {"effect": effect, "arrived": _slope(_scored(generator, given) - begun[way], moved)}
             row["lost_in_weights"] = _lost(policy) if way == "merged" else 0.0
             note(str(row))
             yield row
+
+
+def _slope(values: torch.Tensor, over: torch.Tensor) -> float:
+    return float(values @ over / (over @ over))
 
 
 def _sync(generator: VLLMServerGenerator, version: int) -> VLLMServerGenerator:

@@ -196,12 +196,14 @@ def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
     ],
 )
 def test_adapters_travel_alone_where_that_can_be(
-    generator: Any, lora: LoraSettings | None, alone: bool, policy_folder: Path
+    generator: Any, lora: LoraSettings | None, alone: bool, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy: Any = random_policy()
     if lora is not None:
         add_adapters(policy, lora)
     spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    assert generator._adapter_arguments(spec) == {}  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert bool(generator._adapter_arguments(spec)) == alone
     generator.keeps_kv = True
     assert generator._adapter_arguments(spec) == {}
