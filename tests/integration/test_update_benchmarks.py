@@ -50,6 +50,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "shared_prefix",
         "update_gpu",
         "weight_sync",
+        "lora_sync",
         "sync_proof",
         "soak",
         "vllm_learning",
