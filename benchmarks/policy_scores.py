@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -30,10 +31,10 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 @dataclass(frozen=True)
 class Scoring:
-    """Scores what the run in the folder ``of``, beside this one, has kept, on so many ``held_out`` rows."""
+    """Scores what the runs in the folders ``of``, beside this one, have kept, on so many ``held_out`` rows."""
 
     name: str
-    of: str
+    of: tuple[str, ...]
     config: str
     held_out: int
     alone: bool = False
@@ -44,7 +45,7 @@ class Scoring:
 
 
 def main(scoring: Scoring) -> None:
-    """Write a file of ``{update: {greedy, sampled}}``."""
+    """Write a file of ``{run: {update: {greedy, sampled}}}``."""
     settings = yaml.safe_load((ROOT / "configs" / f"{scoring.config}.yaml").read_text())
     model, source = settings["model"], settings["data"]["validation"]
     tokenizer = load_tokenizer(str(EMBEDDED[model["policy"]]))
@@ -52,16 +53,25 @@ def main(scoring: Scoring) -> None:
     prompts = [Prompt(str(n), tuple(tokenizer.encode(row["prompt"])), row["prompt"], row) for n, row in enumerate(rows)]
     (reward,) = model["rewards"]
     exact_match = ExactMatch(**reward["args"])
-    scores: dict[int, dict[str, float]] = {}
-    for folder in sorted((Path("..") / scoring.of / POLICIES).iterdir()):
+    known: dict[str, dict[str, float]] = {}  # runs begin with one and the same policy
+
+    def score(folder: Path) -> dict[str, float]:
         policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        generator = slots(policy, tokenizer, num_slots=128)
-        scores[int(folder.name)] = {}
-        for name, temperature in TEMPERATURES.items():
-            sampling = SamplingParams(temperature=temperature, max_tokens=model["sampling"]["max_tokens"])
-            groups, _ = roll_out(generator, prompts, 1, sampling)
-            rewards = [exact_match(group.rollouts[0].completion.text, **group.prompt.columns) for group in groups]
-            scores[int(folder.name)][name] = statistics.fmean(float(value or 0) for value in rewards)
+        which = sha256(b"".join(weight.numpy().tobytes() for weight in policy.state_dict().values())).hexdigest()
+        if which not in known:
+            generator = slots(policy, tokenizer, num_slots=128)
+            known[which] = {}
+            for name, temperature in TEMPERATURES.items():
+                sampling = SamplingParams(temperature=temperature, max_tokens=model["sampling"]["max_tokens"])
+                groups, _ = roll_out(generator, prompts, 1, sampling)
+                rewards = [exact_match(group.rollouts[0].completion.text, **group.prompt.columns) for group in groups]
+                known[which][name] = statistics.fmean(float(value or 0) for value in rewards)
+        return known[which]
+
+    scores = {
+        run: {int(folder.name): score(folder) for folder in sorted((Path("..") / run / POLICIES).iterdir())}
+        for run in scoring.of
+    }
     Path(SCORES).write_text(json.dumps(scores))
 
 

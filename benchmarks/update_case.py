@@ -84,10 +84,19 @@ class Probe(pl.Callback):
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def start(self) -> float:
+        """Return the time when a step begins, behind a look at how fast the machine is at the moment."""
+        self.rate = matmul_tflops(self)
+        return self.clock()
+
     def tell(self, seconds: float) -> None:
-        """Answer with what was measured of a step; the first layer runs twice in it where activations are made anew."""
+        """Answer with what was measured of a step; the first layer runs twice in it where activations are made anew.
+
+        The rate of matrix products is the better one of those before and behind it.
+        """
         peak_mib = (self.peak.peak_gib() - self.idle_gib) * 1024
-        tell({"seconds": seconds, "peak_mib": peak_mib, "layer_runs": self.layer_runs})
+        rate = max(self.rate, matmul_tflops(self))
+        tell({"seconds": seconds, "peak_mib": peak_mib, "layer_runs": self.layer_runs, "matmul_tflops": rate})
         self.layer_runs = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -100,7 +109,7 @@ class Probe(pl.Callback):
             self.begin()
             weights = [weight for weight in pl_module.parameters() if weight.requires_grad and weight.grad is None]
             self.idle_gib += sum(weight.nbytes for weight in weights) / 2**30  # gradients, freed between steps
-        self.began = self.clock()
+        self.began = self.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """A step has ended."""
@@ -158,7 +167,7 @@ def run_trl(case: Case, folder: str) -> None:
     probe = Probe(case.device)
 
     def step(number_of: int) -> None:
-        began, computing = probe.clock(), 0.0
+        began, computing = probe.start(), 0.0
         for trainer._step in range(number_of):
             inputs = trainer._prepare_inputs(rows)
             ready = probe.clock()
@@ -214,12 +223,11 @@ def _trl_trainer(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
     return trainer, rows
 
 
-def matmul_tflops(device: str) -> float:
+def matmul_tflops(probe: Probe) -> float:
     """The best rate of a large matrix product, in the dtype that the steps multiply in."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    size = 8192 if device == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    probe, best = Probe(device), 0.0
+    dtype, size = (torch.bfloat16, 8192) if probe.device == "cuda" else (torch.float32, 1024)
+    left, right = (torch.randn(size, size, device=probe.device, dtype=dtype) for _ in range(2))
+    best = 0.0
     for _ in range(8):
         began = probe.clock()
         left @ right
@@ -238,7 +246,7 @@ def main() -> None:
     model = random_qwen3(sizes, "meta")
     tflop = floor_flops(model, case.work) / 1e12
     state_mib = STATE_BYTES * model.num_parameters() / 2**20
-    tell({"floor_tflop": tflop, "matmul_tflops": matmul_tflops(case.device), "state_mib": state_mib})
+    tell({"floor_tflop": tflop, "state_mib": state_mib})
     with tempfile.TemporaryDirectory() as folder:
         save_random_policy(Path(folder), sizes, case.device)
         (run_lit_grpo if case.system == "lit_grpo" else run_trl)(case, folder)
@@ -247,6 +255,8 @@ def main() -> None:
 class Steps:
     """The steps of a case, taken in a process of its own when they are asked for.
 
+    ``seconds`` are those of each, and ``shares`` how near each came to the rate of matrix products at that moment.
+
     Args:
         case: What to measure.
         environment: Variables of the process beside those of this one.
@@ -254,7 +264,7 @@ class Steps:
 
     def __init__(self, case: Case, environment: Mapping[str, str] | None = None) -> None:
         note(f"{case.system}, {case.size} a micro-batch, {case.policy}, {case.work}")
-        self.case, self.seconds = case, list[float]()
+        self.case, self.seconds, self.shares = case, list[float](), list[float]()
         self._process = CaseProcess("benchmarks.update_case", case, environment)
 
     def __enter__(self) -> Steps:
@@ -280,6 +290,8 @@ class Steps:
         """Wait until it has."""
         self.figures |= self._process.answer()
         self.seconds.append(self.figures["seconds"])
+        floor_s = self.figures["floor_tflop"] / self.figures["matmul_tflops"]
+        self.shares.append(floor_s / self.figures["seconds"])
 
 
 def measure(case: Case, repeats: int = 1, environment: Mapping[str, str] | None = None) -> Figures:
