@@ -25,7 +25,7 @@ def main(options: Options) -> int:
     """
     if options.device != "cuda" and not options.quick:
         raise ValueError("update_gpu takes --device cuda; on a CPU only --quick.")
-    policy, sizes, repeats = ("smallest", SIZES.first(), 1) if options.quick else ("Qwen3-1.7B", SIZES, 3)
+    policy, sizes, repeats = ("smallest", Sizes((16_384,), (8,)), 1) if options.quick else ("Qwen3-1.7B", SIZES, 3)
     big = {name: replace(work, vocab_size=VOCAB_SIZE) for name, work in WORKS.items()}
     works = {"quick": QUICK} if options.quick else big
     case = Case("lit_grpo", 0, next(iter(works.values())), policy, options.device, checkpointing=True)

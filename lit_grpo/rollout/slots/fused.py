@@ -148,7 +148,7 @@ class FusedDecoder:
     def angles(self, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine of each row's position, shape (rows, 1, head size); they have been tabulated."""
         cos, sin = self.tables
-        return cos[positions_B][:, None], sin[positions_B][:, None]
+        return cos.index_select(0, positions_B)[:, None], sin.index_select(0, positions_B)[:, None]
 
     def before(
         self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -273,8 +273,9 @@ class SlotGenerator(Versioned):
         rows, cache = self._open()
         assert self._sampling is not None
         self._spare_memory(rows, cache)
-        self._prefill_prompts(cache, events)
-        self._resume(rows, cache)
+        if self._incoming:
+            self._prefill_prompts(cache, events)
+            self._resume(rows, cache)
         queries = self._queries(rows, cache)
         hidden = [queries.decode(self.policy, self._fused, rows, cache)] if len(rows) else []
         if fresh := self._incoming:
