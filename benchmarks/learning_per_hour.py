@@ -15,6 +15,7 @@ TRL's ends.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ class Size:
     """Those in which the settings of TRL are compared; the first is not timed."""
 
 
-FULL, QUICK = Size(tuple(range(10, 16)), 16, 16, 3), Size((0, 1), 2, 4, 2)
+FULL, QUICK = Size(tuple(range(10, 16)), 16, 16, 2), Size((0, 1), 2, 4, 2)
 DARS = {"--rollout_scheduler.allocation": "dars_equal", "--model.num_generations": 8}
 TASKS = (
     Task(
@@ -88,7 +89,7 @@ TASKS = (
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one run has come to, by kept policy: shapes (policies,)."""
+    """What one run has come to, by kept policy: shapes (policies,); ``sampled_U`` is NaN between first and last."""
 
     greedy_U: np.ndarray
     sampled_U: np.ndarray
@@ -199,7 +200,7 @@ def _learnt(folder: Path, task: Task, system: str, seed: int) -> Learnt:
     tokens_U = [clock[update].get("tokens", 0.0) for update in updates]
     if system != THEIRS:
         tokens_U = read_curves(folder / name).tokens_U[updates]
-    greedy_U, sampled_U = ([scores[update][kind] for update in updates] for kind in TEMPERATURES)
+    greedy_U, sampled_U = ([scores[update].get(kind, math.nan) for update in updates] for kind in TEMPERATURES)
     cpu_s_U, wall_s_U = ([clock[update][kind] for update in updates] for kind in ("cpu_s", "wall_s"))
     return Learnt(*map(np.array, (greedy_U, sampled_U, updates, tokens_U, cpu_s_U, wall_s_U)))
 
@@ -242,6 +243,8 @@ def _rows(task: Task, system: str, seeds: Sequence[Learnt], level: float) -> lis
         row: Row = {"task": task.config, "system": system, "update": update}
         for kind in TEMPERATURES:
             values = [float(getattr(each, f"{kind}_U")[place]) for each in seeds]
+            if math.isnan(values[0]):
+                continue
             row |= {kind: statistics.fmean(values), f"{kind}_least": min(values), f"{kind}_most": max(values)}
         rows.append(row | {name: float(_mean(seeds, f"{name}_U")[place]) for name in TIMES})
     there = {name: _first(seeds, f"{name}_U", level) for name in TIMES}

@@ -1,6 +1,7 @@
-"""Greedy and sampled exact match of the policies that a run has kept, on held-out rows of its task.
+"""Exact match of the policies that runs have kept, on held-out rows of their task.
 
-Both systems' policies are scored by this, so that neither is judged by its own evaluation.
+It is greedy of all of them, and sampled too of each run's first and last. All systems' policies are scored by this, so
+that none is judged by its own evaluation.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -45,7 +47,7 @@ class Scoring:
 
 
 def main(scoring: Scoring) -> None:
-    """Write a file of ``{run: {update: {greedy, sampled}}}``."""
+    """Write a file of ``{run: {update: {greedy, sampled}}}``, the latter of the first and last update alone."""
     settings = yaml.safe_load((ROOT / "configs" / f"{scoring.config}.yaml").read_text())
     model, source = settings["model"], settings["data"]["validation"]
     tokenizer = load_tokenizer(str(EMBEDDED[model["policy"]]))
@@ -53,25 +55,25 @@ def main(scoring: Scoring) -> None:
     prompts = [Prompt(str(n), tuple(tokenizer.encode(row["prompt"])), row["prompt"], row) for n, row in enumerate(rows)]
     (reward,) = model["rewards"]
     exact_match = ExactMatch(**reward["args"])
-    known: dict[str, dict[str, float]] = {}  # runs begin with one and the same policy
+    known: dict[tuple[str, str], float] = {}  # runs begin with one and the same policy
 
-    def score(folder: Path) -> dict[str, float]:
+    def score(folder: Path, kinds: Iterable[str]) -> dict[str, float]:
         policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         which = sha256(b"".join(weight.numpy().tobytes() for weight in policy.state_dict().values())).hexdigest()
-        if which not in known:
-            generator = slots(policy, tokenizer, num_slots=128)
-            known[which] = {}
-            for name, temperature in TEMPERATURES.items():
-                sampling = SamplingParams(temperature=temperature, max_tokens=model["sampling"]["max_tokens"])
+        generator = slots(policy, tokenizer, num_slots=128)
+        for kind in kinds:
+            if (which, kind) not in known:
+                sampling = SamplingParams(temperature=TEMPERATURES[kind], max_tokens=model["sampling"]["max_tokens"])
                 groups, _ = roll_out(generator, prompts, 1, sampling)
                 rewards = [exact_match(group.rollouts[0].completion.text, **group.prompt.columns) for group in groups]
-                known[which][name] = statistics.fmean(float(value or 0) for value in rewards)
-        return known[which]
+                known[which, kind] = statistics.fmean(float(value or 0) for value in rewards)
+        return {kind: known[which, kind] for kind in kinds}
 
-    scores = {
-        run: {int(folder.name): score(folder) for folder in sorted((Path("..") / run / POLICIES).iterdir())}
-        for run in scoring.of
-    }
+    scores: dict[str, dict[int, dict[str, float]]] = {}
+    for run in scoring.of:
+        first, *between, last = sorted((Path("..") / run / POLICIES).iterdir())
+        scores[run] = {int(folder.name): score(folder, TEMPERATURES) for folder in (first, last)}
+        scores[run] |= {int(folder.name): score(folder, ("greedy",)) for folder in between}
     Path(SCORES).write_text(json.dumps(scores))
 
 
