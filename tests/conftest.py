@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import subprocess
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,17 @@ def browser() -> Iterator[Any]:
         opened = started.chromium.launch(executable_path=chromium, args=[f"--{option}" for option in options])
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """vLLM servers of this process are forks of one that has imported vLLM."""
+    from forks import VLLM, Forked
+
+    forking = vars(subprocess) | {"Popen": functools.partial(Forked, imports=VLLM)}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lit_grpo.rollout.vllm.process.subprocess", types.SimpleNamespace(**forking))
+        yield
 
 
 def save_tokenizer(folder: Path) -> None:
