@@ -48,10 +48,11 @@ class Origin:
 
     Args:
         channel: The way to it; it ends when this is closed.
+        process: It, where there is something to keep of it.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel, self._lock = channel, threading.Lock()
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
+        self._channel, self._process, self._lock = channel, process, threading.Lock()
 
     def fork(self, task: Mapping[str, Any], files: Sequence[int]) -> int:
         """Begin a process with these files, standard input, output and error first; return its id."""
@@ -68,13 +69,16 @@ class Origin:
 def origin(imports: Sequence[str] = ()) -> Origin:
     """One that has imported these modules as well; it ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, __file__, *imports]
-    null = subprocess.DEVNULL
-    environment = {"env": os.environ | ENVIRONMENT, "cwd": Path(__file__).parents[1]}
+    start = Forked if imports else subprocess.Popen
     with theirs:
-        start = Forked if imports else subprocess.Popen
-        start(command, stdin=theirs.fileno(), stdout=null, **environment)
-    return Origin(ours)
+        process = start(
+            [sys.executable, __file__, *imports],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            env=os.environ | ENVIRONMENT,
+            cwd=Path(__file__).parents[1],
+        )
+    return Origin(ours, process)
 
 
 class Forked(subprocess.Popen):
