@@ -41,7 +41,7 @@ types: .venv/dev
 unit integration lowest newest: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
-	.venv/bin/python -m pytest -m "not integration" --numprocesses 2 --dist loadfile --durations 5
+	.venv/bin/python -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
 	.venv/bin/python -m pytest -m integration --numprocesses 4 --dist loadfile --durations 10

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import subprocess
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,29 +15,33 @@ import torch
 
 SLOWEST = (
     "test_update_benchmarks",
-    "test_benchmarks",
-    "test_overlapping_modes",
-    "test_learning_benchmarks",
-    "test_kill_and_resume",
     "test_serve",
-    "test_server_faults",
-    "test_run_folders",
+    "test_fsdp2",
+    "test_benchmarks",
     "test_generators",
-    "test_resume",
-    "test_full_disk",
-    "test_lost_ranks",
-    "test_readme",
-    "test_command_line",
+    "test_kill_and_resume",
+    "test_server_faults",
+    "test_learning_benchmarks",
     "test_terminal",
+    "test_two_ranks",
+    "test_ray",
+    "test_overlapping_modes",
+    "test_command_line",
+    "test_full_disk",
+    "test_sequence_parallel",
+    "test_resume",
+    "test_run_folders",
+    "test_lost_ranks",
+    "test_several_machines",
+    "test_readme",
     "test_stops",
     "test_notebooks",
     "test_fuzz",
-    "test_two_ranks",
     "test_training_modes",
     "test_commands",
+    "test_doctor",
     "test_vllm_engine",
     "test_adapters_alone",
-    "test_doctor",
     "test_weight_proof",
 )
 """Files that take longest, which begin first, so that no worker is left alone with one at the end."""
@@ -71,6 +78,17 @@ def browser() -> Iterator[Any]:
         opened = started.chromium.launch(executable_path=chromium, args=[f"--{option}" for option in options])
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def forked_servers() -> Iterator[None]:
+    """vLLM servers of this process are forks of one that has imported vLLM."""
+    from forks import VLLM, Forked
+
+    forking = vars(subprocess) | {"Popen": functools.partial(Forked, imports=VLLM)}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lit_grpo.rollout.vllm.process.subprocess", types.SimpleNamespace(**forking))
+        yield
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -1,35 +1,20 @@
-"""Benchmarks in their quick form, in processes of their own, which are forks of one that has imported most."""
+"""Benchmarks in their quick form, in processes of their own."""
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import math
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forks import Forked
+
 ROOT = Path(__file__).parents[1]
-IN_PROCESS = ("vllm.v1.engine.llm_engine",)
-"""What a benchmark imports that has vLLM in its own process."""
-
-
-@functools.cache
-def forks() -> subprocess.Popen[str]:
-    """The process whose forks the benchmarks are; it ends with this one, as its standard input does."""
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forks.py"))],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def run_quick(name: str, output: Path, *arguments: str, imports: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
@@ -42,18 +27,12 @@ def run_quick(name: str, output: Path, *arguments: str, imports: Sequence[str] =
         imports: What it needs, and others after it, beside what all do.
     """
     stdout, stderr = (output.with_suffix(f".{stream}") for stream in ("stdout", "stderr"))
-    task = {
-        "module": f"benchmarks.{name}",
-        "arguments": ["--quick", "--output", str(output), *arguments],
-        "imports": imports,
-        "stdout": str(stdout),
-        "stderr": str(stderr),
-    }
-    process = forks()
-    assert process.stdin is not None and process.stdout is not None
-    print(json.dumps(task), file=process.stdin, flush=True)
-    code = process.stdout.readline()
-    assert code == "0\n", f"exit code {code}{stderr.read_text()}"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(output), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with stdout.open("w") as said, stderr.open("w") as errors:
+        process = Forked(command, cwd=ROOT, env=environment, stdout=said, stderr=errors, imports=imports)
+        code = process.wait()
+    assert code == 0, f"exit code {code}: {stderr.read_text()}"
     return json.loads(output.read_text()), stdout.read_text()
 
 

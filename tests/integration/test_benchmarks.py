@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from quick_runs import IN_PROCESS, check_result, run_quick
+from forks import VLLM
+from quick_runs import check_result, run_quick
 
 from benchmarks import report
 from benchmarks.one_prompt import SYSTEMS
@@ -179,7 +180,7 @@ def test_long_tailed_means_the_same_in_all_benchmarks() -> None:
 
 
 def test_vllm_plan_tells_mean_and_spread_of_several_seeds(tmp_path: Path) -> None:
-    result, _ = run_quick("vllm_plan", tmp_path / "result.json", imports=IN_PROCESS)
+    result, _ = run_quick("vllm_plan", tmp_path / "result.json", imports=VLLM)
     check_result(result, "vllm_plan")
     assert [(row["workload"], row["epoch"], row["seeds"]) for row in result["rows"]] == [
         ("demo", 0, 1), ("demo", 1, 1), ("per_prompt", 0, 2), ("per_prompt", 1, 2), ("per_prompt, simulated", 1, 2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -234,7 +234,7 @@ def ranks(policy_folder: Path, output: Path, single: Callable[[str], dict[str, A
     python_path = os.pathsep.join([str(TESTS / "integration"), str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
-    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=200)
+    process = forks.run(command, 200, env=environment, cwd=output)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
@@ -312,7 +312,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest
     two = ["--trainer.devices", "2", "--trainer.strategy", "fsdp2", "--trainer.max_steps", "2"]
     command = [sys.executable, "-m", "lit_grpo", *told, *two]
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    process = forks.run(command, 150, env=environment)
     assert process.returncode == 0 and "Warning" not in process.stderr, process.stdout[-2000:] + process.stderr[-4000:]
     checkpoint = str(Path("runs", "arithmetic", "checkpoints", "last.ckpt"))
     one = ["--trainer.devices", "1", "--trainer.max_steps", "3", "--run.name", "again", "--ckpt_path", checkpoint]
@@ -337,7 +337,8 @@ def test_with_servers_of_their_own_two_ranks_end_where_one_process_does(tmp_path
         configs = ["--config", "arithmetic", "--config", "generators/vllm_servers"]
         command = [sys.executable, "-m", "lit_grpo", "fit", *configs, *small, *more, "--run.name", name]
         with (tmp_path / f"{name}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log))
+            options = {"cwd": tmp_path, "env": environment, "stdout": log, "stderr": log}
+            processes.append(forks.Forked(command, imports=forks.VLLM, **options))
     assert [process.wait(timeout=300) for process in processes] == [0, 0], [
         (tmp_path / f"{name}.log").read_text()[-4000:] for name in ("two", "one")
     ]

@@ -95,7 +95,7 @@ def add_random_adapters(policy: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def started(case: tuple[Any, bool], policy: Any, tokenizer: Any) -> Iterator[Any]:
+def started(case: tuple[Any, bool], policy: Any, tokenizer: Any, forked_servers: None) -> Iterator[Any]:
     generator = case[0]()
     generator.start(PolicySpec(policy, tokenizer))
     yield generator

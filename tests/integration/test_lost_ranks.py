@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forks import Forked
 
 pytestmark = pytest.mark.integration
 
 REWARD = """
 import os, time
+from pathlib import Path
+Path(f"rank-{os.environ.get('LOCAL_RANK', 0)}").write_text(str(os.getpid()))
 def score(completion):
     time.sleep(float(os.environ.get("REWARD_S", 0)))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
@@ -57,7 +61,7 @@ def folder(tmp_path: Path, policy_folder: Path) -> Path:
 
 def start(folder: Path, *command: str, reward_s: float = 0.0) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": str(reward_s)}
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, *command], cwd=folder, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT
     )
 
@@ -76,8 +80,9 @@ def lose_rank_1(folder: Path, *command: str, after: int) -> str:
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()
         time.sleep(0.05)
     children = psutil.Process(run.pid).children()
-    second = next(child for child in children if child.environ()["LOCAL_RANK"] == "1")
-    second.kill()
+    second = int((folder / "rank-1").read_text())
+    assert second in {child.pid for child in children}
+    os.kill(second, signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive and run.returncode not in (0, -9)

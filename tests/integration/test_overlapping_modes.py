@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[VLLMServerGenerator]:
+def server(forked_servers: None) -> Iterator[VLLMServerGenerator]:
     """A server, which goes on from one run to the next."""
     generator = VLLMServerGenerator(6, server_args=SERVER_ARGUMENTS | {"dtype": "float32"})
     yield generator

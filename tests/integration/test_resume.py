@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import Forked
 
 pytestmark = pytest.mark.integration
 
@@ -57,9 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
 def start(folder: Path, name: str, *arguments: str, reward_s: float = 0.0) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": str(reward_s)}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return Forked(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forks import Forked
 
 from lit_grpo.training.run_folder import RunFolder
 
@@ -61,7 +62,7 @@ open(f"rank-{os.environ['RANK']}", "w").write(str(run.folder))
 
 def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, *command],
         cwd=folder,
         env=environment,

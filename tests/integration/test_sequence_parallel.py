@@ -6,13 +6,13 @@ This file is also the script that the ranks run: ``python test_sequence_parallel
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks  # pyright: ignore[reportMissingImports]
 import pytest
 import torch
 from conftest import random_policy  # pyright: ignore[reportMissingImports]
@@ -92,7 +92,7 @@ def ranks(policy_folder: Path, output: Path) -> list[Outcomes]:
     python_path = os.pathsep.join([str(TESTS / "integration"), str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
-    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=300)
+    process = forks.run(command, 300, env=environment, cwd=output)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 

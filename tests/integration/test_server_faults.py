@@ -55,7 +55,7 @@ def policy(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def generator(policy: Any, folder: Path) -> Iterator[VLLMServerGenerator]:
+def generator(policy: Any, folder: Path, forked_servers: None) -> Iterator[VLLMServerGenerator]:
     """Two servers; the tests use them up one after another."""
     generator = VLLMServerGenerator(
         2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS

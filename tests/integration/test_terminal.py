@@ -3,11 +3,11 @@
 import json
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from conftest import random_policy, save_tokenizer
 from terminals import run_on_terminal
@@ -146,7 +146,7 @@ def test_a_file_has_a_line_an_update_and_no_control_sequences(
 ) -> None:
     arguments = set_up(tmp_path, chat_folder if chat else policy_folder, chat)
     with (tmp_path / "out.txt").open("w") as file:
-        subprocess.run([sys.executable, *arguments], stdout=file, stderr=file, check=True, cwd=tmp_path)
+        assert forks.Forked([sys.executable, *arguments], stdout=file, stderr=file, cwd=tmp_path).wait(300) == 0
     text = (tmp_path / "out.txt").read_text()
     assert not re.search(r"[\r\x1b\x07]", text)
     lines = text.splitlines()
@@ -176,6 +176,7 @@ def test_what_others_print_comes_out_whole_and_a_stopped_run_has_its_card(tmp_pa
 
 def test_without_a_progress_bar_banner_samples_and_card_stay(tmp_path: Path, policy_folder: Path) -> None:
     arguments = [*set_up(tmp_path, policy_folder), "--trainer.enable_progress_bar", "false"]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = forks.run([sys.executable, *arguments], 300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "policy  " in done.stdout and "samples at update 2" in done.stdout and "task: done" in done.stdout
     assert "update 1/3" not in done.stdout and "validation at" not in done.stdout

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -394,7 +394,7 @@ def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     python_path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
-    process = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=400)
+    process = forks.run(command, 400, env=environment, cwd=output)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_policy
-from quick_runs import IN_PROCESS, check_result, run_quick
+from forks import VLLM
+from quick_runs import check_result, run_quick
 
 pytestmark = pytest.mark.integration
+
+WITH_VLLM = ("weight_sync", "lora_sync", "sync_proof", "soak", "vllm_learning", "modes", "overlap")
 
 
 def test_update_vs_trl_has_both_sides_compute_every_layer_twice(tmp_path: Path) -> None:
@@ -62,7 +65,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
-    imports = IN_PROCESS if name in ("weight_sync", "sync_proof", "modes") else ()
+    imports = VLLM if name in WITH_VLLM else ()
     result, printed = run_quick(name, tmp_path / "result.json", imports=imports)
     check_result(result, name)
     assert result["claims"] and "not judged in a quick run" in printed
