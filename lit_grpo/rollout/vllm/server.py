@@ -109,13 +109,12 @@ class VLLMServerGenerator(EngineGenerator):
         if ray is not None:
             check_ray(devices, urls)
         self.weights_folder, self.transport = weights_folder, transport
-        sends_changes = transfer == "changes"
         self._fleet = Fleet(
             num_slots,
             num_servers,
             devices,
             urls,
-            sends_changes,
+            transfer == "changes",
             transport_of(transport, weights_folder),
             timeout_s,
             start_timeout_s,
