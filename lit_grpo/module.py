@@ -47,7 +47,7 @@ from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
 from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
-from lit_grpo.rollout.generator import Generator, decodes_beside_updates, tells_entropies
+from lit_grpo.rollout.generator import Generator, decodes_in_place, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
@@ -223,7 +223,7 @@ class GRPOModule(EvaluationModule):
                 add_adapters(self.policy, self.lora)
             checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
         if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
-            self.trainer.strategy.shard(self.policy, whole_at_rest=not decodes_beside_updates(self.generator))
+            self.trainer.strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import random_policy
 
+from benchmarks.make_tiny import make_tokenizer
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
@@ -104,6 +105,15 @@ def test_speculation_on_a_cpu_is_refused() -> None:
         (lambda: VLLMGenerator(kv_memory="much"), "kv_memory must be an amount such as"),
         (lambda: VLLMGenerator(sleep_level=3), "sleep_level must be 0, 1 or 2, not 3"),  # pyright: ignore[reportArgumentType]
         (lambda: VLLMGenerator(engine_args={"dtype": "int4"}), "must be one of float32, bfloat16, float16, not 'int4'"),
+        (
+            lambda: VLLMGenerator(engine_args={"tensor_parallel_size": 2}),
+            r"engine_args\.tensor_parallel_size is 2, but .* device alone; leave it out, or take .*VLLMServerGenerator",
+        ),
+        (
+            lambda: VLLMGenerator(engine_args={"distributed_executor_backend": "mp"}),
+            r"engine_args\.distributed_executor_backend is 'mp', but in this process it follows from the ranks; leave",
+        ),
+        (lambda: VLLMServerGenerator(restarts=-1), "restarts must be at least 0, not -1"),
         (lambda: VLLMServerGenerator(num_servers=0), "num_servers must be at least 1, not 0"),
         (lambda: VLLMServerGenerator(urls=["http://a:1", "http://a:1"]), "urls names a server twice"),
         (lambda: VLLMServerGenerator(timeout_s=0), "timeout_s must be above 0, not 0"),
@@ -362,3 +372,11 @@ def test_heads_of_a_size_that_vllm_does_not_know_are_refused_before_an_engine_st
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
     with pytest.raises(ValueError, match=r"heads have 16 dimensions, for which vLLM has no attention on CPUs"):
         VLLMGenerator().start(policy)
+
+
+def test_a_rank_has_one_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("lit_grpo.rollout.vllm.engine._of_ranks", [object()])
+    policy: Any = random_policy(head_dim=32)
+    with pytest.raises(ValueError, match="engine of another policy already, and as one of several ranks it cannot end"):
+        VLLMGenerator().start(PolicySpec(policy, make_tokenizer()))

@@ -125,6 +125,11 @@ def decodes_beside_updates(generator: object) -> bool:
     return getattr(generator, "has_own_devices", False)
 
 
+def decodes_in_place(generator: object) -> bool:
+    """Whether it decodes with the policy's own weights: it does not say that it ``has_own_weights``."""
+    return not getattr(generator, "has_own_weights", False)
+
+
 def tells_entropies(generator: object) -> bool:
     """Whether its completions come with their mean entropies: it says that it ``tells_entropies``."""
     return getattr(generator, "tells_entropies", False)

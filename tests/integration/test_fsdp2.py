@@ -326,30 +326,35 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_with_servers_of_their_own_two_ranks_end_where_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("generator", "strategies"), [("vllm_servers", ["fsdp2"]), ("vllm", ["ddp", "fsdp2"])])
+def test_with_servers_or_engines_of_their_own_two_ranks_end_where_one_process_does(
+    generator: str, strategies: list[str], tmp_path: Path
+) -> None:
     small = ["--data.validation.init_args.num_rows", "4", "--trainer.val_check_interval", "2"]
-    small += ["--trainer.max_steps", "2", "--model.num_generations", "4"]
-    small += ["--model.generator.init_args.num_servers", "1"]
+    small += ["--trainer.max_steps", "2", "--model.num_generations", "8"]
+    small += ["--model.generator.init_args.num_servers", "1"] if generator == "vllm_servers" else []
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    told = {"two": ["--data.batch_size", "2", "--trainer.devices", "2", "--trainer.strategy", "fsdp2"]}
+    ranks = ["--data.batch_size", "2", "--trainer.devices", "2", "--trainer.strategy"]
+    told = {strategy: [*ranks, strategy] for strategy in strategies} | {"one": ["--data.batch_size", "4"]}
     processes = []
-    for name, more in (told | {"one": ["--data.batch_size", "4"]}).items():
-        configs = ["--config", "arithmetic", "--config", "generators/vllm_servers"]
+    for name, more in told.items():
+        configs = ["--config", "arithmetic", "--config", f"generators/{generator}"]
         command = [sys.executable, "-m", "lit_grpo", "fit", *configs, *small, *more, "--run.name", name]
         with (tmp_path / f"{name}.log").open("w") as log:
             options = {"cwd": tmp_path, "env": environment, "stdout": log, "stderr": log}
             processes.append(forks.Forked(command, imports=forks.VLLM, **options))
-    assert [process.wait(timeout=300) for process in processes] == [0, 0], [
-        (tmp_path / f"{name}.log").read_text()[-4000:] for name in ("two", "one")
+    assert [process.wait(timeout=300) for process in processes] == [0] * len(told), [
+        (tmp_path / f"{name}.log").read_text()[-4000:] for name in told
     ]
-    two, one = (tmp_path / "runs" / name for name in ("two", "one"))
-    assert steps(two) == steps(one) == [1, 2]
-    for ours, alone in zip(rows(two), rows(one), strict=True):
-        assert ours["reward"] == alone["reward"] and ours["val/reward"] == alone["val/reward"]
-        assert float(ours["grad_norm"] or 0) == pytest.approx(float(alone["grad_norm"] or 0), rel=1e-4)
-        assert float(ours["sync/relative_gap"] or 0) < 1e-4
-    weights = [load_file(run / "policy" / "model.safetensors") for run in (two, one)]
-    assert all(torch.allclose(tensor, weights[1][name], rtol=0, atol=1e-5) for name, tensor in weights[0].items())
+    one = tmp_path / "runs" / "one"
+    for two in (tmp_path / "runs" / strategy for strategy in strategies):
+        assert steps(two) == steps(one) == [1, 2]
+        for ours, alone in zip(rows(two), rows(one), strict=True):
+            assert ours["reward"] == alone["reward"] and ours["val/reward"] == alone["val/reward"]
+            assert float(ours["grad_norm"] or 0) == pytest.approx(float(alone["grad_norm"] or 0), rel=1e-4)
+            assert float(ours["sync/relative_gap"] or 0) < 1e-4
+        weights = [load_file(run / "policy" / "model.safetensors") for run in (two, one)]
+        assert all(torch.allclose(tensor, weights[1][name], rtol=0, atol=1e-5) for name, tensor in weights[0].items())
 
 
 def rows(run: Path) -> list[dict[str, str]]:

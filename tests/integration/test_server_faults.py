@@ -58,7 +58,7 @@ def policy(folder: Path) -> Any:
 def generator(policy: Any, folder: Path, forked_servers: None) -> Iterator[VLLMServerGenerator]:
     """Two servers; the tests use them up one after another."""
     generator = VLLMServerGenerator(
-        2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS
+        2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS, restarts=2
     )
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
@@ -232,19 +232,37 @@ def test_a_server_that_hangs_is_left_out_and_comes_back(
     assert collect(generator) == (expected, [])
 
 
-def test_a_server_that_is_killed_loses_and_doubles_nothing(
+def test_a_server_that_is_killed_loses_and_doubles_nothing_and_is_started_again(
     generator: Any, policy: Any, expected: dict[Any, list[int]]
 ) -> None:
-    before = pids(generator)
-    tokens, messages = collect(generator, lambda: os.killpg(before[0], signal.SIGKILL))
+    before, server = pids(generator), generator._fleet._servers[0]
+    log = server.process.log
+
+    def kill() -> None:
+        os.killpg(before[0], signal.SIGKILL)
+        server.process.process.wait()
+
+    tokens, messages = collect(generator, kill)
     assert tokens == expected
-    assert len(messages) == 1 and "go on from there on the 1 servers that are left" in messages[0]
-    log = generator._fleet._servers[0].process.log
+    assert len(messages) == 1 and "go on from there on the 1 servers that are left. It is started again" in messages[0]
     assert f"What it said is in {log}." in messages[0] and log.exists()
     log.unlink()
-    assert pids(generator) == before[1:]
+    assert pids(generator) == before[1:] and server.process.runs  # nobody waits for it
+    server.process.wait(time.monotonic() + 300.0)
     sync(generator, policy, 3)
-    assert generator.capacity().slots == 2
+    assert pids(generator) == [server.process.process.pid, *before[1:]]
+    assert collect(generator) == (expected, [])
+
+
+def test_where_no_server_is_up_a_sync_waits_for_those_started_again(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
+    for server in generator._fleet._servers:
+        os.killpg(server.process.process.pid, signal.SIGKILL)
+        server.process.process.wait()
+    with pytest.warns(UserWarning, match=r"has ended\. It is started again, .* \(0 restarts are left\)"):
+        sync(generator, policy, 3)
+    assert len(pids(generator)) == 1 and generator.capacity().slots == 2  # the other had no restart left
     assert collect(generator) == (expected, [])
 
 

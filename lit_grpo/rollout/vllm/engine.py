@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
@@ -32,6 +34,13 @@ from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError
 from lit_grpo.scheduling.budget import MemoryBudget
 
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
+_OVER_DEVICES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+)
+_of_ranks: list[Any] = []  # the engine of this rank, one of several; vLLM ends the ranks' process group with it
 
 
 class VLLMGenerator(EngineGenerator):
@@ -39,7 +48,8 @@ class VLLMGenerator(EngineGenerator):
 
     Each completion is a request of its own, and no more are in the engine than it decodes at a time: the plan decides
     what comes next, not the engine's queue. Prompts are prefilled once a group (prefix caching). The engine begins
-    with no weights; every sync reloads all of them in place, or brings new LoRA adapters.
+    with no weights; every sync reloads all of them in place, or brings new LoRA adapters. Of several ranks each has an
+    engine of its own, which decodes that rank's prompts.
 
     Args:
         num_slots: How many completions are decoded at a time (vLLM's ``max_num_seqs``).
@@ -63,6 +73,7 @@ class VLLMGenerator(EngineGenerator):
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, engine_args)
+        _check_one_device(self.arguments)
         if sleep_level not in (0, 1, 2):
             raise ValueError(f"sleep_level must be 0, 1 or 2, not {sleep_level}.")
         if adapters == "alone" and sleep_level == 2:
@@ -80,26 +91,24 @@ class VLLMGenerator(EngineGenerator):
 
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
         """Start an engine; one of another generator in this process ends, and decodes again after another start."""
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ValueError(
-                "VLLMGenerator decodes for a run of one process; on several devices take "
-                "lit_grpo.rollout.vllm.server.VLLMServerGenerator, which starts servers for each rank."
-            )
         require_vllm()
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
         _end_engines()
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
-        with quiet_start(), torch.inference_mode(False):  # its tensors are written to again, whatever mode that is in
+        arguments = {"model": str(self._folder.path), **self._own_arguments(policy), **lora, **self.arguments}
+        with quiet_start(), _rank_told(policy.device), torch.inference_mode(False):  # its tensors are written to again
             import_vllm()
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            arguments = {"model": str(self._folder.path), **self._own_arguments(policy), **lora, **self.arguments}
             check_engine_args(arguments, EngineArgs)
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        _with_engine.add(self)
+        if Ranks().size == 1:
+            _with_engine.add(self)
+        else:
+            _of_ranks.append(self._engine)
         config = self._engine.vllm_config
         block = int(config.cache_config.block_size)
         kv_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * block  # one block stands for none
@@ -117,6 +126,7 @@ class VLLMGenerator(EngineGenerator):
             "kv_cache_memory_bytes": self._kv_bytes(policy),
             "scheduling_policy": "priority",
             "enable_sleep_mode": on_gpu and self.sleep_level > 0,
+            "distributed_executor_backend": "uni" if Ranks().size == 1 else "external_launcher",
         }
 
     def _kv_bytes(self, policy: PolicySpec) -> int:
@@ -262,13 +272,59 @@ class VLLMGenerator(EngineGenerator):
             self._take(stream, sampled.token_ids, logprobs, sampled.finish_reason if output.finished else None, events)
 
 
+def _check_one_device(arguments: Mapping[str, Any]) -> None:
+    """Check that the engine is to decode on the policy's device alone.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for name in _OVER_DEVICES:
+        if int(arguments.get(name) or 1) > 1:
+            raise ValueError(
+                f"engine_args.{name} is {arguments[name]}, but an engine in this process decodes on its policy's "
+                "device alone; leave it out, or take lit_grpo.rollout.vllm.VLLMServerGenerator with server_args."
+            )
+    if "distributed_executor_backend" in arguments:
+        raise ValueError(
+            f"engine_args.distributed_executor_backend is {arguments['distributed_executor_backend']!r}, but in this "
+            "process it follows from the ranks; leave it out."
+        )
+
+
 def _prompt_logprobs(output: Any) -> list[float]:
     token_ids, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     return [at[token].logprob for token, at in zip(token_ids, logprobs, strict=True)]
 
 
+@contextmanager
+def _rank_told(device: torch.device) -> Iterator[None]:
+    """Tell vLLM, in the way of torchrun, which rank this is: of several each starts an engine, all at the same time.
+
+    It then makes its groups within the ranks' process group, in which each engine is alone with itself.
+    """
+    told = {"RANK": str(Ranks().own), "LOCAL_RANK": str(device.index or 0)}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
 def _end_engines() -> None:
-    """End all engines of this process: two of them share state, and one that ends takes it from the other."""
+    """End all engines of this process: two of them share state, and one that ends takes it from the other.
+
+    Raises:
+        ValueError: One is of several ranks, whose process group would end with it.
+    """
+    if _of_ranks:
+        raise ValueError(
+            "This process has a vLLM engine of another policy already, and as one of several ranks it cannot end it; "
+            "begin another run for this policy, or take lit_grpo.rollout.vllm.VLLMServerGenerator."
+        )
     for generator in list(_with_engine):
         generator._end_engine()
     _with_engine.clear()

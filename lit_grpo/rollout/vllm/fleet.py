@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,11 +50,13 @@ class Fleet:
     timeout_s: float
     start_timeout_s: float
     ray: dict[str, Any] | None
+    restarts: int = 0
     token: str = ""
     loop: EventLoop = field(default_factory=EventLoop)
     _servers: list[Server] = field(default_factory=list)
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
     _version: int = -1
+    _starting_again: list[Server] = field(default_factory=list)
 
     @property
     def alive(self) -> list[Server]:
@@ -189,6 +192,37 @@ class Fleet:
                 look.result()
             if self.alive:
                 break
+        for server in self._servers:
+            if said := self.restart(server):
+                warnings.warn(f"The vLLM server at {server.client.url} has ended.{said}", stacklevel=2)
+        self._wait_for_restarted()
+
+    def restart(self, server: Server) -> str:
+        """Start a server of ours again that has ended, and go on meanwhile; return what is to be said of it."""
+        process = server.process
+        if not isinstance(process, ServerProcess) or process.runs or self.restarts < 1:
+            return ""
+        self.restarts -= 1
+        try:
+            server.process = process.again()
+        except ValueError as error:
+            return f" It is not started again: {error}"
+        weakref.finalize(self, server.process.stop)
+        self._starting_again.append(server)
+        return f" It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are left)."
+
+    def _wait_for_restarted(self) -> None:
+        """Where no server is up, wait for those that have been started again, until one is or none can be."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while self._starting_again and not self.alive:
+            server = self._starting_again.pop(0)
+            assert server.process is not None
+            try:
+                server.process.wait(deadline)
+            except ValueError as error:
+                warnings.warn(f"{error}{self.restart(server)}", stacklevel=2)
+            else:
+                server.look(self._introduction, self.timeout_s)
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
         """Return the log-probs of all tokens after the first of each sequence, by each server's name.

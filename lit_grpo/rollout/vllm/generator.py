@@ -65,6 +65,8 @@ class EngineGenerator(Versioned, ABC):
             sampled with, as far as engines still have them.
     """
 
+    has_own_weights = True
+
     def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class ServerProcess:
         flags: Sequence[str] = (),
     ) -> None:
         port = _free_port(host, port)
+        self._told = (model, arguments, environment, token, host, port, flags)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._token, self._failed = token, False
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -100,6 +102,16 @@ class ServerProcess:
                 time.sleep(0.2)
                 continue
             raise ValueError(self.failure())
+
+    def again(self) -> ServerProcess:
+        """Start it anew at its address, once it has ended; it is up later.
+
+        Raises:
+            ValueError: The port is taken.
+        """
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # workers that it has left behind
+        return ServerProcess(*self._told)
 
     def failure(self) -> str:
         """What went wrong, in one sentence; the log will be kept."""

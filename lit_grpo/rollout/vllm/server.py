@@ -26,8 +26,8 @@ class VLLMServerGenerator(EngineGenerator):
 
     A completion goes to the server with the least work ahead, by predicted tokens. A server that dies or hangs is left
     out, and what it was decoding goes on from there on the others; it comes back with a sync that reaches it, even one
-    that began anew. Weights go through files that the servers can read, in shared memory where they are on this
-    machine.
+    that began anew. Processes of ours that have ended are started again. Weights go through files that the servers can
+    read, in shared memory where they are on this machine.
 
     Servers answer to a token alone, and belong to one run at a time. Tokens of a server that began anew, or that
     another run has changed, are not taken.
@@ -54,6 +54,9 @@ class VLLMServerGenerator(EngineGenerator):
             whether it is well. It counts as hung where it does not answer that either, or after five such times.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
+        restarts: How often in a run servers that were started here, and have ended, are started again at their
+            addresses. The others decode meanwhile; a sync that finds none up waits for them, ``start_timeout_s`` at
+            most.
         ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
             ``{num_gpus: 1}``; an actor that dies is not started again. By default servers are processes on this
             machine.
@@ -74,6 +77,7 @@ class VLLMServerGenerator(EngineGenerator):
         timeout_s: float = 60.0,
         start_timeout_s: float = 300.0,
         server_args: dict[str, Any] | None = None,
+        restarts: int = 3,
         ray: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, server_args)
@@ -82,6 +86,8 @@ class VLLMServerGenerator(EngineGenerator):
         for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value}.")
+        if restarts < 0:
+            raise ValueError(f"restarts must be at least 0, not {restarts}: servers that end are then left out.")
         if transfer not in ("full", "changes"):
             raise ValueError(f"transfer must be full or changes, not {transfer!r}.")
         if transport not in TRANSPORTS:
@@ -103,17 +109,17 @@ class VLLMServerGenerator(EngineGenerator):
         if ray is not None:
             check_ray(devices, urls)
         self.weights_folder, self.transport = weights_folder, transport
-        sends_changes = transfer == "changes"
         self._fleet = Fleet(
             num_slots,
             num_servers,
             devices,
             urls,
-            sends_changes,
+            transfer == "changes",
             transport_of(transport, weights_folder),
             timeout_s,
             start_timeout_s,
             ray,
+            restarts,
         )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}
@@ -217,17 +223,18 @@ class VLLMServerGenerator(EngineGenerator):
         server = self._at[stream]
         if stream.num_failures < _RETRIES and not error.hung and server.is_well():
             stream.num_failures += 1
-            lost = [stream]
+            lost, log = [stream], server.log
         else:
             server.lose()
             lost = [other for other, at in self._at.items() if at is server]
+            log, alive = server.log, len(self._fleet.alive)
             events.message = (
-                f"{error}{server.log} Its {len(lost)} completions go on from there on the {len(self._fleet.alive)} "
-                "servers that are left."
+                f"{error}{log} Its {len(lost)} completions go on from there on the {alive} servers that are left."
+                f"{self._fleet.restart(server) if alive else ''}"
             )
         self._withdraw(lost)
         for each in lost:
             try:
                 self._send(each)
             except GenerationError as none_left:
-                raise GenerationError(f"{error}{server.log} {none_left}") from None
+                raise GenerationError(f"{error}{log} {none_left}") from None
