@@ -48,18 +48,18 @@ MEASURED = ("time/", "perf/", "memory/")
 
 def save(folder: str, rank: str, how: str) -> None:
     """Save twice as one of two ranks; the second time the second rank cannot write, or is killed as it does."""
-    store = distributed.FileStore(f"{folder}/store", 2)
+    store = distributed.FileStore(f"{folder}/store", 2)  # pyright: ignore[reportPrivateImportUsage]
     distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=2, timeout=timedelta(seconds=20))
     io, path = FolderIO(), Path(folder, "last.ckpt")
     io.save_checkpoint({"state_dict": {"weight": torch.ones(4)}, "version": 1}, path)
     write = FileSystemWriter.write_data
 
-    def fail(self: Any, *plan: Any) -> Any:
+    def fail(self: Any, plan: Any, planner: Any) -> Any:
         if rank == "1":
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, *plan)
+        return write(self, plan, planner)
 
     FileSystemWriter.write_data = fail
     try:
