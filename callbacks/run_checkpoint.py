@@ -14,11 +14,12 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_grpo.checkpoints import CheckpointError, FolderIO, WholeFileIO
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.module import GRPOModule
+from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
-from .checkpoint_file import CheckpointError, WholeFileIO
 from .rollout_scheduler import RolloutScheduler
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -60,12 +61,13 @@ class RunCheckpoint(pl.Callback):
         self._previous: dict[int, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list, have files written as a whole, and on every rank into the first one's folder."""
+        """Check the place in the list, and have checkpoints be whole or none, all ranks' in the first one's folder."""
         check_order(trainer, RunCheckpoint, RolloutScheduler)
         # Ranks that torchrun or a scheduler starts do not know that the first has found its folder taken.
         folder, first = trainer.strategy.broadcast((trainer.default_root_dir, os.getpid()))
         trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
-        trainer.strategy.checkpoint_io = WholeFileIO()
+        shards = isinstance(trainer.strategy, FSDP2Strategy)
+        trainer.strategy.checkpoint_io = FolderIO() if shards else WholeFileIO()
         if trainer.world_size > 1:
             children = getattr(trainer.strategy.launcher, "procs", ())
             parent = first if os.getppid() == first else None

@@ -173,10 +173,10 @@ def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
         )
     if (folder / "metrics.csv").is_file():
         commands.append([f"{LIT_GRPO} report", near(folder)])
-    if done and settings and last.is_file() and trainer.max_steps > 0:
+    if done and settings and last.exists() and trainer.max_steps > 0:
         more = f"--trainer.max_steps {2 * trainer.max_steps}"
         commands.append([f"{LIT_GRPO} fit", *settings, f"--ckpt_path {near(last)}", more])
-    elif last.is_file():
+    elif last.exists():
         commands.append([f"{LIT_GRPO} export", near(last), "FOLDER"])
     return commands
 

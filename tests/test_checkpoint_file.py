@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from lit_grpo.callbacks.checkpoint_file import (  # pyright: ignore[reportMissingImports]
-    CheckpointError,
-    WholeFileIO,
-)
+
+from lit_grpo.checkpoints import CheckpointError, WholeFileIO
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

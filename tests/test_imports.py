@@ -49,7 +49,8 @@ ROOMS: dict[str, set[str]] = {
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
     "metrics": {*UTILITIES, "update.advantages"},
-    "strategies": {"policy"},
+    "checkpoints": set(),
+    "strategies": {"policy", "checkpoints"},
     "checks": {"types", "strategies", "policy", "update", "update.logprobs"},
     "settings": set(),
     "resuming": set(),
@@ -72,7 +73,18 @@ ABOVE = {
 }
 """Which rooms those that stand above all others may not import."""
 ONLY_IN = {
-    "lightning": {"module", "evaluation", "checks", "strategies", "data", "training", "doctor", "cli", "callbacks"},
+    "lightning": {
+        "module",
+        "evaluation",
+        "checks",
+        "checkpoints",
+        "strategies",
+        "data",
+        "training",
+        "doctor",
+        "cli",
+        "callbacks",
+    },
     "lit_grpo.callbacks": {"training", "doctor", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
     "ray": {"rollout.vllm", "strategies"},

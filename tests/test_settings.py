@@ -73,7 +73,7 @@ def test_checkpoints_come_from_disk_and_from_runs(tmp_path: Path) -> None:
         "http://127.0.0.1:1/last.ckpt": "checkpoints are loaded from disk only",
         "s3://bucket/last.ckpt": "checkpoints are loaded from disk only",
         str(tmp_path / "absent.ckpt"): "There is no checkpoint",
-        str(tmp_path): "is a folder; give the file",
+        str(tmp_path): "is a folder of checkpoints; give one of them, such as",
         str(tmp_path / "text.ckpt"): "is no checkpoint, or a damaged one",
         str(tmp_path / "code.ckpt"): "or one that would run code",
         str(tmp_path / "foreign.ckpt"): "is no checkpoint of lit_grpo",

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
+from lit_grpo.checkpoints import settled
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.parsing.errors import InputParser, exit_with, one_sentence, own_frames
 from lit_grpo.cli.parsing.help import add_short_help
@@ -179,8 +180,15 @@ class GRPOCLI(LightningCLI):
             cast(GRPOModule, self.model),
             cast(PromptDataModule, self.datamodule),
         )
-        if ckpt_path and ckpt_path.endswith(".ckpt") and "://" not in ckpt_path and not Path(ckpt_path).is_file():
-            raise ValueError(f"ckpt_path is {ckpt_path!r}, but there is no such file; give one of a run's checkpoints.")
+        if (
+            ckpt_path
+            and ckpt_path.endswith(".ckpt")
+            and "://" not in ckpt_path
+            and not settled(Path(ckpt_path)).exists()
+        ):
+            raise ValueError(
+                f"ckpt_path is {ckpt_path!r}, but there is no such checkpoint; give one of a run's checkpoints."
+            )
         check_trainer(trainer)
         trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
         data.setup("fit")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.checkpoints import read, settled
 from lit_grpo.cli.parsing.errors import exit_with
 
 
@@ -19,14 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to, new or empty")
     parser.add_argument("--policy", help="where the policy that training began with is now, if it has been moved")
     options = parser.parse_args(arguments)
-    if not options.checkpoint.is_file():
+    checkpoint = settled(options.checkpoint)
+    if not checkpoint.exists():
         there = sorted(map(str, options.checkpoint.parent.glob("*.ckpt")))
         give = " or ".join(there) or "one of a run's checkpoints"
         exit_with(f"There is no checkpoint {str(options.checkpoint)!r}; give {give}.")
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         exit_with(f"{str(options.folder)!r} is there already; give a folder that is new or empty.")
     try:
-        _export(options.checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
+        _export(checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
     except ValueError as error:
         exit_with(str(error))
     print(f"The policy is in {options.folder}.")
@@ -35,9 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> None:
     from lit_grpo.module import GRPOModule
 
-    logging.getLogger("lightning.pytorch.utilities.migration").setLevel(logging.WARNING)
     try:
-        module = GRPOModule.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True, **changes)
+        saved = read(checkpoint, only=("state_dict",))
+        module = GRPOModule(**(saved["hyper_parameters"] | changes))
+        module.configure_model()
+        module.on_load_checkpoint(saved)
+        module.load_state_dict(saved["state_dict"])
     except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run: {str(error).splitlines()[0]}") from error
     module.export(folder)

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp import OptimStateKeyType as Keys
 
+from lit_grpo.checkpoints import FolderIO, check_folder, read_state, settled
+from lit_grpo.checkpoints.folder import fill, replaced
 from lit_grpo.policy.sharding import is_sharded, shard, tied_again
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
 NAME = "fsdp2"
@@ -24,8 +31,8 @@ NAME = "fsdp2"
 class FSDP2Strategy(ModelParallelStrategy):
     """FSDP2 over all ranks: each keeps a shard of the weights, gradients and moments (``trainer.strategy fsdp2``).
 
-    Checkpoints are whole files, as with any other strategy, so that any number of ranks, and any strategy, goes on from
-    them. They are put together on the first rank.
+    A checkpoint is a folder, to which each rank writes its shards. Any number of ranks, and any strategy, goes on from
+    it, and this one from whole files too.
 
     Args:
         process_group_backend: By default nccl on GPUs, gloo on CPUs.
@@ -33,7 +40,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     """
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = default_pg_timeout) -> None:
-        super().__init__("auto", 1, False, process_group_backend, timeout)
+        super().__init__("auto", 1, True, process_group_backend, timeout)
+        self.checkpoint_io = FolderIO()
+        self._folder: Path | None = None  # that is being loaded
 
     def setup_environment(self) -> None:
         """Start the ranks, all of which have a shard."""
@@ -46,7 +55,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             shard(policy, self._device_mesh["data_parallel"], whole_at_rest)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Put the weights together on the first rank's host."""
+        """Give this rank's shards of the weights."""
         assert self.lightning_module is not None
         return tied_again(self.lightning_module, super().lightning_module_state_dict())
 
@@ -55,25 +64,70 @@ class FSDP2Strategy(ModelParallelStrategy):
         """As of any file."""
         return True
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a folder together with the other ranks."""
+        self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the file, and change nothing yet."""
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        """Read a file, or what a folder has for all ranks, and change nothing yet."""
+        path = settled(Path(checkpoint_path))
+        self._folder = path if path.is_dir() else None
+        if self._folder is None:
+            return Strategy.load_checkpoint(self, path, weights_only)
+        check_folder(path)
+        return read_state(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's shard of the weights."""
-        assert self.lightning_module is not None
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, dict(checkpoint["state_dict"]), options=options)
+        module, saved = self.lightning_module, checkpoint["state_dict"]
+        assert module is not None
+        if self._folder is None:
+            options = StateDictOptions(full_state_dict=True, strict=strict)
+            set_model_state_dict(module, dict(saved), options=options)
+            return
+        own, tensors = cast("dict[str, torch.Tensor]", get_model_state_dict(module)), dict[str, torch.Tensor]()
+        replaced(saved, "state_dict", lambda name, _: tensors.setdefault(name, own[name.removeprefix("state_dict.")]))
+        fill(tensors, self._folder)
+        set_model_state_dict(module, dict(own))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's shard of the moments."""
-        module, options = self.lightning_module, StateDictOptions(full_state_dict=True)
+        module = self.lightning_module
         assert module is not None
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        options = StateDictOptions(full_state_dict=self._folder is None)
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             if not saved["state"]:
                 continue  # it has not taken a step
-            state = FullyShardedDataParallel.rekey_optim_state_dict(saved, Keys.PARAM_NAME, module)
-            set_optimizer_state_dict(module, optimizer, state, options=options)
+            named = self._named(optimizer, saved) if self._folder is None else self._shards(index, saved)
+            set_optimizer_state_dict(module, optimizer, named, options=options)
+
+    def _named(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of a file by the names of its weights, which are numbered there."""
+        assert self.lightning_module is not None
+        names = {id(weight): name for name, weight in self.lightning_module.named_parameters()}
+        own = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, own, strict=True))
+        groups = [{**group, "params": [by_number[one] for one in group["params"]]} for group in saved["param_groups"]]
+        return {"state": {by_number[one]: state for one, state in saved["state"].items()}, "param_groups": groups}
+
+    def _shards(self, index: int, saved: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state of the folder: shards of what has the shape of its weight, and all of the rest."""
+        assert self.lightning_module is not None and self._folder is not None
+        weights, tensors = dict(self.lightning_module.named_parameters()), dict[str, torch.Tensor]()
+        place = f"optimizer_states.{index}"
+
+        def own(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            weight = weights[name.removeprefix(f"{place}.state.").rpartition(".")[0]]
+            like = tensor if weight.shape != tensor.shape else weight.detach()
+            device = "cpu" if like is tensor else like.device
+            return tensors.setdefault(name, torch.empty_like(like, dtype=tensor.dtype, device=device))
+
+        state = replaced(saved, place, own)
+        fill(tensors, self._folder)
+        return state
 
 
 def register() -> None:

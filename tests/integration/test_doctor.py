@@ -288,7 +288,7 @@ def broken_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
         name, tensor = next(iter(saved["state_dict"].items()))
         save(saved | {"state_dict": saved["state_dict"] | {name: tensor + 2**-20}}, *arguments)
 
-    monkeypatch.setattr("lit_grpo.callbacks.checkpoint_file.torch.save", wrong)
+    monkeypatch.setattr("lit_grpo.checkpoints.files.torch.save", wrong)
     return []
 
 

@@ -37,6 +37,7 @@ from test_two_ranks import (  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from lit_grpo.callbacks import PolicyExporter, RolloutScheduler, RunCheckpoint, WeightSync
+from lit_grpo.checkpoints import read
 from lit_grpo.cli.command_line import run
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
@@ -320,7 +321,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest
     both = [steps(Path("runs", name)) for name in ("arithmetic", "again")]
     assert both[0] == [1, 2] and both[1] == [3]
     weights = [load_file(Path("runs", name, "policy", "model.safetensors")) for name in ("arithmetic", "again")]
-    saved = torch.load(checkpoint, weights_only=False)["state_dict"]
+    saved = read(Path(checkpoint))["state_dict"]
     assert all(torch.equal(tensor, saved[f"policy.{name}"]) for name, tensor in weights[0].items())
     assert saved["policy.lm_head.weight"].data_ptr() == saved["policy.model.embed_tokens.weight"].data_ptr()
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

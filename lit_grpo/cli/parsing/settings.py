@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 from jsonargparse import Namespace
 
+from lit_grpo.checkpoints import check_folder, read_state, settled
 from lit_grpo.checks import check_format, check_left_to_module
 from lit_grpo.training.run_folder import RunConfig
 
@@ -116,7 +117,7 @@ def find_last(settings: Namespace) -> None:
     """Name the run's own ``last.ckpt`` where ``ckpt_path`` is ``last``: Lightning would not find it, and begin anew."""
     if settings.get("ckpt_path") == "last":
         folder = RunConfig(**settings["run"]).folder / settings["checkpoint"]["folder"]
-        settings["ckpt_path"] = str(folder / "last.ckpt")
+        settings["ckpt_path"] = str(settled(folder / "last.ckpt"))
 
 
 def check_ckpt_path(path: str, fits: bool) -> None:
@@ -132,17 +133,18 @@ def check_ckpt_path(path: str, fits: bool) -> None:
         )
     file = Path(path)
     try:
-        is_folder, is_file = file.is_dir(), file.is_file()
+        file = settled(file)
+        is_folder, is_there = file.is_dir(), file.exists()
     except OSError as error:  # no file can have such a name
         raise ValueError(f"ckpt_path {path!r} cannot be looked for ({error.strerror}); give a file's path.") from error
-    if is_folder:
-        raise ValueError(f"ckpt_path {path!r} is a folder; give the file, such as {str(file / 'last.ckpt')!r}.")
-    if not is_file:
+    if not is_there:
         raise ValueError(
             f"There is no checkpoint {path!r}; give the path of one, such as runs/NAME/checkpoints/last.ckpt."
         )
+    if is_folder:
+        _check_folder(file)
     try:
-        checkpoint = _load(file)
+        checkpoint = read_state(file)
     except DAMAGED as error:
         raise ValueError(
             f"{path!r} is no checkpoint, or a damaged one, or one that would run code ({type(error).__name__}); "
@@ -156,8 +158,13 @@ def check_ckpt_path(path: str, fits: bool) -> None:
         check_format(checkpoint)
 
 
-def _load(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+def _check_folder(folder: Path) -> None:
+    there = sorted(str(file) for file in folder.glob("*.ckpt"))
+    if there:
+        raise ValueError(
+            f"ckpt_path {str(folder)!r} is a folder of checkpoints; give one of them, such as {there[-1]!r}."
+        )
+    check_folder(folder)
 
 
 def _whole_beside(file: Path) -> str:
@@ -165,7 +172,9 @@ def _whole_beside(file: Path) -> str:
     versions: dict[Path, int] = {}
     for other in file.parent.glob("*.ckpt"):
         with suppress(*DAMAGED, KeyError, TypeError):
-            versions[other] = _load(other)["policy_version"]
+            if other.is_dir():
+                check_folder(other)
+            versions[other] = read_state(other)["policy_version"]
     if not versions:
         return "give one that a run has left in its folder checkpoints/"
     newest = max(versions, key=lambda other: versions[other])

@@ -1,0 +1,213 @@
+"""A checkpoint that is a folder: what each rank has shards of through torch, and all else once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lit_grpo.checkpoints.disk import aside_of, not_written, put_in_place, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STATE, METADATA = "state.pt", ".metadata"
+"""What does not depend on ranks, with tensors without content for those that they have shards of; and torch's list."""
+SHARDED = ("state_dict", "optimizer_states")
+"""What ranks have shards of, in a checkpoint as Lightning makes it."""
+PLAIN = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "int8", "bool"),
+}
+"""All that torch's list is made of; it is a pickle, which could run code if it were made of more."""
+
+
+def replaced(
+    tree: Any, path: str, replace: Callable[[str, torch.Tensor], torch.Tensor], done: dict[int, Any] | None = None
+) -> Any:
+    """Return nested dicts and lists with each tensor replaced; where one stands twice, so does what replaces it.
+
+    Args:
+        tree: Of a checkpoint.
+        path: The name of the whole, with which those of the tensors begin.
+        replace: Takes a tensor's name, that of its first place, and the tensor.
+        done: What has been replaced by what, by the tensor's identity.
+    """
+    done = {} if done is None else done
+    if isinstance(tree, torch.Tensor):
+        if id(tree) not in done:
+            done[id(tree)] = replace(path, tree)
+        return done[id(tree)]
+    if isinstance(tree, Mapping):
+        return {key: replaced(value, f"{path}.{key}", replace, done) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)([replaced(value, f"{path}.{index}", replace, done) for index, value in enumerate(tree)])
+    return tree
+
+
+def apart(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return a checkpoint with tensors without content where ranks have shards, and these by name."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensors[name] = tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    names = [name for name in SHARDED if name in checkpoint]
+    return {**checkpoint, **{name: replaced(checkpoint[name], name, empty) for name in names}}, tensors
+
+
+def write_folder(
+    state: bytes, tensors: dict[str, torch.Tensor], path: Path, group: distributed.ProcessGroup | None
+) -> None:
+    """Write ``path`` on all ranks; it takes its place once each of them has told that its shards are on the disk.
+
+    Args:
+        state: The file of what does not depend on ranks; of the first rank.
+        tensors: By name, the same names on all ranks.
+        path: Where to, on a file system that all ranks see.
+        group: Of all ranks, on CPUs; none where there is one process.
+
+    Raises:
+        CheckpointError: A rank could not write; all ranks raise it, and nothing is left of it.
+    """
+    aside = aside_of(path)
+    writer = _Writer(aside, path, state)
+    try:
+        with _alone(group is None):
+            save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        if group is None or distributed.get_rank(group) == 0:
+            remove(aside)
+        rank, (cause, _) = next(iter(error.failures.items()))
+        failure = not_written(path, cause)
+        raise failure if group is None else type(failure)(f"Rank {rank}: {failure}") from error
+
+
+def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> None:
+    """Read tensors from a folder, in place, by the names that they were written by; of shards, this rank's.
+
+    Args:
+        tensors: Whole, or shards.
+        path: Of the folder.
+        alone: Whether this process reads whatever others do.
+
+    Raises:
+        ValueError: The folder has been replaced meanwhile, so that some may be of one checkpoint, some of another.
+    """
+    before = _stamp(path)
+    with _alone(alone):
+        load(tensors, storage_reader=_Reader(str(path)), no_dist=alone)
+    if before != _stamp(path):
+        raise ValueError(f"Checkpoint {str(path)!r} was replaced while it was read; do it again.")
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder that is no checkpoint, or lacks what a rank has written.
+
+    Raises:
+        ValueError: It is one of these.
+    """
+    if not (path / STATE).is_file():
+        raise ValueError(
+            f"{str(path)!r} is a folder, but no checkpoint (it has no {STATE}); give a checkpoint, such as "
+            "runs/NAME/checkpoints/last.ckpt."
+        )
+    try:
+        metadata = _Reader(str(path)).read_metadata()
+        needed: dict[str, int] = {}
+        for place in metadata.storage_data.values():
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+        foreign = any(not isinstance(of, TensorStorageMetadata) for of in metadata.state_dict_metadata.values())
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Checkpoint {str(path)!r} is damaged: its {METADATA} cannot be read ({type(error).__name__}); copy all of "
+            "the folder again, or give another checkpoint."
+        ) from error
+    if foreign or any(Path(name).name != name for name in needed):
+        raise ValueError(f"{str(path)!r} was not written by lit_grpo; give a checkpoint of one of its runs.")
+    lacking = [name for name, size in sorted(needed.items()) if _size(path / name) < size]
+    if lacking:
+        raise ValueError(
+            f"Checkpoint {str(path)!r} lacks {len(lacking)} of the {len(needed)} files that ranks have written, such "
+            f"as {lacking[0]}; copy all of the folder again, or give another checkpoint."
+        )
+
+
+class _Writer(FileSystemWriter):
+    """Writes aside, and puts the folder in its place in the last step, which the first rank takes for all."""
+
+    def __init__(self, aside: Path, path: Path, state: bytes) -> None:
+        super().__init__(str(aside))
+        self._aside, self._place, self._state = aside, path, state
+
+    def storage_meta(self) -> None:
+        """Keep no path of this machine's."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        remove(self._aside)  # what a kill has left
+        self._aside.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        with (self._aside / STATE).open("wb") as file:
+            file.write(self._state)
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(self._aside, self._place)
+
+
+class _Reader(FileSystemReader):
+    """Reads torch's list without letting it run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            return _Unpickler(file).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in PLAIN.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is not what a checkpoint is made of")
+        return getattr(importlib.import_module(module), name)
+
+
+@contextmanager
+def _alone(alone: bool) -> Iterator[None]:
+    """Keep torch from warning of a process that is alone on purpose."""
+    with warnings.catch_warnings():
+        if alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    there = (path / STATE).stat()
+    return there.st_ino, there.st_mtime_ns
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
