@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from lit_grpo.checks import (
     check_minibatches,
     check_prompt_lengths,
     check_ranks,
+    check_rewarded,
     check_token_ids,
     check_trainer,
     check_training_sampling,
@@ -32,7 +32,8 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
-from lit_grpo.policy.adapters import Exported, LoraSettings, add_adapters
+from lit_grpo.policy.adapters import LoraSettings, add_adapters, export
+from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
 from lit_grpo.policy.loading import (
     as_given,
     check_token_logits,
@@ -42,10 +43,9 @@ from lit_grpo.policy.loading import (
     load_tokenizer,
 )
 from lit_grpo.policy.nf4 import without_quant_states
-from lit_grpo.policy.saving import written_as_a_whole
 from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
-from lit_grpo.rewards import RewardError, RewardSpec, load_rewards
+from lit_grpo.rewards import RewardSpec, load_rewards
 from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator, decodes_in_place, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -55,7 +55,7 @@ from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
-from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings
+from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.prefix.support import prefix_refusal
@@ -65,8 +65,6 @@ from lit_grpo.update.settings import Settings
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-MOST_BATCHES_WITHOUT_REWARD = 3
 
 
 class GRPOModule(EvaluationModule):
@@ -171,6 +169,8 @@ class GRPOModule(EvaluationModule):
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
+        self.strict_loading = self.lora is None  # a checkpoint has adapters alone; on_load_checkpoint checks them
+        self._base: str | None = None  # of adapters, the fingerprint
         check_generations(num_generations, eval_num_generations, pass_at_k)
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
         advantages.check(num_generations, objective.kl.place)
@@ -220,6 +220,7 @@ class GRPOModule(EvaluationModule):
             self.policy = load_policy(self.policy_name, self.policy_dtype, nf4).train()
             check_token_logits(self.policy)
             if self.lora is not None:
+                self._base = fingerprint(self.policy, self.policy_name)
                 add_adapters(self.policy, self.lora)
             checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
         if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
@@ -234,12 +235,10 @@ class GRPOModule(EvaluationModule):
         if refusal is not None:
             name = class_of(self.policy).__name__
             self.ranks.warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
-        if self.settings.objective.kl.beta > 0 and self.lora is not None:
-            reference = AdapterFreeReference(self.policy)
-        elif self.settings.objective.kl.beta > 0:
-            name = self.policy_name
-            model = load_policy(name, self.policy_dtype) if isinstance(name, str) else copy.deepcopy(self.policy)
-            reference = Reference(model, self.trainer.strategy.root_device, self.reference)
+        if self.settings.objective.kl.beta > 0:
+            source, device = self.policy_name, self.trainer.strategy.root_device
+            free = self.lora is not None
+            reference = make_reference(self.policy, source, self.policy_dtype, device, self.reference, free)
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
@@ -290,12 +289,14 @@ class GRPOModule(EvaluationModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the policy version and what the learner remembers."""
         rest(self.policy)  # its shards have been saved, and may be decoded with next
-        checkpoint["state_dict"] = without_quant_states(checkpoint["state_dict"])
+        checkpoint["state_dict"] = self._kept(checkpoint["state_dict"])
+        checkpoint |= {} if self._base is None else {"base": self._base}
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
         checkpoint["logged"] = (names, self.batches_without_reward, self._collapse.state_dict())
         lora = None if self.lora is None else asdict(self.lora)
-        checkpoint["hyper_parameters"] = {"policy": self.policy_name, "dtype": self.policy_dtype, "lora": lora}
+        policy = told_name(self.policy_name)
+        checkpoint["hyper_parameters"] = {"policy": policy, "dtype": self.policy_dtype, "lora": lora}
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
             checkpoint |= learner.state_dict()
@@ -306,7 +307,8 @@ class GRPOModule(EvaluationModule):
         Raises:
             ValueError: The checkpoint is foreign, or of another policy.
         """
-        check_checkpoint(checkpoint, without_quant_states(self.state_dict()))
+        self.check_base(checkpoint)
+        check_checkpoint(checkpoint, self._kept(self.state_dict()))
         self.policy_version = checkpoint["policy_version"]
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
@@ -317,6 +319,15 @@ class GRPOModule(EvaluationModule):
             self._collapse.load_state_dict(collapse)
             self._told_before = checkpoint["told"]
 
+    def check_base(self, checkpoint: Mapping[str, Any]) -> None:
+        """Check that what the adapters of a checkpoint were trained on is the policy, before anything is written."""
+        check_base(checkpoint, self._base, told_name(self.policy_name), self.policy_dtype)
+
+    def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a checkpoint has of the weights: all of them, or with adapters what is trained."""
+        kept = without_quant_states(state_dict)
+        return kept if self._base is None else without_frozen(self, kept)
+
     def export(self, folder: str | Path) -> None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
 
@@ -325,11 +336,7 @@ class GRPOModule(EvaluationModule):
         Raises:
             ValueError: There is no room for it; what was there before is left as it was.
         """
-        weights = Exported(self.policy, keep=self.ranks.own == 0)
-        if self.ranks.own == 0:
-            with written_as_a_whole(Path(folder)) as aside:
-                weights.save(aside)
-                self.tokenizer.save_pretrained(aside)
+        export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.own == 0)
 
     # ---- training ---------------------------------------------------------------------------------
 
@@ -366,21 +373,12 @@ class GRPOModule(EvaluationModule):
         self.log_dict(dict.fromkeys(names, math.nan) | dict(values))
 
     def _check_rewards(self, frac_no_reward: float) -> None:
-        """Stop a run that has nothing to learn from: now and then a batch may have no reward, but not several on end.
-
-        Raises:
-            RewardError: It is the third batch in a row in which no rollout has a reward.
-        """
+        """Stop a run that has nothing to learn from: a batch may have no reward, but not several on end."""
         self.batches_without_reward = self.batches_without_reward + 1 if frac_no_reward == 1.0 else 0
         names = ", ".join(f"{function.name} ({function.path})" for function in self.rewards)
         if self.batches_without_reward == 1:
             self.ranks.warn(f"No rollout of this batch has a reward: each of {names} returned None or failed.")
-        if self.batches_without_reward == MOST_BATCHES_WITHOUT_REWARD:
-            raise RewardError(
-                f"No rollout of {MOST_BATCHES_WITHOUT_REWARD} batches on end has a reward, so there is nothing to "
-                f"learn from: each of {names} returned None or failed; let one apply, and check its weight and the "
-                "data."
-            )
+        check_rewarded(self.batches_without_reward, names)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

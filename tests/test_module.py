@@ -40,6 +40,7 @@ from lit_grpo.update.advantages.functions import Scale, group_advantages
 from lit_grpo.update.batches.microbatch import least_tokens, num_row_tokens
 from lit_grpo.update.batches.step import Before, Step
 from lit_grpo.update.learner import Learner
+from lit_grpo.update.logprobs import reference as reference_file
 from lit_grpo.update.logprobs.reference import Reference
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.kl import KLTerm
@@ -621,7 +622,8 @@ def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return original(policy, *options)
 
     original = module_file.load_policy
-    monkeypatch.setattr(module_file, "load_policy", load)
+    for place in (module_file, reference_file):
+        monkeypatch.setattr(place, "load_policy", load)
     return loads
 
 

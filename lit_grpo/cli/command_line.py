@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
-from lit_grpo.checkpoints import settled
+from lit_grpo.checkpoints import read_state, settled
 from lit_grpo.checks import check_trainer
 from lit_grpo.cli.parsing.errors import InputParser, exit_with, one_sentence, own_frames
 from lit_grpo.cli.parsing.help import add_short_help
@@ -198,6 +198,8 @@ class GRPOCLI(LightningCLI):
         module.setup("fit")
         with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
             module.configure_model()
+        if ckpt_path:
+            module.check_base(read_state(settled(Path(ckpt_path))))
         module.check_lengths(asked_prompts(trainer))
         module.configure_optimizers()
 

@@ -38,10 +38,16 @@ def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> None:
 
     try:
         saved = read(checkpoint, only=("state_dict",))
-        module = GRPOModule(**(saved["hyper_parameters"] | changes))
+        told = saved["hyper_parameters"] | changes
+        if not told["policy"]:
+            raise ValueError(
+                f"{str(checkpoint)!r} is of a model that was made, not loaded; save what training began with as a "
+                "folder, with its tokenizer, and give that as --policy."
+            )
+        module = GRPOModule(**told)
         module.configure_model()
         module.on_load_checkpoint(saved)
-        module.load_state_dict(saved["state_dict"])
+        module.load_state_dict(saved["state_dict"], strict=module.strict_loading)
     except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run: {str(error).splitlines()[0]}") from error
     module.export(folder)

@@ -12,11 +12,12 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from transformers.pytorch_utils import Conv1D
 
+from lit_grpo.policy.saving import written_as_a_whole
 from lit_grpo.policy.sharding import is_scattered, whole_state_dict
 from lit_grpo.policy.weights import PolicyWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,25 @@ class Exported:
         config.save_pretrained(folder)
         if policy.generation_config is not None:
             policy.generation_config.save_pretrained(folder)
+
+
+def export(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, keep: bool = True) -> None:
+    """Save policy and tokenizer, with adapters merged, and also alone in ``adapter/``; all ranks call it.
+
+    Args:
+        policy: The model.
+        tokenizer: Its own.
+        folder: Where to.
+        keep: Whether this rank is to save them.
+
+    Raises:
+        ValueError: There is no room for it; what was there before is left as it was.
+    """
+    weights = Exported(policy, keep)
+    if keep:
+        with written_as_a_whole(folder) as aside:
+            weights.save(aside)
+            tokenizer.save_pretrained(aside)
 
 
 def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:

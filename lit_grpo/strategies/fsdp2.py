@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lit_grpo.checkpoints import FolderIO, check_folder, read_state, settled
 from lit_grpo.checkpoints.folder import fill, replaced
+from lit_grpo.policy.frozen import without_frozen
 from lit_grpo.policy.sharding import is_sharded, shard, tied_again
 
 if TYPE_CHECKING:
@@ -55,9 +56,13 @@ class FSDP2Strategy(ModelParallelStrategy):
             shard(policy, self._device_mesh["data_parallel"], whole_at_rest)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Give this rank's shards of the weights."""
-        assert self.lightning_module is not None
-        return tied_again(self.lightning_module, super().lightning_module_state_dict())
+        """Give this rank's shards of the weights, on the host; with adapters, of what is trained."""
+        module = self.lightning_module
+        assert module is not None
+        alone = not module.strict_loading
+        options = StateDictOptions(cpu_offload=True, ignore_frozen_params=alone)
+        state = get_model_state_dict(module, options=options)
+        return tied_again(module, without_frozen(module, state) if alone else state)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

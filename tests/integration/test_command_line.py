@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
+from conftest import random_policy, save_tokenizer
 
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
@@ -217,6 +218,23 @@ def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
         with pytest.raises(SystemExit, match="2"):
             export([checkpoint, target])
         assert said in capsys.readouterr().err
+    if lora:
+        last, other = "runs/task/checkpoints/last.ckpt", another_policy(folder)
+        for command in (
+            lambda: export([last, "target", "--policy", other]),
+            lambda: fit("--model.lora.r", "4", "--model.policy", other, "--ckpt_path", last, "--run.name", "other"),
+        ):
+            with pytest.raises(SystemExit, match="2"):
+                command()
+            assert "and the frozen weights of" in capsys.readouterr().err
+        assert not Path("target").exists() and not Path("runs/other").exists()
+
+
+def another_policy(folder: Path) -> str:
+    """A policy of the same sizes with other weights."""
+    random_policy(1).save_pretrained(folder / "other")  # pyright: ignore[reportCallIssue]
+    save_tokenizer(folder / "other")
+    return str(folder / "other")
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ KEPT = {f"apart, {name}": (CASES | OWN)[name] for name in (*APART, "constant_wit
 class SlotsApart(SlotGenerator):
     """Decodes with a model of its own, to which the weights travel."""
 
-    has_own_devices = True
+    has_own_devices = has_own_weights = True
     _of: PolicySpec
 
     def start(self, policy: PolicySpec) -> None:
@@ -185,6 +185,18 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
         "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "whole": lambda: train(policy, output, f"{own}-whole", **trainer_options),
         "adapters": lambda: train(policy, output, f"{own}-adapters", 2, lora=LoraSettings(r=2), **trainer_options),
+        "adapters whole": lambda: train(
+            policy, output, f"{own}-adapters-whole", lora=LoraSettings(r=2), **trainer_options
+        ),
+        **{
+            f"adapters, {which} -> {to}": lambda which=which, to=to: train(
+                *(policy, output, f"adapters-{which}-{to}"),
+                checkpoint=last(output, "one-adapters" if which == 1 else "ranks-adapters"),
+                lora=LoraSettings(r=2),
+                **trainer_options,
+            )
+            for which, to in ((1, 2), (2, 2), (2, 1))
+        },
         "half": lambda: train(policy, output, f"{own}-half", 2, **trainer_options),
         "2 -> 2": lambda: train(policy, output, "2-2", checkpoint=last(output, "ranks-half"), **trainer_options),
         "1 -> 2": lambda: train(policy, output, "1-2", checkpoint=last(output, "one-half"), **trainer_options),
@@ -199,7 +211,7 @@ def main(policy: str, output: str) -> None:
     """Do all runs as one of two ranks, and save what came of them."""
     torch.set_num_threads(1)
     results, todo = {}, runs(policy, Path(output), devices=2, strategy="fsdp2")
-    for name in [name for name in todo if name != "2 -> 1"]:
+    for name in [name for name in todo if not name.endswith("-> 1")]:
         results[name] = todo[name]()
         print(f"rank {rank_and_world_size()} has finished {name}", flush=True)
     torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
@@ -231,7 +243,7 @@ def single(policy_folder: Path, output: Path) -> Callable[[str], dict[str, Any]]
 @pytest.fixture(scope="module")
 def ranks(policy_folder: Path, output: Path, single: Callable[[str], dict[str, Any]]) -> list[Outcomes]:
     """What came of all runs, on rank 0 and on rank 1."""
-    single("half")
+    single("half"), single("adapters")
     python_path = os.pathsep.join([str(TESTS / "integration"), str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
@@ -262,6 +274,17 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
     for outcome in [single(name)] if name == "2 -> 1" else [rank[name] for rank in ranks]:
         assert outcome["version"] == expected["version"] == 4 and outcome["stream"] == expected["stream"]
         torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["adapters whole", "adapters, 2 -> 2", "adapters, 1 -> 2", "adapters, 2 -> 1"])
+def test_adapters_go_on_from_a_checkpoint_that_has_nothing_else(
+    name: str, output: Path, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+) -> None:
+    expected = single("adapters whole")
+    for outcome in [single(name)] if name.endswith("-> 1") else [rank[name] for rank in ranks]:
+        assert outcome["version"] == expected["version"] == 4 and outcome["stream"] == expected["stream"]
+        torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
+    assert all(".lora_" in weight for weight in read(last(output, "ranks-adapters"))["state_dict"])
 
 
 @pytest.mark.parametrize("name", ["whole", "adapters", "apart", "adapters apart"])

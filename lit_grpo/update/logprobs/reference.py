@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from lit_grpo.policy.loading import Given, load_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,3 +171,27 @@ class AdapterFreeReference:
             yield self.policy
         finally:
             self.policy.enable_adapters()
+
+
+def make_reference(
+    policy: PreTrainedModel,
+    source: str | Given,
+    dtype: str,
+    device: torch.device,
+    settings: ReferenceSettings,
+    adapter_free: bool,
+) -> Reference | AdapterFreeReference:
+    """Make the reference of a policy that has not been trained yet.
+
+    Args:
+        policy: The model, perhaps sharded.
+        source: What it was loaded from.
+        dtype: Of its weights.
+        device: Where the reference computes.
+        settings: Where it lives, and whether it moves.
+        adapter_free: Whether it is the policy without its adapters.
+    """
+    if adapter_free:
+        return AdapterFreeReference(policy)
+    model = load_policy(source, dtype) if isinstance(source, str) else copy.deepcopy(policy)
+    return Reference(model, device, settings)
