@@ -50,7 +50,7 @@ class Task:
     """A configuration, how long it is trained on, on how many held-out rows its policies are scored, and what is tried.
 
     Where a few completions are very long ``generate`` takes three times as long as continuous batching, and many rows
-    take longer than few, as an earlier run has shown, so neither is tried again. ``own`` are arguments of our settings of
+    take longer than few, as an earlier run has shown: neither is tried again. ``own`` are arguments of our settings of
     its own, and ``own_updates`` how long these train.
     """
 
