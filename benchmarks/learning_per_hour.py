@@ -4,9 +4,9 @@ Both sides train the same policy on the same prompts, reward, optimizer and sche
 run pinned to a core, ours and TRL's alternately. TRL has its best settings: before the runs, those that are tried
 train a few updates, and the fastest is taken. Ours runs twice. On equal terms it has the shipped configuration and as
 many updates as TRL; with *settings of its own* it takes what TRL does not have, chosen beforehand on other seeds
-(``benchmarks.budgets``), and as many updates as about a quarter of TRL's time allows. Time begins with the first update:
-imports and loading are left out on both sides, and so is keeping policies, which are scored afterwards on held-out rows
-by one and the same program.
+(``benchmarks.budgets``), and as many updates as about a quarter of TRL's time allows. Time begins with the first
+update: imports and loading are left out on both sides, and so is keeping policies, which are scored afterwards on
+held-out rows by one and the same program.
 
 A time is that in which the mean curve of a side, with straight lines between the kept policies, first comes to where
 TRL's ends.
