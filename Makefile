@@ -44,7 +44,7 @@ unit: .venv/dev
 	.venv/bin/python -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
-	.venv/bin/python -m pytest -m integration --numprocesses 4 --dist loadfile --durations 10
+	.venv/bin/python -m pytest -m integration --numprocesses 3 --dist loadfile --durations 10
 
 # Which lines no test runs. No part of `test`, for it makes what runs in the tests' own processes take half as long again.
 coverage: export OMP_NUM_THREADS = 1

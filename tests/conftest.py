@@ -24,7 +24,6 @@ SLOWEST = (
     "test_learning_benchmarks",
     "test_terminal",
     "test_two_ranks",
-    "test_ray",
     "test_overlapping_modes",
     "test_command_line",
     "test_full_disk",
