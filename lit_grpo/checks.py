@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lit_grpo.rewards import RewardError
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 """Of checkpoints; it changes whenever what they hold does."""
-MOST_BATCHES_WITHOUT_REWARD = 3
 
 
 def check_generations(num_generations: int, eval_num_generations: int, pass_at_k: Sequence[int]) -> None:
@@ -317,21 +315,4 @@ def check_micro_batch(
         raise ValueError(
             f"Prompt {longest.prompt_id!r} has {num_tokens} tokens and up to {sampling.max_tokens} may follow, but "
             f"max_tokens_per_micro_batch is {max_tokens}; the smallest that works is {least}."
-        )
-
-
-def check_rewarded(num_batches: int, names: str) -> None:
-    """Refuse to go on where batch after batch has no reward.
-
-    Args:
-        num_batches: How many on end.
-        names: Of the reward functions.
-
-    Raises:
-        RewardError: So many that there is nothing to learn from.
-    """
-    if num_batches >= MOST_BATCHES_WITHOUT_REWARD:
-        raise RewardError(
-            f"No rollout of {num_batches} batches on end has a reward, so there is nothing to learn from: each of "
-            f"{names} returned None or failed; let one apply, and check its weight and the data."
         )

@@ -22,7 +22,6 @@ from lit_grpo.checks import (
     check_minibatches,
     check_prompt_lengths,
     check_ranks,
-    check_rewarded,
     check_token_ids,
     check_trainer,
     check_training_sampling,
@@ -45,7 +44,7 @@ from lit_grpo.policy.loading import (
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
-from lit_grpo.rewards import RewardSpec, load_rewards
+from lit_grpo.rewards import RewardSpec, check_rewarded, load_rewards
 from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator, decodes_in_place, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator

@@ -9,7 +9,7 @@ from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
 from lit_grpo.rewards.http_judge import HTTPJudge
 from lit_grpo.rewards.inputs import TrainerState
 from lit_grpo.rewards.maths import MathEquivalence
-from lit_grpo.rewards.runner import RewardError, RewardRunner
+from lit_grpo.rewards.runner import RewardError, RewardRunner, check_rewarded
 
 __all__ = [
     "ExactMatch",
@@ -22,6 +22,7 @@ __all__ = [
     "RewardSpec",
     "SoftOverlongPenalty",
     "TrainerState",
+    "check_rewarded",
     "exact_match",
     "load_rewards",
 ]

@@ -22,6 +22,7 @@ Arguments = list[dict[str, Any]]
 _Submitted = tuple[Sequence[RolloutGroup], Future[list[list[Values]]]]
 
 logger = logging.getLogger(__name__)
+MOST_BATCHES_WITHOUT_REWARD = 3
 
 
 class RewardError(RuntimeError):
@@ -191,3 +192,20 @@ def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
         return True
     except ValueError:
         return False
+
+
+def check_rewarded(num_batches: int, names: str) -> None:
+    """Refuse to go on where batch after batch has no reward.
+
+    Args:
+        num_batches: How many on end.
+        names: Of the reward functions.
+
+    Raises:
+        RewardError: So many that there is nothing to learn from.
+    """
+    if num_batches >= MOST_BATCHES_WITHOUT_REWARD:
+        raise RewardError(
+            f"No rollout of {num_batches} batches on end has a reward, so there is nothing to learn from: each of "
+            f"{names} returned None or failed; let one apply, and check its weight and the data."
+        )
