@@ -14,7 +14,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_grpo.checkpoints import CheckpointError, FolderIO, WholeFileIO
+from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.module import GRPOModule
@@ -43,16 +43,22 @@ class RunCheckpoint(pl.Callback):
     Args:
         every_n_updates: Save when the policy's version reaches or passes a multiple of this; 0 saves at the end only.
         folder: Where to, within the run's folder.
+        asynchronous: Write checkpoints while the run goes on, from a copy that takes as much of the host's memory as
+            the checkpoint does. The next one, the end, a signal and an error wait until it is written. One that could
+            not be written ends the run before its next rollout.
     """
 
-    def __init__(self, every_n_updates: int = 50, folder: str = "checkpoints") -> None:
+    def __init__(self, every_n_updates: int = 50, folder: str = "checkpoints", asynchronous: bool = False) -> None:
         if every_n_updates < 0:
             raise ValueError(f"checkpoint.every_n_updates must be at least 0, not {every_n_updates}.")
         self.every_n_updates = every_n_updates
         self.folder = folder
+        self.asynchronous = asynchronous
+        self._io: BackgroundIO | None = None
         self._best = float("-inf")
         self._best_is_due = False
-        self._newest: tuple[int, str | None] = (0, None)  # the version that is saved, and where
+        self._newest: tuple[int, str | None] = (0, None)  # the version that is on the disk, and where
+        self._given: tuple[int, str | None] = (0, None)  # the one that is, or is on its way there
         self._phase: Literal["away", "rollout", "update", "learnt"] = "away"
         self._validated = True  # whether the validation after this batch is over, or there is none
         self._requested = 0  # the number of the signal
@@ -67,7 +73,9 @@ class RunCheckpoint(pl.Callback):
         folder, first = trainer.strategy.broadcast((trainer.default_root_dir, os.getpid()))
         trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
         shards = isinstance(trainer.strategy, FSDP2Strategy)
-        trainer.strategy.checkpoint_io = FolderIO() if shards else WholeFileIO()
+        writer = FolderIO() if shards else WholeFileIO()
+        self._io = BackgroundIO(writer) if self.asynchronous else None
+        trainer.strategy.checkpoint_io = self._io or writer
         if trainer.world_size > 1:
             children = getattr(trainer.strategy.launcher, "procs", ())
             parent = first if os.getppid() == first else None
@@ -92,7 +100,7 @@ class RunCheckpoint(pl.Callback):
         """Begin to listen to signals."""
         assert isinstance(pl_module, GRPOModule)
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
-        self._newest = (pl_module.policy_version, None if path is None else str(path))
+        self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
         self._several, self._phase = trainer.world_size > 1, "learnt"
         self._listen()
 
@@ -101,6 +109,8 @@ class RunCheckpoint(pl.Callback):
     ) -> None:
         """Save what is due, of the batch before; then stop if that was asked for."""
         assert isinstance(pl_module, GRPOModule)
+        if self._io is not None and not pl_module.ranks.max(float(self._io.is_writing)):
+            self._settle(pl_module)  # it tells now what has failed
         with _without_batch(trainer):
             self._save_due(trainer, pl_module.policy_version)
         if self._several:
@@ -135,6 +145,7 @@ class RunCheckpoint(pl.Callback):
         """Save the last state."""
         assert isinstance(pl_module, GRPOModule)
         self._save_due(trainer, pl_module.policy_version, at_end=True)
+        self._settle(pl_module)
         self._phase = "away"
         self._hang_up()
 
@@ -142,7 +153,7 @@ class RunCheckpoint(pl.Callback):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._save_best(trainer)
-        saved, n = self._newest[0], self.every_n_updates
+        saved, n = self._given[0], self.every_n_updates
         if version > saved and (at_end or (n and version // n > saved // n)):
             self._save_last(trainer, version)
 
@@ -154,13 +165,27 @@ class RunCheckpoint(pl.Callback):
     def _save_last(self, trainer: pl.Trainer, version: int) -> None:
         path = self._path(trainer, "last")
         self._save(trainer, path)
-        self._newest = (version, str(path))
+        self._given = (version, str(path))
+        if self._io is None:
+            self._newest = self._given
 
     def _save(self, trainer: pl.Trainer, path: Path) -> None:
         module = trainer.lightning_module
         assert isinstance(module, GRPOModule)
+        self._settle(module)
         with module.phases.of("checkpoint"):
             trainer.save_checkpoint(path, weights_only=False)
+
+    def _settle(self, module: GRPOModule) -> None:
+        """Wait until all that was saved is on the disk."""
+        try:
+            if self._io is not None:
+                with module.phases.of("checkpoint"):
+                    self._io.wait()
+        except Exception:
+            self._given = self._newest
+            raise
+        self._newest = self._given
 
     def _path(self, trainer: pl.Trainer, name: str) -> Path:
         return Path(trainer.default_root_dir) / self.folder / f"{name}.ckpt"
@@ -204,6 +229,12 @@ class RunCheckpoint(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save ``last.ckpt``, where the state is that between two updates, and say how to go on."""
         assert isinstance(pl_module, GRPOModule)
+        try:
+            self._settle(pl_module)
+        except CheckpointError as error:
+            print(error)
+        except RuntimeError:  # of a rank that is gone, which is what ``exception`` tells
+            pass
         if self._watch is not None:
             self._watch.end(exception)
         phase, self._phase = self._phase, "away"
@@ -219,6 +250,7 @@ class RunCheckpoint(pl.Callback):
                 with _without_batch(trainer, learnt, self._validated):
                     self._save_best(trainer)
                     self._save_last(trainer, pl_module.policy_version)
+                    self._settle(pl_module)
         except (CheckpointError, OSError) as error:
             print(error)
         finally:

@@ -43,7 +43,7 @@ from lit_grpo.policy.loading import (
 )
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.sharding import class_of, rest
-from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of, told_of_optimizer, told_of_spending
+from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.rewards import RewardSpec, check_rewarded, load_rewards
 from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator, decodes_in_place, tells_entropies
@@ -213,19 +213,27 @@ class GRPOModule(EvaluationModule):
 
     def configure_model(self) -> None:
         """Load the policy and its tokenizer, and a reference where beta asks for one."""
+        strategy = None if self._trainer is None else self.trainer.strategy
         if getattr(self, "policy", None) is None:
-            self.tokenizer = load_tokenizer(self.policy_name)
-            nf4 = self.lora is not None and self.lora.base == "nf4"
-            self.policy = load_policy(self.policy_name, self.policy_dtype, nf4).train()
-            check_token_logits(self.policy)
-            if self.lora is not None:
-                self._base = fingerprint(self.policy, self.policy_name)
-                add_adapters(self.policy, self.lora)
-            checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
-        if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2Strategy):
-            self.trainer.strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
+            outline = isinstance(strategy, FSDP2Strategy) and self.ranks.own > 0
+            self.ranks.together(lambda: self._load(outline))
+            self._base = self.ranks.gather(self._base)[0]
+        if isinstance(strategy, FSDP2Strategy):
+            strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()
+
+    def _load(self, outline: bool) -> None:
+        """Load policy and tokenizer; an outline of the policy where the first rank alone reads its weights."""
+        self.tokenizer = load_tokenizer(self.policy_name)
+        nf4 = self.lora is not None and self.lora.base == "nf4"
+        self.policy = load_policy(self.policy_name, self.policy_dtype, nf4, outline).train()
+        if not outline:
+            check_token_logits(self.policy)
+            self._base = None if self.lora is None else fingerprint(self.policy, self.policy_name)
+        if self.lora is not None:
+            add_adapters(self.policy, self.lora)
+        checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
 
     def _make_learner(self) -> Learner:
         """Make what trains the policy, with a reference where a KL term asks for one."""
@@ -253,8 +261,7 @@ class GRPOModule(EvaluationModule):
         if self.on_reward_error == "raise":
             check_prompts(prompts, self.rewards)
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
-        context = context_length(self.policy)
-        check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context)
+        check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context_length(self.policy))
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
             check_micro_batch(prompts["train"], self.sampling, max_tokens, self.settings.shares_prefix)
@@ -268,10 +275,7 @@ class GRPOModule(EvaluationModule):
         if isinstance(optimizer, GaLoreAdamW):
             optimizer.leave_whole(embeddings(self.policy))
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
-        settings = {name: getattr(self.settings, name) for name in ("objective", "advantages", "selection")}
-        self._told = told_of({f"model.{name}": value for name, value in settings.items()})
-        self._told |= told_of({"model.policy": self.policy_name}) | told_of_spending(self.trainer)
-        self._told |= told_of_optimizer(optimizer, scheduler)
+        self._told = told_of_run(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:
             check_optimizer(self._told_before, self._told)
         return optimizer if scheduler is None else ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
@@ -293,9 +297,8 @@ class GRPOModule(EvaluationModule):
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
         checkpoint["logged"] = (names, self.batches_without_reward, self._collapse.state_dict())
-        lora = None if self.lora is None else asdict(self.lora)
-        policy = told_name(self.policy_name)
-        checkpoint["hyper_parameters"] = {"policy": policy, "dtype": self.policy_dtype, "lora": lora}
+        settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
+        checkpoint["hyper_parameters"] = {"policy": told_name(self.policy_name), **settings}
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
             checkpoint |= learner.state_dict()

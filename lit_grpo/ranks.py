@@ -52,6 +52,25 @@ class Ranks:
         distributed.all_gather_object(values, value)
         return cast("list[T]", values)
 
+    def together(self, do: Callable[[], T]) -> T:
+        """Return what ``do`` does here; where it fails on one rank it fails on all.
+
+        Raises:
+            ValueError: It raised one on a rank, here or elsewhere.
+        """
+        try:
+            done, failure = do(), None
+        except ValueError as error:
+            done, failure = None, error
+        if failure is None and self.size == 1:
+            return cast(T, done)
+        failures = self.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if elsewhere := next(filter(None, failures), None):
+            raise ValueError(elsewhere)
+        return cast(T, done)
+
     def warn(self, message: str) -> None:
         """Warn once, whatever the number of ranks."""
         if self.own == 0:

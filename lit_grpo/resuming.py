@@ -26,6 +26,21 @@ SPENDING: Told = {
 """What completions are spent on, and its defaults."""
 
 
+def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
+    """All that a run is told and its checkpoints keep.
+
+    Args:
+        trainer: Lightning's.
+        policy: Its name; a loaded model is not told.
+        settings: Of the update.
+        optimizer: Which has taken no step.
+        scheduler: Of its learning rate, or none.
+    """
+    of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages", "selection")}
+    told = told_of({**of_update, "model.policy": policy})
+    return told | told_of_spending(trainer) | told_of_optimizer(optimizer, scheduler)
+
+
 def told_of(settings: Mapping[str, Any]) -> Told:
     """Flatten settings, some of which are dataclasses; keep what is plain."""
     told: Told = {}

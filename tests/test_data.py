@@ -160,6 +160,14 @@ def test_a_batch_larger_than_the_data_is_refused(plain: str) -> None:
     )
 
 
+def test_fewer_prompts_than_ranks_are_refused(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptDataModule, "_rank_and_world_size", lambda _: (0, 2))
+    with pytest.raises(
+        ValueError, match=r"on each of 2 ranks, .* has only 1 prompts.*; give more prompts or fewer dev"
+    ):
+        prompts_of(plain, {"prompt": "one"}, batch_size=1)
+
+
 def test_a_prompt_keeps_the_messages_of_a_conversation_and_of_nothing_else(chat: str) -> None:
     user = {"role": "user", "content": "what is one ?"}
     prompts = prompts_of(chat, {"prompt": [user]}, {"prompt": "what is two ?"}, system_prompt="answer", batch_size=1)

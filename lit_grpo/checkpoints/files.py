@@ -23,6 +23,9 @@ class WholeFileIO(TorchCheckpointIO):
     checkpoint that was there.
     """
 
+    def prepare(self) -> None:
+        """Do what only the thread may do that trains."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write ``path``, which is the old checkpoint or the new one at any time.
 
@@ -57,15 +60,18 @@ class FolderIO(WholeFileIO):
         super().__init__()
         self._group: distributed.ProcessGroup | None = None
 
+    def prepare(self) -> None:
+        """Let ranks write together, on hosts, and beside whatever else they exchange."""
+        if self._group is None and distributed.is_initialized():
+            self._group = cast("distributed.ProcessGroup", distributed.new_group(backend="gloo"))
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write ``path`` together.
 
         Raises:
             CheckpointError: One of the ranks could not; all of them raise it.
         """
-        if self._group is None and distributed.is_initialized():
-            # on hosts, and beside whatever else ranks exchange
-            self._group = cast("distributed.ProcessGroup", distributed.new_group(backend="gloo"))
+        self.prepare()
         state, tensors = apart(checkpoint)
         file = io.BytesIO()
         torch.save(state, file)

@@ -192,9 +192,11 @@ class PromptDataModule(LightningDataModule):
         rank, world_size = self._rank_and_world_size()
         if (num_prompts := len(self.prompts["train"])) < self.batch_size * world_size:
             ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+            most = num_prompts // world_size
+            remedy = f"set it to {most} or less, or give more prompts" if most else "give more prompts or fewer devices"
             raise ValueError(
                 f"data.batch_size is {self.batch_size}{ranks}, but data.train has only {num_prompts} prompts, so that "
-                f"a step would repeat some; set it to {num_prompts // world_size or 1} or less, or give more prompts."
+                f"a step would repeat some; {remedy}."
             )
         chooser = None if self.ask == "all" else PromptChooser(self._prompt_rule, self.seed)
         order = self.seed, self.shuffle

@@ -82,11 +82,14 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokeni
     return tokenizer
 
 
-def load_policy(policy: str | Given, dtype: str = "float32", nf4: bool = False) -> PreTrainedModel:
+def load_policy(
+    policy: str | Given, dtype: str = "float32", nf4: bool = False, outline: bool = False
+) -> PreTrainedModel:
     """Load the causal language model of ``policy`` in ``dtype``, dropout off, from safetensors only.
 
     A loaded model is returned itself, in the dtype that it has. With ``nf4`` its linear layers, but for the head, are
-    kept in four bits and cannot be trained.
+    kept in four bits and cannot be trained. An ``outline`` has no weights (they are on the device ``meta``), for those
+    who have them from elsewhere.
 
     Raises:
         ValueError: There is no such model, or it is not a causal language model with safetensors, or they are damaged
@@ -113,6 +116,7 @@ def load_policy(policy: str | Given, dtype: str = "float32", nf4: bool = False) 
                 quantization_config=quantization,
                 trust_remote_code=False,
                 output_loading_info=True,
+                device_map="meta" if outline else None,
             )
         except SafetensorError as error:
             raise ValueError(
@@ -137,7 +141,11 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
             f"{_anew(policy, name)}."
         )
     for place, weight in model.named_parameters():
-        if weight.is_floating_point() and not math.isfinite(float(weight.detach().sum(dtype=torch.float32))):
+        if (
+            weight.is_floating_point()
+            and not weight.is_meta
+            and not math.isfinite(float(weight.detach().sum(dtype=torch.float32)))
+        ):
             raise ValueError(
                 f"Weight {place} of policy {policy!r} holds NaN or infinity, so the run that made it has failed; take "
                 "an earlier checkpoint or another policy."

@@ -7,8 +7,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,11 +24,12 @@ _COMPUTE, _WHOLE = "compute_in_forward", "whole_at_rest"
 def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True) -> None:
     """Keep a shard of each weight on every rank of a mesh, in place of all of it.
 
-    Layers are gathered one at a time, when they are computed; embeddings, the last norm and the head stay whole from
-    the forward pass of a micro-batch to its backward pass.
+    All ranks have the weights from the first, one layer after another, so that the others need none of their own to
+    begin with. Layers are gathered one at a time, when they are computed; embeddings, the last norm and the head stay
+    whole from the forward pass of a micro-batch to its backward pass.
 
     Args:
-        policy: The model.
+        policy: The model; on all ranks but the first its weights may be on the device ``meta``.
         mesh: Of one dimension.
         whole_at_rest: Whether :func:`rest` makes the weights whole, for somebody here who decodes with them.
 
@@ -36,9 +39,9 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True)
     layers = getattr(policy.get_decoder(), "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         raise ValueError(f"{type(policy).__name__} has no list of layers to shard; take trainer.strategy ddp.")
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+    for part in (*layers, policy):
+        _take_from_first(part, mesh)
+        fully_shard(part, mesh=mesh)
     # By name: torch goes by the order of all forward passes since the last backward pass, and in those over whole
     # weights, of which ranks make as many as they need, the ranks differ.
     parts = _parts(policy)
@@ -49,6 +52,26 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True)
     register_fsdp_forward_method(policy, _COMPUTE)
     compute(policy, lambda: None)  # so that the policy is the root of its layers, whatever is computed first
     scatter(policy)
+
+
+def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Give a part of a policy, but for what are shards already, the first rank's weights and buffers."""
+    group = mesh.get_group()
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    taken: dict[int, torch.Tensor] = {}  # by what stood there before; tied weights stay tied
+    for module in part.modules():
+        kinds = module._parameters, module._buffers  # pyright: ignore[reportPrivateUsage]
+        for tensors in cast("tuple[dict[str, Any], ...]", kinds):
+            for name, before in tensors.items():
+                if before is None or isinstance(before, DTensor):
+                    continue
+                if id(before) not in taken:
+                    content = before.detach()
+                    content = torch.empty_like(content, device=device) if before.is_meta else content.to(device)
+                    distributed.broadcast(content, distributed.get_global_rank(group, 0), group)
+                    is_weight = isinstance(before, torch.nn.Parameter)
+                    taken[id(before)] = torch.nn.Parameter(content, before.requires_grad) if is_weight else content
+                tensors[name] = taken[id(before)]
 
 
 def is_sharded(policy: torch.nn.Module) -> bool:

@@ -101,20 +101,25 @@ def assert_one_sentence(run: subprocess.CompletedProcess[str], *parts: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("left", "sentence"), [(65_536, "last.ckpt could not be written"), (0, "could not be written")]
+    ("left", "sentence", "arguments"),
+    [
+        (65_536, "last.ckpt could not be written", ()),
+        (65_536, "last.ckpt could not be written", ("--checkpoint.asynchronous", "true")),
+        (0, "could not be written", ()),
+    ],
 )
 def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(
-    whole: Path, folder: Path, left: int, sentence: str
+    whole: Path, folder: Path, left: int, sentence: str, arguments: tuple[str, ...]
 ) -> None:
     from safetensors.torch import load_file
 
     kept = folder / "kept"
-    run = fit(folder, "task", full_at=9 * 8 + 5, left=left)
+    run = fit(folder, "task", *arguments, full_at=9 * 8 + 5, left=left)
     assert_one_sentence(run, sentence, "No space left on device", "make room")
     (kept / "filler").unlink()
     checkpoint = kept / "task" / "checkpoints" / "last.ckpt"
     assert torch.load(checkpoint, weights_only=True)["policy_version"] == 8
-    resumed = fit(folder, "task", "--ckpt_path", "runs/task/checkpoints/last.ckpt")
+    resumed = fit(folder, "task", *arguments, "--ckpt_path", "runs/task/checkpoints/last.ckpt")
     assert resumed.returncode == 0, resumed.stderr
     assert metrics(folder, "task") == metrics(whole, "whole")
     weights, ours = (

@@ -18,6 +18,14 @@ pytestmark = pytest.mark.integration
 
 REWARD = """
 import os, time
+from lit_grpo.checkpoints import files
+
+put_in_place = files.put_in_place
+def late(aside, path):
+    time.sleep(float(os.environ.get("WRITE_S", 0)))
+    put_in_place(aside, path)
+files.put_in_place = late
+
 def score(completion):
     time.sleep(float(os.environ.get("REWARD_S", 0)))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
@@ -55,9 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
     return folder
 
 
-def start(folder: Path, name: str, *arguments: str, reward_s: float = 0.0) -> subprocess.Popen[str]:
+def start(
+    folder: Path, name: str, *arguments: str, reward_s: float = 0.0, write_s: float = 0.0
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": str(reward_s)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": str(reward_s), "WRITE_S": str(write_s)}
     return Forked(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -118,6 +128,29 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
     said = finish(start(folder, "killed", "--ckpt_path", str(checkpoint)))
     assert "error" not in said, said
     assert_same_run(folder, "whole", "killed")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_ends_while_a_checkpoint_is_written_beside_it_goes_on_exactly(
+    folder: Path, ending: signal.Signals
+) -> None:
+    name, beside = f"beside-{ending.name}", ("--checkpoint.asynchronous", "true")
+    ended = start(folder, name, *beside, reward_s=0.05, write_s=3.0)
+    checkpoints = folder / "runs" / name / "checkpoints"
+    last, aside = checkpoints / "last.ckpt", checkpoints / ".last.ckpt.writing"
+    wait_until(lambda: last.exists() and aside.exists(), ended)
+    before = torch.load(last, weights_only=True)["policy_version"]
+    ended.send_signal(ending)
+    said = finish(ended)
+    saved = torch.load(last, weights_only=True)["policy_version"]
+    if ending == signal.SIGKILL:
+        assert saved == before and aside.exists()
+    else:
+        assert saved > before and not aside.exists() and f"Update {saved} is saved" in said, said
+    said = finish(start(folder, name, *beside, "--ckpt_path", str(last)))
+    assert "error" not in said, said
+    assert not aside.exists()
+    assert_same_run(folder, "whole", name)
 
 
 def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) -> None:

@@ -254,15 +254,19 @@ def test_a_server_that_is_killed_loses_and_doubles_nothing_and_is_started_again(
     assert collect(generator) == (expected, [])
 
 
-def test_where_no_server_is_up_a_sync_waits_for_those_started_again(
+def test_a_rollout_whose_last_server_dies_goes_on_once_one_is_started_again(
     generator: Any, policy: Any, expected: dict[Any, list[int]]
 ) -> None:
-    for server in generator._fleet._servers:
-        os.killpg(server.process.process.pid, signal.SIGKILL)
-        server.process.process.wait()
-    with pytest.warns(UserWarning, match=r"has ended\. It is started again, .* \(0 restarts are left\)"):
-        sync(generator, policy, 3)
+    def kill() -> None:
+        for server in generator._fleet._servers:
+            os.killpg(server.process.process.pid, signal.SIGKILL)
+
+    tokens, messages = collect(generator, kill)
+    assert tokens == expected
+    assert any("(0 restarts are left)" in message for message in messages), messages
+    assert any("go on from there on a server that began anew." in message for message in messages), messages
     assert len(pids(generator)) == 1 and generator.capacity().slots == 2  # the other had no restart left
+    sync(generator, policy, 3)
     assert collect(generator) == (expected, [])
 
 

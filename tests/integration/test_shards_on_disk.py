@@ -99,7 +99,10 @@ def rows(folder: Path, name: str) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in found]
 
 
-def test_two_ranks_that_are_killed_as_they_save_go_on_bit_for_bit(tmp_path: Path, policy_folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path:
+    """A task for two ranks, and a run of it that nothing came upon, ``whole``."""
+    tmp_path = tmp_path_factory.mktemp("shards")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(6)))
     (tmp_path / "rewards.py").write_text(REWARD)
     config = {
@@ -117,15 +120,19 @@ def test_two_ranks_that_are_killed_as_they_save_go_on_bit_for_bit(tmp_path: Path
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     code, said = fit(tmp_path, "whole")
     assert code == 0, said
-    code, said = fit(tmp_path, "killed", kill_at=2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_two_ranks_that_are_killed_as_they_save_go_on_bit_for_bit(folder: Path, asynchronous: str) -> None:
+    name, beside = f"killed-{asynchronous}", ("--checkpoint.asynchronous", asynchronous)
+    code, said = fit(folder, name, *beside, kill_at=2)
     assert code == -signal.SIGKILL and "Rank 0 is gone" in said and "Update 2 is saved" in said, said
-    assert read(tmp_path / "runs" / "killed" / "checkpoints" / "last.ckpt")["policy_version"] == 2
-    code, said = fit(tmp_path, "killed", "--ckpt_path", "last")
+    assert read(folder / "runs" / name / "checkpoints" / "last.ckpt")["policy_version"] == 2
+    code, said = fit(folder, name, *beside, "--ckpt_path", "last")
     assert code == 0, said
-    assert rows(tmp_path, "killed")[-3:] == rows(tmp_path, "whole")[-3:]
-    ours, theirs = (
-        load_file(tmp_path / "runs" / name / "policy" / "model.safetensors") for name in ("killed", "whole")
-    )
+    assert rows(folder, name)[-3:] == rows(folder, "whole")[-3:]
+    ours, theirs = (load_file(folder / "runs" / run / "policy" / "model.safetensors") for run in (name, "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -63,6 +63,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "default_cost",
         "update_peak",
         "budgets",
+        "checkpoint_stall",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

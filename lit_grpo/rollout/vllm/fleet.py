@@ -32,6 +32,7 @@ from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _LOOK_S = 3.0  # in which a server that is well answers
+_ENDING_S = 0.2  # in which the process ends of one whose connections have ended with it
 
 
 Answer = TypeVar("Answer")
@@ -193,14 +194,14 @@ class Fleet:
             if self.alive:
                 break
         for server in self._servers:
-            if said := self.restart(server):
+            if not server.up and (said := self.restart(server)):
                 warnings.warn(f"The vLLM server at {server.client.url} has ended.{said}", stacklevel=2)
         self._wait_for_restarted()
 
     def restart(self, server: Server) -> str:
         """Start a server of ours again that has ended, and go on meanwhile; return what is to be said of it."""
         process = server.process
-        if not isinstance(process, ServerProcess) or process.runs or self.restarts < 1:
+        if not isinstance(process, ServerProcess) or self.restarts < 1 or not process.has_ended(_ENDING_S):
             return ""
         self.restarts -= 1
         try:

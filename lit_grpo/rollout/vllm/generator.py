@@ -81,6 +81,7 @@ class EngineGenerator(Versioned, ABC):
         self.feature_points: tuple[int, ...] = ()
         self._policy: PolicySpec | None = None
         self._made_for = ""
+        self._arrived: dict[str, str] = {}  # the digests of what engines hold
         self._salt = ""
         self.keeps_kv = False
         self._salts: dict[Key, str] = {}  # of requests that were stopped
@@ -185,7 +186,7 @@ class EngineGenerator(Versioned, ABC):
             report = self._load_apart(weights, self._policy.module, version)
         else:
             report = self._load(complete(weights, self._policy.weights().names), version)
-        self._version, self._salt = version, token_hex(8)
+        self._version, self._salt, self._arrived = version, token_hex(8), report.digests
         for stream in self._streams:
             if in_flight == "recompute":
                 stream.salt = self._salt

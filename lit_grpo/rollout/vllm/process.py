@@ -91,6 +91,12 @@ class ServerProcess:
         """Whether it has not ended."""
         return self.process.poll() is None
 
+    def has_ended(self, within_s: float) -> bool:
+        """Whether it has ended, or does so soon."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_s)
+        return not self.runs
+
     def wait(self, deadline: float) -> None:
         """Wait until the server answers.
 

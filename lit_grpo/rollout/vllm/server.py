@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.arguments import check_ray
@@ -16,8 +17,9 @@ from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
 from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.vllm.transports import TRANSPORTS, transport_of
-from lit_grpo.rollout.weights.tensors import SyncReport
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
+_NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
 _RETRIES = 3  # of one completion, as long as its server is well
 
 
@@ -55,8 +57,9 @@ class VLLMServerGenerator(EngineGenerator):
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
         restarts: How often in a run servers that were started here, and have ended, are started again at their
-            addresses. The others decode meanwhile; a sync that finds none up waits for them, ``start_timeout_s`` at
-            most.
+            addresses. The others decode meanwhile. A sync that finds none up waits for them, ``start_timeout_s`` at
+            most, and so does a rollout whose last server ends: what was open goes on there, as long as the policy is
+            still what had been sent. A policy in shards cannot be sent within a rollout, which then ends the run.
         ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
             ``{num_gpus: 1}``; an actor that dies is not started again. By default servers are processes on this
             machine.
@@ -174,7 +177,7 @@ class VLLMServerGenerator(EngineGenerator):
     def _ask(self, stream: Stream) -> None:
         """Ask the server that has the least to do."""
         if not self._fleet.alive:
-            raise GenerationError("No vLLM server is left; start them again and resume from the last checkpoint.")
+            raise GenerationError(_NONE_LEFT)
         ahead, count = (dict.fromkeys(self._fleet.alive, 0.0) for _ in range(2))
         for other, server in self._at.items():
             if server.up:
@@ -197,7 +200,7 @@ class VLLMServerGenerator(EngineGenerator):
         """Wait for tokens, and take all that have come.
 
         Raises:
-            GenerationError: No server is left.
+            GenerationError: No server is left, and none could be started again.
         """
         assert self._pump is not None
         arrivals: list[Arrival] = []
@@ -223,18 +226,35 @@ class VLLMServerGenerator(EngineGenerator):
         server = self._at[stream]
         if stream.num_failures < _RETRIES and not error.hung and server.is_well():
             stream.num_failures += 1
-            lost, log = [stream], server.log
+            lost = [stream]
         else:
             server.lose()
             lost = [other for other, at in self._at.items() if at is server]
-            log, alive = server.log, len(self._fleet.alive)
-            events.message = (
-                f"{error}{log} Its {len(lost)} completions go on from there on the {alive} servers that are left."
-                f"{self._fleet.restart(server) if alive else ''}"
-            )
+            alive = len(self._fleet.alive)
+            events.message = f"{error}{server.log} Its {len(lost)} completions go on from there "
+            if not alive:
+                self._begin_anew(lost, f"{error}{server.log}")
+                events.message += "on a server that began anew."
+                return
+            events.message += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
         self._withdraw(lost)
         for each in lost:
-            try:
-                self._send(each)
-            except GenerationError as none_left:
-                raise GenerationError(f"{error}{log} {none_left}") from None
+            self._send(each)
+
+    def _begin_anew(self, lost: Sequence[Stream], why: str) -> None:
+        """Bring servers that are started again what the lost ones had, and ask these for what was open.
+
+        Raises:
+            GenerationError: There is none, or the policy is not what was sent any more.
+        """
+        assert self._policy is not None
+        self._withdraw(lost)
+        try:
+            if is_scattered(self._policy.module):
+                raise WeightSyncError("other ranks have shards of it")
+            before = self._arrived
+            self.load_weights(self.weights(), self._version, "recompute")
+            if any(self._arrived.get(name) != digest for name, digest in before.items()):
+                raise WeightSyncError("the policy has changed since it was sent")
+        except WeightSyncError:
+            raise GenerationError(f"{why} {_NONE_LEFT}") from None
