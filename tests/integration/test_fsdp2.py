@@ -350,6 +350,25 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+def test_in_mixed_precision_shards_end_where_whole_copies_do(tmp_path: Path) -> None:
+    small = ["--data.batch_size", "2", "--model.num_generations", "8", "--trainer.limit_val_batches", "0"]
+    small += ["--trainer.devices", "2", "--trainer.max_steps", "2", "--trainer.precision"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    for name, more in {
+        "ddp": ["bf16-mixed", "--trainer.strategy", "ddp"],
+        "fsdp2": ["bf16-mixed", "--trainer.strategy", "fsdp2"],
+        "float32": ["32-true", "--trainer.strategy", "ddp"],
+    }.items():
+        command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "arithmetic", *small, *more, "--run.name", name]
+        process = forks.run(command, 150, env=environment, cwd=tmp_path)
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    whole, shards, exact = (
+        load_file(tmp_path / "runs" / name / "policy" / "model.safetensors") for name in ("ddp", "fsdp2", "float32")
+    )
+    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, shards[name]) for name, tensor in whole.items())
+    assert not all(torch.equal(tensor, exact[name]) for name, tensor in whole.items())
+
+
 @pytest.mark.parametrize(("generator", "strategies"), [("vllm_servers", ["fsdp2"]), ("vllm", ["ddp", "fsdp2"])])
 def test_with_servers_or_engines_of_their_own_two_ranks_end_where_one_process_does(
     generator: str, strategies: list[str], tmp_path: Path
