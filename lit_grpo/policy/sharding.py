@@ -66,8 +66,8 @@ def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
                 if before is None or isinstance(before, DTensor):
                     continue
                 if id(before) not in taken:
-                    content = before.detach()
-                    content = torch.empty_like(content, device=device) if before.is_meta else content.to(device)
+                    content = torch.empty(before.shape, dtype=before.dtype) if before.is_meta else before.detach()
+                    content = content.to(device).contiguous()
                     distributed.broadcast(content, distributed.get_global_rank(group, 0), group)
                     is_weight = isinstance(before, torch.nn.Parameter)
                     taken[id(before)] = torch.nn.Parameter(content, before.requires_grad) if is_weight else content
