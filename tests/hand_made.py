@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from conftest import ALPHABET, random_policy, save_tokenizer
 
@@ -166,6 +167,17 @@ def relative_error(actual: torch.Tensor | None, expected: torch.Tensor | None) -
     """The norm of the difference over the norm of what is expected."""
     assert actual is not None and expected is not None
     return float((actual - expected).norm() / expected.norm())
+
+
+def assert_ranks_end_as_one(first: dict[str, Any], second: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Hold what came of a run on two ranks to what came of it in one process: weights, version and metrics."""
+    assert torch.equal(first["weights"], second["weights"])
+    assert relative_error(first["weights"], alone["weights"]) < 2e-6
+    assert first["version"] == second["version"] == alone["version"]
+    assert len(first["logs"]) == len(alone["logs"]) > 0
+    for ours, theirs, its in zip(first["logs"], second["logs"], alone["logs"], strict=True):
+        assert ours == pytest.approx(theirs, nan_ok=True)
+        assert ours == pytest.approx(its, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def sgd(lr: float) -> Any:

@@ -19,7 +19,7 @@ import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
 import pytest
 import torch
-from hand_made import make_module, make_trainer, relative_error, weights_of  # pyright: ignore[reportMissingImports]
+from hand_made import assert_ranks_end_as_one, make_module, make_trainer, weights_of  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file
 from test_two_ranks import (  # pyright: ignore[reportMissingImports]
     CASES,
@@ -256,14 +256,7 @@ def ranks(policy_folder: Path, output: Path, single: Callable[[str], dict[str, A
 def test_ranks_with_shards_end_with_the_weights_and_the_metrics_of_one_process(
     name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
-    expected, first, second = single(name.removeprefix("apart, ")), ranks[0][name], ranks[1][name]
-    assert torch.equal(first["weights"], second["weights"])
-    assert relative_error(first["weights"], expected["weights"]) < 2e-6
-    assert first["version"] == second["version"] == expected["version"]
-    assert len(first["logs"]) == len(expected["logs"]) > 0
-    for ours, theirs, alone in zip(first["logs"], second["logs"], expected["logs"], strict=True):
-        assert ours == pytest.approx(theirs, nan_ok=True)
-        assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
+    assert_ranks_end_as_one(ranks[0][name], ranks[1][name], single(name.removeprefix("apart, ")))
 
 
 @pytest.mark.parametrize("name", ["whole", "2 -> 2", "1 -> 2", "2 -> 1", "apart", "apart, 2 -> 2"])

@@ -16,7 +16,7 @@ import forks  # pyright: ignore[reportMissingImports]
 import pytest
 import torch
 from conftest import random_policy  # pyright: ignore[reportMissingImports]
-from hand_made import make_module, make_trainer, relative_error  # pyright: ignore[reportMissingImports]
+from hand_made import assert_ranks_end_as_one, make_module, make_trainer  # pyright: ignore[reportMissingImports]
 from test_fsdp2 import OWN, run_own  # pyright: ignore[reportMissingImports]
 from test_two_ranks import (  # pyright: ignore[reportMissingImports]
     CASES,
@@ -101,14 +101,7 @@ def ranks(policy_folder: Path, output: Path) -> list[Outcomes]:
 def test_ranks_that_share_rows_end_with_the_weights_and_the_metrics_of_one_process(
     strategy: str, name: str, ranks: list[Outcomes], single: dict[str, dict[str, Any]]
 ) -> None:
-    expected, first, second = single[name], ranks[0][strategy, name], ranks[1][strategy, name]
-    assert torch.equal(first["weights"], second["weights"])
-    assert relative_error(first["weights"], expected["weights"]) < 2e-6
-    assert first["version"] == second["version"] == expected["version"]
-    assert len(first["logs"]) == len(expected["logs"]) > 0
-    for ours, theirs, alone in zip(first["logs"], second["logs"], expected["logs"], strict=True):
-        assert ours == pytest.approx(theirs, nan_ok=True)
-        assert ours == pytest.approx(alone, rel=1e-4, abs=1e-5, nan_ok=True)
+    assert_ranks_end_as_one(ranks[0][strategy, name], ranks[1][strategy, name], single[name])
 
 
 @pytest.mark.parametrize(
