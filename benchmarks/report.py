@@ -122,10 +122,11 @@ def _command(name: str, options: Options) -> str:
 
 
 def _commit() -> dict[str, Any]:
-    """The commit, and whether files other than results differ from it."""
+    """The commit, and whether files differ from it that benchmarks do not write."""
     try:
         commit = _git("rev-parse", "HEAD")
-        dirty = bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results"))
+        written = (":(exclude)benchmarks/results", ":(exclude)docs/pictures")
+        dirty = bool(_git("status", "--porcelain", "--", ".", *written))
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown", "dirty": True}
     return {"commit": commit, "dirty": dirty}
