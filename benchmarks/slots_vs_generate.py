@@ -70,7 +70,6 @@ def main(options: Options) -> int:
             measured, ratio = _compare(runs, repeats, options.device)
             for row in measured:
                 rows.append({"workload": workload.name, "batch": batch} | row)
-            rows[-len(runs)]["forward_share"] = _forward_share(policy, runs["slots"], options.device)
             if workload.ends:
                 claims.append(Claim(f"tokens/s over the best generate, {batch} slots or rows", ratio, ">=", bound))
     settings: Row = {
@@ -151,30 +150,6 @@ def _compare(runs: dict[str, Run], repeats: int, device: str) -> tuple[list[Row]
         {"system": name, "tokens_per_s": statistics.median(rates[name]), "slots_over_it": ratios[name]} for name in runs
     ]
     return rows, ratios[best]
-
-
-def _forward_share(policy: Any, run: Run, device: str) -> float:
-    """The share of the time that is spent in the policy's decoder."""
-    spent, begin = 0.0, 0.0
-
-    def before(*_: Any) -> None:
-        nonlocal begin
-        _synchronize(device)
-        begin = time.perf_counter()
-
-    def after(*_: Any) -> None:
-        nonlocal spent
-        _synchronize(device)
-        spent += time.perf_counter() - begin
-
-    decoder = policy.get_decoder()
-    hooks = decoder.register_forward_pre_hook(before), decoder.register_forward_hook(after)
-    start = time.perf_counter()
-    run()
-    elapsed = time.perf_counter() - start
-    for hook in hooks:
-        hook.remove()
-    return spent / elapsed
 
 
 def _synchronize(device: str) -> None:

@@ -44,7 +44,6 @@ def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder
     assert [row["workload"] for row in result["rows"]] == ["the task's own lengths"] * 3 + ["equal lengths"] * 3
     slots = [row for row in result["rows"] if row["system"] == "slots"]
     assert len(slots) == 2
-    assert all(0 < row["forward_share"] < 1 for row in slots)
     assert all(row["tokens_per_s"] > 0 and row["slots_over_it"] > 0 for row in result["rows"])
 
 
