@@ -124,10 +124,10 @@ def _counts(generator: Any, policy: Any, prompts: Any, group_size: int, limit: i
         cache = policy(ids, use_cache=True).past_key_values
         with Operations() as bare:
             policy(ids, past_key_values=cache, use_cache=True)
-    per_step = {name: rollout.count[name] / len(steps) for name in ("operation", "view", "layout")}
-    return {f"{name}s_a_step": round(value, 2) for name, value in per_step.items()} | {
-        f"{name}s_of_a_bare_pass": bare.count[name] for name in ("operation", "view")
+    counts: Row = {
+        f"{name}s_a_step": round(rollout.count[name] / len(steps), 2) for name in ("operation", "view", "layout")
     }
+    return counts | {f"{name}s_of_a_bare_pass": bare.count[name] for name in ("operation", "view")}
 
 
 @torch.inference_mode()
