@@ -86,3 +86,12 @@ def test_a_checkpoint_waits_for_the_one_before_and_a_failure_is_told_once(tmp_pa
     io.wait()
     assert io.load_checkpoint(tmp_path / "last.ckpt") == {"version": 2}
     io.teardown()
+
+
+def test_after_a_run_it_writes_at_once(tmp_path: Path) -> None:
+    io = BackgroundIO(WholeFileIO())
+    io.save_checkpoint({"version": 1}, tmp_path / "last.ckpt")
+    io.teardown()
+    assert torch.load(tmp_path / "last.ckpt") == {"version": 1}
+    io.save_checkpoint({"version": 2}, tmp_path / "mine.ckpt")  # as a user does with the trainer
+    assert torch.load(tmp_path / "mine.ckpt") == {"version": 2}

@@ -25,16 +25,19 @@ class BackgroundIO(CheckpointIO):
 
     def __init__(self, writer: WholeFileIO) -> None:
         self._writer = writer
-        self._thread = ThreadPoolExecutor(1, "lit_grpo-checkpoint")
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "lit_grpo-checkpoint")
         self._writing: Future[None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Begin to write ``path``; :meth:`wait` tells how it went.
+        """Begin to write ``path``; :meth:`wait` tells how it went. After a run it is written when this returns.
 
         Raises:
-            CheckpointError: The one before this could not be written.
+            CheckpointError: The one before this could not be written, or after a run this one.
         """
         self.wait()
+        if self._thread is None:
+            self._writer.save_checkpoint(checkpoint, path)
+            return
         self._writer.prepare()
         self._writing = self._thread.submit(self._writer.save_checkpoint, copy_of(checkpoint), path)
 
@@ -63,7 +66,9 @@ class BackgroundIO(CheckpointIO):
 
     def teardown(self) -> None:
         """End the thread, once it has written."""
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
 
 def copy_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
