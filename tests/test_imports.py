@@ -156,15 +156,6 @@ def test_no_folder_has_more_than_twelve_files() -> None:
         assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= 12, folder
 
 
-def test_no_file_is_longer_than_400_lines_and_no_function_longer_than_60() -> None:
-    for path in MODULES.values():
-        text = path.read_text()
-        assert text.count("\n") <= 400, path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
-
-
 def test_the_wheel_has_every_package() -> None:
     import tomllib
 
