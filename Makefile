@@ -7,7 +7,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # uv compiles nothing: what it installs is compiled where it is first imported, and not again by each process of a test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test install lint types unit integration beside coverage lowest newest audit pins clean
+.PHONY: demo test nightly install lint types unit integration beside coverage lowest newest audit pins clean
 
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
@@ -15,10 +15,16 @@ demo: .venv/demo
 test: lint unit
 	$(MAKE) --no-print-directory --jobs 2 integration beside
 
-# What needs nothing but time, in what integration tests leave of the cores: they wait for processes for a third of theirs.
+# What takes long and seldom breaks: every benchmark in its quick form, runs that are killed many times, clusters, and the unit
+# tests on the lowest versions of the packages.
+nightly: .venv/dev
+	.venv/bin/python -m pytest -m nightly --numprocesses 2 --dist loadfile --durations 10
+	$(MAKE) --no-print-directory lowest
+
+# The types, in what integration tests leave of the cores: they wait for processes for a third of their time.
 beside: .venv/dev
 	@mkdir -p .venv/logs
-	@nice -n 19 $(MAKE) --no-print-directory types lowest > .venv/logs/beside 2>&1; code=$$?; cat .venv/logs/beside; exit $$code
+	@nice -n 19 $(MAKE) --no-print-directory types > .venv/logs/beside 2>&1; code=$$?; cat .venv/logs/beside; exit $$code
 
 install: .venv/dev
 
@@ -44,13 +50,13 @@ types: .venv/dev
 	.venv/bin/basedpyright --level error
 
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
-unit integration lowest newest: export OMP_NUM_THREADS = 1
+unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
 	.venv/bin/python -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
-	.venv/bin/python -m pytest -m integration --numprocesses 3 --dist loadfile --durations 10
+	.venv/bin/python -m pytest -m "integration and not nightly" --numprocesses 3 --dist loadfile --durations 10
 
 # Which lines no test runs. No part of `test`, for it makes what runs in the tests' own processes take half as long again.
 coverage: export OMP_NUM_THREADS = 1

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 STATUSES = {"implemented", "deviates", "planned", "declined"}
 
@@ -26,7 +24,7 @@ class Entry(NamedTuple):
 def entries() -> list[Entry]:
     lines = (ROOT / "docs" / "papers.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return [Entry(*row) for row in rows[2:]]  # behind the names of the columns and their rule
+    return [Entry(*row) for row in rows[2:]]  # after the names of the columns and their rule
 
 
 def names(cell: str) -> list[str]:
@@ -41,23 +39,23 @@ def test_every_system_has_one_row() -> None:
     assert len(systems) > 70 and len({*systems}) == len(systems)
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.system)
-def test_a_row_names_what_is_there(entry: Entry) -> None:
-    assert entry.what
-    for path in (*names(entry.files), *names(entry.tests)):
-        assert (ROOT / path).is_file(), path
-    assert all(Path(test).parts[0] == "tests" for test in names(entry.tests))
-    for result in names(entry.results):
-        assert (ROOT / "benchmarks" / "results" / f"{result}.json").is_file(), result
+def test_a_row_names_what_is_there() -> None:
+    for entry in entries():
+        assert entry.what, entry.system
+        for path in (*names(entry.files), *names(entry.tests)):
+            assert (ROOT / path).is_file(), (entry.system, path)
+        assert all(Path(test).parts[0] == "tests" for test in names(entry.tests)), entry.system
+        for result in names(entry.results):
+            assert (ROOT / "benchmarks" / "results" / f"{result}.json").is_file(), (entry.system, result)
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.system)
-def test_a_status_is_one_of_four_and_says_what_it_must(entry: Entry) -> None:
-    status, _, reason = entry.status.partition(": ")
-    assert status in STATUSES
-    if status == "implemented":
-        assert names(entry.files) and names(entry.tests)
-    if status in ("deviates", "declined"):
-        assert reason, "say how it deviates, or why it was declined"
-    if status == "declined":
-        assert not names(entry.files)
+def test_a_status_is_one_of_four_and_says_what_it_must() -> None:
+    for entry in entries():
+        status, _, reason = entry.status.partition(": ")
+        assert status in STATUSES, entry.system
+        if status == "implemented":
+            assert names(entry.files) and names(entry.tests), entry.system
+        if status in ("deviates", "declined"):
+            assert reason, f"{entry.system}: say how it deviates, or why it was declined"
+        if status == "declined":
+            assert not names(entry.files), entry.system

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_group_size_memory_measures_every_case_in_both_phases(tmp_path: Path) -> None:
     result, printed = run_quick("group_size_memory", tmp_path / "result.json")
     check_result(result, "group_size_memory")
@@ -38,6 +39,7 @@ def test_group_size_memory_measures_every_case_in_both_phases(tmp_path: Path) ->
     assert "peak memory of the update" in printed
 
 
+@pytest.mark.nightly
 def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder: Path) -> None:
     result, _ = run_quick("slots_vs_generate", tmp_path / "result.json", "--policy", str(policy_folder))
     check_result(result, "slots_vs_generate")
@@ -47,6 +49,7 @@ def test_slots_vs_generate_measures_both_workloads(tmp_path: Path, policy_folder
     assert all(row["tokens_per_s"] > 0 and row["slots_over_it"] > 0 for row in result["rows"])
 
 
+@pytest.mark.nightly
 def test_the_demo_is_measured_by_update_and_run_again(tmp_path: Path) -> None:
     result, _ = run_quick("demo", tmp_path / "result.json")
     check_result(result, "demo")
@@ -56,6 +59,7 @@ def test_the_demo_is_measured_by_update_and_run_again(tmp_path: Path) -> None:
     assert differences["value"] == 0 and "differ when it is run again" in differences["text"]
 
 
+@pytest.mark.nightly
 def test_what_a_display_costs_is_measured_beside_a_run_without_one(tmp_path: Path) -> None:
     result, _ = run_quick("display_cost", tmp_path / "result.json")
     check_result(result, "display_cost")
@@ -126,6 +130,7 @@ def test_the_command_line_is_shared() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_infinite_sampling_decodes_the_same_by_every_system(tmp_path: Path) -> None:
     result, _ = run_quick("infinite_sampling", tmp_path / "result.json")
     check_result(result, "infinite_sampling")
@@ -135,6 +140,7 @@ def test_infinite_sampling_decodes_the_same_by_every_system(tmp_path: Path) -> N
     assert len(same) == 4 and all(claim["holds"] for claim in same)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["plans", "plans_in_memory", "planner_cost"])
 def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> None:
     result, _ = run_quick(name, tmp_path / "result.json")
@@ -143,6 +149,7 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     assert set(PLANS) - {"full_group"} <= measured
 
 
+@pytest.mark.nightly
 def test_ranks_that_share_rows_are_measured_beside_one(tmp_path: Path) -> None:
     result, _ = run_quick("sequence_parallel", tmp_path / "result.json")
     check_result(result, "sequence_parallel")
@@ -150,6 +157,7 @@ def test_ranks_that_share_rows_are_measured_beside_one(tmp_path: Path) -> None:
     assert all(row["peak_mib"] > 0 and row["seconds_a_row"] > 0 for row in result["rows"])
 
 
+@pytest.mark.nightly
 def test_spreading_simulates_and_measures_every_dealing(tmp_path: Path) -> None:
     result, _ = run_quick("spreading", tmp_path / "result.json")
     check_result(result, "spreading")
@@ -160,6 +168,7 @@ def test_spreading_simulates_and_measures_every_dealing(tmp_path: Path) -> None:
         assert all(row["slowest"] >= 1 and 0 <= row["apart"] <= row["apart_most"] < 1 for row in rows)
 
 
+@pytest.mark.nightly
 def test_kv_memory_tells_what_is_allocated_for_long_tailed_lengths_from_what_is_used(tmp_path: Path) -> None:
     result, _ = run_quick("kv_memory", tmp_path / "result.json")
     check_result(result, "kv_memory")
@@ -178,6 +187,7 @@ def test_long_tailed_means_the_same_in_all_benchmarks() -> None:
     assert max(lengths.values()) == 1024 and sum(length < 123 for length in lengths.values()) in range(115, 141)
 
 
+@pytest.mark.nightly
 def test_vllm_plan_tells_mean_and_spread_of_several_seeds(tmp_path: Path) -> None:
     result, _ = run_quick("vllm_plan", tmp_path / "result.json", imports=VLLM)
     check_result(result, "vllm_plan")
@@ -195,6 +205,7 @@ def test_the_simulation_of_vllm_plan_gives_the_steps_of_the_engine() -> None:
     assert (epoch.fewest, epoch.own_steps) == (292, 425)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [

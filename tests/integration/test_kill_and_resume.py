@@ -8,6 +8,7 @@ from quick_runs import check_result, run_quick
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.nightly
 def test_runs_that_are_killed_and_resumed_end_as_one_that_was_left_alone(tmp_path: Path) -> None:
     result, _ = run_quick("kill_and_resume", tmp_path / "result.json")
     check_result(result, "kill_and_resume")

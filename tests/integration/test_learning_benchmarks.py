@@ -18,6 +18,7 @@ from lit_grpo.policy.weights import digest
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.nightly
 def test_modes_learning_measures_each_mode_by_samples_and_by_time(tmp_path: Path) -> None:
     result, _ = run_quick("sorted_learning", tmp_path / "result.json")
     check_result(result, "sorted_learning")
@@ -28,6 +29,7 @@ def test_modes_learning_measures_each_mode_by_samples_and_by_time(tmp_path: Path
     assert (tmp_path / "result.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.nightly
 def test_stability_learns_from_tokens_that_are_as_old_as_the_lag(tmp_path: Path) -> None:
     result, _ = run_quick("stability", tmp_path / "result.json")
     check_result(result, "stability")
@@ -52,6 +54,7 @@ def test_a_stale_generator_samples_with_the_weights_of_so_many_updates_ago(tmp_p
     assert all(sent) and sampled == [0, 0, 0, 1, 2]
 
 
+@pytest.mark.nightly
 def test_speculation_counts_the_steps_that_drafts_save(tmp_path: Path) -> None:
     result, _ = run_quick("speculation", tmp_path / "result.json")
     check_result(result, "speculation")
@@ -59,6 +62,7 @@ def test_speculation_counts_the_steps_that_drafts_save(tmp_path: Path) -> None:
     assert all(row["steps"] <= row["without"] and 0 <= row["accepted"] <= 1 for row in result["rows"])
 
 
+@pytest.mark.nightly
 def test_drafts_are_decoded_beside_a_generator_without(tmp_path: Path) -> None:
     result, _ = run_quick("drafts", tmp_path / "result.json")
     check_result(result, "drafts")
@@ -68,6 +72,7 @@ def test_drafts_are_decoded_beside_a_generator_without(tmp_path: Path) -> None:
     assert any(row["right"] > 0 for row in rows)
 
 
+@pytest.mark.nightly
 def test_learning_per_hour_trains_all_systems_and_scores_them_alike(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     result, _ = run_quick("learning_per_hour", tmp_path / "result.json")

@@ -76,6 +76,7 @@ def outcome(run: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]
     return [{name: float(row[name]) for name in names if row[name]} for row in rows], weights
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_workers_of_ray_end_where_ranks_without_it_do(strategy: str, cluster: Path, tmp_path: Path) -> None:
     said = run(tmp_path, str(EXAMPLE), *TOLD, "--trainer.strategy", f"ray_{strategy}", "--run.name", "ray")

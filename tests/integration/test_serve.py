@@ -239,6 +239,7 @@ def whole(runs: Runs) -> list[tuple[Any, ...]]:
     return sampled
 
 
+@pytest.mark.nightly
 def test_a_killed_run_leaves_its_named_server_to_the_run_that_resumes_it_and_to_no_other_before(
     runs: Runs, whole: list[tuple[Any, ...]], shared: Serving
 ) -> None:
@@ -259,6 +260,7 @@ def test_a_killed_run_leaves_its_named_server_to_the_run_that_resumes_it_and_to_
     assert runs.steps("killed") == [2, 4, 6, 8] and runs.sampled("killed") == whole
 
 
+@pytest.mark.nightly
 def test_a_killed_run_with_a_server_of_its_own_leaves_nothing_running_and_loses_nothing(
     runs: Runs, whole: list[tuple[Any, ...]]
 ) -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.integration
 WITH_VLLM = ("weight_sync", "lora_sync", "sync_proof", "soak", "vllm_learning", "modes", "overlap")
 
 
+@pytest.mark.nightly
 def test_update_vs_trl_has_both_sides_compute_every_layer_twice(tmp_path: Path) -> None:
     result, _ = run_quick("update_vs_trl", tmp_path / "result.json")
     check_result(result, "update_vs_trl")
@@ -47,6 +48,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [
