@@ -18,6 +18,7 @@ from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeF
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.module import GRPOModule
+from lit_grpo.resuming import name_to_resume
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
@@ -262,7 +263,7 @@ class RunCheckpoint(pl.Callback):
         version, path = self._newest
         if path is None:
             return "Stopped before there was anything to save."
-        name = Path(trainer.default_root_dir).name
+        name = name_to_resume(Path(trainer.default_root_dir))
         return (
             f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {path} goes on from there."
         )

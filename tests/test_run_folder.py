@@ -73,6 +73,72 @@ def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         open_run(tmp_path / "file" / "run")
 
 
+def test_runs_of_two_experiments_have_folders_of_their_own(tmp_path: Path) -> None:
+    runs = [RunConfig(f"{experiment}/seed0", str(tmp_path)) for experiment in ("exp1", "exp2")]
+    with RunFolder() as first, RunFolder() as second, RunFolder() as again:
+        for folder, run in ((first, runs[0]), (second, runs[1]), (again, runs[0])):
+            folder.claim(run.folder, resumes=False)
+            folder.open()
+            (folder.path / "metrics.csv").write_text("rows")
+        assert [run.named_as(folder.path) for run, folder in zip(runs, (first, second), strict=True)] == [
+            "exp1/seed0", "exp2/seed0"
+        ]  # fmt: skip
+        assert runs[0].named_as(again.path) == "exp1/seed0-1"
+    assert open_run(runs[0].folder) == tmp_path / "exp1" / "seed0-2"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "../../x",
+        "a/../../x",
+        "/tmp/x",
+        "~/x",
+        "a//b",
+        "a/",
+        "a\nb",
+        "a\x1b[2J",
+        " a",
+        ".a",
+        "a/.b",
+    ],
+)
+def test_a_name_that_leaves_or_mistakes_its_place_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"run\.name .*; give a name such as grpo or exp1/seed0"):
+        RunConfig(name)
+
+
+def test_a_name_may_look_like_markup(tmp_path: Path) -> None:
+    run = RunConfig("[red]x[/red]", str(tmp_path))
+    open_run(run.folder)
+    assert (tmp_path / "[red]x[" / "red]" / "versions.json").is_file()
+
+
+def test_no_run_lies_in_the_folder_of_another(tmp_path: Path) -> None:
+    """A folder is moved with all that is in it when its run begins again."""
+    with RunFolder() as outer, RunFolder() as inner:
+        outer.claim(tmp_path / "exp", resumes=False)
+        with pytest.raises(ValueError, match="which is the folder of another run"):  # it lives, and has made nothing
+            inner.claim(tmp_path / "exp" / "seed0", resumes=False)
+        outer.open()
+        (outer.path / "metrics.csv").write_text("rows")
+    with RunFolder() as inner, pytest.raises(ValueError, match="which is the folder of another run"):
+        inner.claim(tmp_path / "exp" / "seed0", resumes=False)
+    with RunFolder() as inner:
+        inner.claim(tmp_path / "two" / "seed0", resumes=False)
+        for name in ("two", "two"):  # the refused one has let go of it
+            with RunFolder() as outer, pytest.raises(ValueError, match=r"has the folder of another run in it, .*seed0"):
+                outer.claim(tmp_path / name, resumes=False)
+        inner.open()
+        (inner.path / "metrics.csv").write_text("rows")
+    with RunFolder() as outer, pytest.raises(ValueError, match="has the folder of another run in it"):
+        outer.claim(tmp_path / "two", resumes=False)
+
+
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:
     loggers = make_loggers(RunConfig(name="one", dir=str(tmp_path)), {})
     assert [type(logger).__name__ for logger in loggers] == ["MetricsCSV", "TensorBoard"]

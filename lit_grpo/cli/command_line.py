@@ -23,6 +23,7 @@ from lit_grpo.cli.parsing.settings import check_settings, check_values, find_las
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
+from lit_grpo.resuming import RUN_NAME
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
@@ -31,9 +32,6 @@ from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import silence
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.update.metrics import LogprobGapError
-
-RUN_NAME = "LIT_GRPO_RUN_NAME"
-"""The variable by which the ranks that the first one starts know the run's name."""
 
 EPILOG = (
     "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), fit-check, "
@@ -117,21 +115,21 @@ class GRPOCLI(LightningCLI):
         check_settings(settings, fits=self.subcommand == "fit")
         settings["weights_only"] = True  # no checkpoint runs code
         if self.subcommand == "fit":
-            settings["run"]["name"] = self._claim(RunConfig(**settings["run"]).folder, bool(settings.get("ckpt_path")))
+            settings["run"]["name"] = self._claim(RunConfig(**settings["run"]), bool(settings.get("ckpt_path")))
         else:
             self.save_config_callback = None  # the folder keeps the config that it was trained with
         folder = RunConfig(**settings["run"]).folder.absolute()
         settings["trainer"]["default_root_dir"] = str(folder)
 
-    def _claim(self, folder: Path, resumes: bool) -> str:
+    def _claim(self, run: RunConfig, resumes: bool) -> str:
         """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
         if not is_first_rank():
-            return os.environ.get(RUN_NAME, folder.name)
-        self.run_folder.claim(folder, resumes)
-        name = self.run_folder.path.name
-        if name != folder.name:
+            return os.environ.get(RUN_NAME, run.name)
+        self.run_folder.claim(run.folder, resumes)
+        name = run.named_as(self.run_folder.path)
+        if name != run.name:
             print(
-                f"The run in {folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
+                f"The run in {run.folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
                 f"--run.name {name}.",
                 file=sys.stderr,
             )

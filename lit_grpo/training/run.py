@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,7 +101,7 @@ def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
         return run
     run_folder.claim(run.folder, resumes=False)
     run_folder.open()
-    return RunConfig(run_folder.path.name, run.dir)
+    return replace(run, name=run.named_as(run_folder.path))
 
 
 def _displays(options: Mapping[str, Any]) -> list[pl.Callback]:
