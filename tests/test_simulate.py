@@ -67,6 +67,30 @@ def test_without_knowledge_longest_first_is_first_come(capsys: pytest.CaptureFix
     assert table["lpt"] == table["fcfs"]
 
 
+def test_each_batch_of_a_trace_has_errors_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = []
+    for num_batches in (1, 30):
+        lines = [
+            json.dumps(
+                {
+                    "step": batch,
+                    "prompt_id": f"p{n}",
+                    "visit": batch,
+                    "sample_id": 0,
+                    "prompt_tokens": 1,
+                    "tokens": 3**n,
+                }
+            )
+            for batch in range(num_batches)
+            for n in range(6)
+        ]
+        path = tmp_path / f"{num_batches}.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+        main(["--trace", str(path), "--slots", "2", "--plans", "lpt", "--noise", "2"])
+        steps.append(int(rows(capsys.readouterr().out)["lpt"][0].replace(",", "")))
+    assert steps[1] != 30 * steps[0]
+
+
 def test_plans_that_follow_lengths_go_behind_a_probe(capsys: pytest.CaptureFixture[str]) -> None:
     trace = "lognormal_heavy:prompts=1,group=32,seed=3"
     main(["--trace", trace, "--slots", "8", "--plans", "fcfs", "lpt", "--noise", "0.35", "--probe_tokens", "32"])
