@@ -153,7 +153,7 @@ class GRPOModule(EvaluationModule):
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
     ) -> None:
-        super().__init__(load_rewards(rewards or [], reward_timeout_s), pass_at_k, pass_threshold)
+        super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold)
         self.automatic_optimization = False
         self.policy_name = as_given(policy)
         self.generator: Generator = generator or SlotGenerator()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lit_grpo.rewards import HTTPJudge, RewardError, RewardFunction, RewardRunner, RewardSpec
+from lit_grpo.rewards.http_judge import is_on_loopback
 
 TEMPLATE = "Q: {prompt}\nA: {completion}\nExpected: {answer}\nGive a score from 0 to 10."
 
@@ -140,3 +141,30 @@ def test_what_cannot_judge_is_refused_before_the_run(changes: dict[str, Any], pr
     with pytest.raises(ValueError) as caught:
         HTTPJudge(**(settings | changes))
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_judge_on_this_machine_is_asked_without_a_proxy(
+    variable: str, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nobody listens there
+    for host in ("127.0.0.1", "localhost"):
+        url = server.url.replace("127.0.0.1", host)
+        assert HTTPJudge(url, "m", TEMPLATE)(prompt="2+2?", completion="four", answer=4) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://127.0.0.1:8000/v1", True),
+        ("http://127.9.9.9/v1", True),
+        ("http://[::1]:8000/v1", True),
+        ("http://localhost/v1", True),
+        ("http://judge.localhost/v1", True),
+        ("http://localhost.example.com/v1", False),
+        ("http://10.0.0.1/v1", False),
+        ("https://api.openai.com/v1", False),
+    ],
+)
+def test_what_lies_on_this_machine_is_told_from_what_does_not(url: str, expected: bool) -> None:
+    assert is_on_loopback(url) == expected

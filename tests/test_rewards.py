@@ -388,3 +388,13 @@ def test_answer_that_cannot_be_computed_is_wrong_and_the_next_is_scored() -> Non
 def test_math_equivalence_refuses_a_time_limit_of_zero() -> None:
     with pytest.raises(ValueError, match=r"timeout_s must be above 0, not 0."):
         MathEquivalence(timeout_s=0)
+
+
+def test_one_reward_may_stand_for_a_list_of_it() -> None:
+    def score(completion: str) -> float:
+        return 1.0
+
+    for given in (score, [score], "exact_match", {"path": "exact_match"}, RewardSpec("exact_match"), ("exact_match",)):
+        (function,) = load_rewards(given)
+        assert function.name == ("score" if given in (score, [score]) else "exact_match")
+    assert load_rewards(None) == []

@@ -279,13 +279,22 @@ class RewardFunction:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
-def load_rewards(specs: Sequence[Reward], timeout_s: float | None = None) -> list[RewardFunction]:
+def listed(rewards: Reward | Sequence[Reward] | None) -> list[Reward]:
+    """Return what was given as reward functions as a list; one alone is a list of one."""
+    if rewards is None:
+        return []
+    if isinstance(rewards, str | Mapping | RewardSpec) or callable(rewards):
+        return [rewards]
+    return list(rewards)
+
+
+def load_rewards(specs: Reward | Sequence[Reward] | None, timeout_s: float | None = None) -> list[RewardFunction]:
     """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
 
     Raises:
         ValueError: If one cannot be loaded, or two have the same name.
     """
-    functions = [_load(spec, timeout_s) for spec in specs]
+    functions = [_load(spec, timeout_s) for spec in listed(specs)]
     check_names(functions)
     return functions
 
@@ -293,7 +302,7 @@ def load_rewards(specs: Sequence[Reward], timeout_s: float | None = None) -> lis
 def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
     if isinstance(reward, Mapping):
         try:
-            reward = RewardSpec(**reward)
+            reward = RewardSpec(**with_function(reward))
         except TypeError as error:
             raise ValueError(
                 f"the reward {reward} is no RewardSpec ({first_line(error)}); correct its names."
@@ -305,6 +314,14 @@ def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
     if not callable(reward) or inspect.isclass(reward):
         raise ValueError(f"the reward {reward!r} is no function, path or RewardSpec; give one of these.")
     return RewardFunction.of(reward, getattr(reward, "__name__", type(reward).__name__))
+
+
+def with_function(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a :class:`RewardSpec`, where ``path`` may stand for ``function``."""
+    fields = dict(reward)
+    if "path" in fields and "function" not in fields:
+        fields["function"] = fields.pop("path")
+    return fields
 
 
 def check_names(functions: Sequence[RewardFunction]) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import string
 from typing import Any
+from urllib.parse import urlsplit
 
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
 PLACES = ("prompt", "completion")
+
+
+def is_on_loopback(url: str) -> bool:
+    """Whether an address is one of this machine alone, which no proxy can reach: ``localhost``, 127.x.y.z or ::1."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 class HTTPJudge:
@@ -17,7 +28,7 @@ class HTTPJudge:
 
     A judge that cannot be reached, answers with an error or gives no score makes the call fail: set ``retries`` of the
     reward to have it asked again, and ``on_reward_error`` for what happens then. As many requests are under way as
-    ``reward_workers`` allows.
+    ``reward_workers`` allows. Proxies that the environment names are used, but not for a judge on this machine.
 
     Args:
         url: The server's base, such as ``https://api.openai.com/v1``; ``/chat/completions`` is added.
@@ -57,7 +68,8 @@ class HTTPJudge:
         self._pattern = compile_pattern("pattern", pattern, re.DOTALL, needs_group=True)
         import httpx
 
-        self._client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(timeout=timeout_s, limits=limits, trust_env=not is_on_loopback(self.url))
 
     def __call__(self, completion: str, prompt: str, **columns: Any) -> float:
         """Ask the judge.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lit_grpo.callbacks import GRPOProgressBar, RunSummary
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
+from lit_grpo.rewards.function import listed
 from lit_grpo.settings import as_plain
 from lit_grpo.training.defaults import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.training.loggers import make_loggers
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_grpo.data.sources import RowSource
-    from lit_grpo.rewards import RewardSpec
+    from lit_grpo.rewards.function import Reward
 
     Source = str | RowSource | Iterable[Any]
 
@@ -37,7 +38,7 @@ class Run(NamedTuple):
 def train(
     policy: str | PreTrainedModel,
     train: Source,
-    rewards: Sequence[Callable[..., Any] | str | RewardSpec | Mapping[str, Any]],
+    rewards: Reward | Sequence[Reward],
     *,
     max_steps: int,
     batch_size: int = 8,
@@ -56,7 +57,7 @@ def train(
     Args:
         policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is then trained in place.
         train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset`` or a list of dicts.
-        rewards: Functions, ``file.py:name`` or import paths, or RewardSpecs.
+        rewards: Functions, ``file.py:name`` or import paths, or RewardSpecs; one of them, or a list.
         max_steps: Optimizer steps in all.
         batch_size: Prompts of one training iteration.
         tokenizer: Of a loaded model; by default that of where the model was loaded from.
@@ -78,7 +79,7 @@ def train(
     if tokenizer is not None and isinstance(policy, str):
         raise ValueError("tokenizer goes with a loaded model; leave it out, for policy names one with its tokenizer.")
     pl.seed_everything(seed, verbose=False)
-    for_model: Any = {"policy": model, "rewards": list(rewards), "sampling_seed": seed, **settings}
+    for_model: Any = {"policy": model, "rewards": listed(rewards), "sampling_seed": seed, **settings}
     module = GRPOModule(**for_model)
     for_data: Any = {"policy": model, "train": train, "validation": validation, "batch_size": batch_size, "seed": seed}
     for_data |= data or {}

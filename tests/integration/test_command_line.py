@@ -547,6 +547,35 @@ def test_bad_input_gets_one_sentence(
     assert len(errors[0]) < 800
 
 
+SCORE, MATCH = {"function": "rewards.py:score", "weight": 1.0}, {"function": "exact_match", "weight": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model.rewards", "rewards.py:score"], [SCORE]),
+        (["--model.rewards", "[rewards.py:score, {path: exact_match, weight: 2}]"], [SCORE, MATCH]),
+        (["--model.rewards", "{path: rewards.py:score}"], [SCORE]),
+        (
+            ["--model.rewards", "rewards.py:score", "--model.rewards+", "{function: exact_match, weight: 2}"],
+            [SCORE, MATCH],
+        ),
+        (["--config", "one.yaml"], [SCORE]),
+        (["--config", "two.yaml"], [SCORE, MATCH]),
+    ],
+)
+def test_rewards_may_be_given_by_their_names_alone(
+    arguments: list[str], expected: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "one.yaml").write_text("model:\n  rewards: rewards.py:score\n")
+    (folder / "two.yaml").write_text("model:\n  rewards: [rewards.py:score, {path: exact_match, weight: 2}]\n")
+    with pytest.raises(SystemExit):
+        fit(*arguments, "--model.generator.class_path", "lit_grpo.rollout.SlotGenerator", "--print_config")
+    printed = yaml.safe_load(capsys.readouterr().out)["model"]
+    assert [{name: each[name] for name in ("function", "weight")} for each in printed["rewards"]] == expected
+    assert printed["generator"]["class_path"] == "lit_grpo.rollout.SlotGenerator"
+
+
 def test_a_row_that_lacks_a_column_of_a_reward_is_named_before_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

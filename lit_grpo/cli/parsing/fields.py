@@ -6,10 +6,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
+import yaml
 from jsonargparse import Namespace
 from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
 
 from lit_grpo.cli.parsing.names import FIELDS
+from lit_grpo.rewards.function import with_function
+
+REWARDS = "model.rewards"
 
 
 class Field(ActionTypeHint):
@@ -17,10 +21,13 @@ class Field(ActionTypeHint):
 
     jsonargparse merges lists of equal length item by item: another reward function would get the arguments of the one
     that had its place. ``--model.rewards+`` still appends. Where a field's class changes, jsonargparse keeps what the
-    new one takes too, and leaves the rest out without a word; here it is told.
+    new one takes too, and leaves the rest out without a word; here it is told. Reward functions may be given by their
+    names alone.
     """
 
     def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.dest == REWARDS:
+            value = _spelled_out(value, append)
         is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
         before = _spec(cfg.get(self.dest)) if self.dest in FIELDS and cfg else {}
         value = self._with_path(value) if self.dest in FIELDS else value
@@ -64,6 +71,32 @@ class Field(ActionTypeHint):
     def extra_help(self) -> str:
         """The short names, in place of all the classes that happen to have been imported."""
         return f", names: {', '.join(FIELDS[self.dest])}" if self.dest in FIELDS else super().extra_help()
+
+
+def _spelled_out(value: Any, append: bool) -> Any:
+    """Return reward functions as a list of specs: a name is one, and one alone is a list of it.
+
+    With ``append`` a single one stays alone. What is neither is left for the check of types to refuse.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text in ("", "null"):
+            return value
+        try:
+            value = yaml.safe_load(text) if text[0] in "[{" else text
+        except yaml.YAMLError:
+            return value
+    if isinstance(value, list):
+        return [_reward(each) for each in value]
+    reward = _reward(value)
+    return reward if append or not isinstance(reward, Mapping) else [reward]
+
+
+def _reward(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"function": value}
+    value = value.as_dict() if isinstance(value, Namespace) else value
+    return with_function(value) if isinstance(value, Mapping) else value
 
 
 def _spec(value: Any) -> Mapping[str, Any]:
