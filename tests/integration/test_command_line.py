@@ -462,6 +462,11 @@ BAD_INPUT = {
     "prompt beyond the limit": (["--data.max_prompt_tokens", "2"], "max_prompt_tokens=2"),
     "prompt beyond the context": (["--model.sampling.max_tokens", "255"], "the model's context is 256"),
     "beyond a micro-batch": (["--model.max_tokens_per_micro_batch", "12"], "the smallest that works is 16"),
+    "a command as optimizer": (
+        ["--config", "runs_code.yaml"],
+        "model.optimizer is 'os.system', which is no subclass of",
+    ),
+    "a program as scheduler": (["--model.lr_scheduler", "os.getcwd"], "model.lr_scheduler is 'os.getcwd', which is no"),
     "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
     "reward file": (["--model.rewards", '[{"function": "absent.py:score"}]'], "there is no file absent.py"),
     "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "does not import"),
@@ -525,6 +530,8 @@ def test_bad_input_gets_one_sentence(
     (folder / "empty.jsonl").write_text("")
     (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
     (folder / "broken.py").write_text("import no_such_module\n")
+    optimizer = {"class_path": "os.system", "init_args": {"command": "touch has_run"}}
+    (folder / "runs_code.yaml").write_text(json.dumps({"model": {"optimizer": optimizer}}))
     with (folder / "rewards.py").open("a") as file:
         file.write("def odd(text):\n    return 1\ndef gold(completion, solution):\n    return 1\n")
         file.write("def nan(completion):\n    return float('nan')\ndef short(completions):\n    return [1.0]\n")
@@ -545,6 +552,7 @@ def test_bad_input_gets_one_sentence(
     assert len(errors) == 1, said
     assert sentence in errors[0], errors[0]
     assert len(errors[0]) < 800
+    assert not (folder / "has_run").exists()
 
 
 SCORE, MATCH = {"function": "rewards.py:score", "weight": 1.0}, {"function": "exact_match", "weight": 2.0}
