@@ -52,13 +52,14 @@ def _run(task: str, updates: int, quick: bool) -> LearningRun:
 def count(task: str, trace: Trace, num_slots: int) -> list[Row]:
     """Decode all rollouts, with drafts and without."""
     engine, batches = Engine(num_slots), trace.batches()
-    plain = sum(simulate(batch, PLAN, engine, lengths_of(batch, NOISE)).steps for batch in batches)
+    known = [(batch, lengths_of(batch, NOISE, seed)) for seed, batch in enumerate(batches)]
+    plain = sum(simulate(batch, PLAN, engine, lengths).steps for batch, lengths in known)
     rows: list[Row] = []
     for most in DRAFTED:
         speculation, steps = Speculation(most), 0
-        for batch in batches:
+        for batch, lengths in known:
             generator = SpeculativeReplay(engine, batch, speculation)
-            steps += simulate(batch, PLAN, engine, lengths_of(batch, NOISE), generator=generator).steps
+            steps += simulate(batch, PLAN, engine, lengths, generator=generator).steps
         row: Row = {"task": task, "slots": num_slots, "drafted": most, "steps": steps, "without": plain}
         row |= {"ratio": steps / plain, "accepted": speculation.accepted}
         rows.append(row)

@@ -51,3 +51,9 @@ def test_a_plan_without_spans_can_be_drawn_and_nothing_at_all_cannot() -> None:
     assert len(draw_timeline([Timeline("idle", "idle", [])]).axes) == 2
     with pytest.raises(ValueError, match="0 timelines"):
         draw_timeline([])
+
+
+def test_curves_of_many_plans_all_differ(tmp_path: Path) -> None:
+    plans = [Timeline(f"plan {number}", f"plan {number}", [Span(0, 0, 9, 0)]) for number in range(16)]
+    curves = draw_timeline(plans).axes[len(plans)].get_lines()
+    assert len({(line.get_color(), repr(line._dash_pattern)) for line in curves}) == 16  # pyright: ignore

@@ -235,7 +235,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     plans = options.plans or _plans_that_apply(batches, engine)
     if options.speculate:
         _check_speculation(trace, engine, options)
-    known = [(batch, _lengths(batch, options.noise)) for batch in batches]
+    known = [(batch, _lengths(batch, options.noise, seed)) for seed, batch in enumerate(batches)]
     bound = sum(_bound(batch, engine) for batch in batches)
     outcomes = []
     for name in plans:
@@ -292,12 +292,13 @@ def _plans_that_apply(batches: Sequence[Trace], engine: Engine) -> list[str]:
     return [name for name in PLANS if applies.get(name, True)]
 
 
-def _lengths(trace: Trace, noise: Noise) -> LearntLengths:
+def _lengths(trace: Trace, noise: Noise, seed: int) -> LearntLengths:
+    """Return what is known of a batch before it is decoded; errors of one seed in all batches would not average out."""
     if noise == "recorded":
         if trace.predicted is None:
             raise ValueError(f"{trace.name} has rows without predicted: give --noise a number or none.")
         return KnownLengths(trace.jobs, trace.predicted)
-    return lengths_of(trace, None if noise == "none" else noise)
+    return lengths_of(trace, None if noise == "none" else noise, seed)
 
 
 def _bound(trace: Trace, engine: Engine) -> int:

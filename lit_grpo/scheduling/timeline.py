@@ -20,7 +20,9 @@ GROUP_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 """Okabe and Ito's colours for all eyes, without black and the yellow that white swallows; two more between them."""
 SHADES = (1.0, 0.86, 1.12)  # of neighbours in a row, so that completions of one group are told apart
 PHASE_COLORS = {"reward wait": "#e4e0d4", "update": "#c9ced6", "weight sync": "#9aa3b0"}
-CURVES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+CURVE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.2, 1.5, 1.2)))
+"""With 7 colours, 28 curves that differ, neighbours in grey too: the two lengths have no common divisor."""
 
 
 class Phase(NamedTuple):
@@ -106,11 +108,16 @@ def draw_timeline(timelines: Sequence[Timeline], unit: str = "decode steps", slo
     for axis, each in zip(axes, timelines, strict=False):
         _draw_slots(axis, each, num_slots)
     curves = axes[len(timelines) :]
-    for each, color in zip(timelines, (CURVES * len(timelines))[: len(timelines)], strict=True):
-        label = each.name or None
-        curves[0].step(*active_slots(each.spans), where="post", label=label, color=color, linewidth=1.2)
+    for number, each in enumerate(timelines):
+        look: dict[str, Any] = {
+            "label": each.name or None,
+            "color": CURVE_COLORS[number % len(CURVE_COLORS)],
+            "linestyle": DASHES[number % len(DASHES)],
+            "linewidth": 1.2,
+        }
+        curves[0].step(*active_slots(each.spans), where="post", **look)
         if each.kv is not None:
-            curves[-1].plot(*each.kv, label=label, color=color, linewidth=1.2)
+            curves[-1].plot(*each.kv, **look)
     curves[0].set(ylabel="active slots", ylim=(0, num_slots * 1.05))
     if any(each.name for each in timelines):
         curves[0].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
