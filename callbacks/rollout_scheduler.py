@@ -218,7 +218,7 @@ class RolloutScheduler(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Learn from the lengths, and forget the batch, now that it is learnt from; after the last, have it validated."""
+        """Learn from the lengths, and forget the batch, now that the update has been made; have the last validated."""
         assert isinstance(pl_module, GRPOModule)
         if self._pump is not None:
             self._end_beside(self._pump, pl_module, batch)
