@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_grpo.display.cards import near
+from lit_grpo.terminal import counted
 
 
 class CompletionWriter(pl.Callback):
@@ -32,6 +33,7 @@ class CompletionWriter(pl.Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         path.write_text("", encoding="utf-8")
+        self._rewards: dict[str, list[float]] = {}
 
     def on_predict_batch_end(
         self,
@@ -43,9 +45,17 @@ class CompletionWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Append the batch's completions."""
+        for row in outputs:
+            for name, value in {"reward": row.get("reward"), **row.get("rewards", {})}.items():
+                if value is not None:
+                    self._rewards.setdefault(name, []).append(value)
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in outputs)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the completions are."""
         print(f"Completions written to {near(self.path)}.")
+        if self._rewards:
+            means = [f"{name} {sum(values) / len(values):.3g}" for name, values in self._rewards.items()]
+            num = len(self._rewards.get("reward", ()))
+            print(f"Mean over {counted(num, 'completion')}: {', '.join(means)}.")

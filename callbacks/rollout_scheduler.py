@@ -218,7 +218,7 @@ class RolloutScheduler(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Learn from the lengths, and forget the batch, now that the update has been made."""
+        """Learn from the lengths, and forget the batch, now that the update has been made; have the last validated."""
         assert isinstance(pl_module, GRPOModule)
         if self._pump is not None:
             self._end_beside(self._pump, pl_module, batch)
@@ -235,6 +235,8 @@ class RolloutScheduler(pl.Callback):
             pl_module.log_dict(self._lengths.metrics())
         of_batch = batch.groups, pl_module.pass_threshold, pl_module.policy_version, pl_module.ranks
         pl_module.log_anew("hints", self._budget.learn(*of_batch))
+        if 0 < trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True  # so Lightning validates the final policy, whatever val_check_interval is
 
     def on_validation_batch_start(
         self,

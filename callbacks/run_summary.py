@@ -10,12 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.data.module import loaded_prompts
+from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
 from lit_grpo.resuming import SPENDING, told_of_spending
+from lit_grpo.terminal import counted
 
 from .run_checkpoint import Stopped
 
@@ -43,6 +47,8 @@ class RunSummary(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         if trainer.is_global_zero and not self._told:
             the_console().print(Card("", _facts(trainer, pl_module)))
+            if shared := shared_validation(loaded_prompts(trainer)):
+                rank_zero_warn(f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}.")
         self._told = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -99,6 +105,8 @@ class RunSummary(pl.Callback):
         if self._rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
         facts["folder"] = near(folder)
+        if _offline(trainer) is not None:
+            facts["W&B"] = "offline, nothing has been sent"
         the_console().print(Card(f"{folder.name}: {how}", facts, _commands(trainer, folder, how == "done")))
 
     def _updates(self, version: int) -> str:
@@ -125,10 +133,10 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     slots = getattr(module.generator, "num_slots", None)
     parts = (
-        f"{getattr(data, 'batch_size', '?')} prompts x {module.num_generations} completions",
-        "" if slots is None else f"{slots} slots",
+        f"{_prompts(data)} x {counted(module.num_generations, 'completion')}",
+        "" if slots is None else counted(slots, "slot"),
         type(module.generator).__name__,
-        f"{trainer.max_steps} updates" if trainer.max_steps >= 0 else "",
+        counted(trainer.max_steps, "update") if trainer.max_steps >= 0 else "",
         f"goes on from update {module.policy_version}" if module.policy_version else "",
     )
     all_weights = module.policy.num_parameters()
@@ -140,6 +148,11 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         **_budget(trainer, module),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
+
+
+def _prompts(data: Any) -> str:
+    size = getattr(data, "batch_size", None)
+    return "? prompts" if size is None else counted(size, "prompt")
 
 
 def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
@@ -162,6 +175,12 @@ def _boards(trainer: pl.Trainer) -> list[str]:
     return boards
 
 
+def _offline(trainer: pl.Trainer) -> str | None:
+    """Where W&B keeps the run, where nothing of it has been sent."""
+    runs = [logger.experiment for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+    return next((str(run.settings.sync_dir) for run in runs if getattr(run, "offline", False)), None)
+
+
 def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
     """What can be done next with what is there; how to resume a run that was stopped has been said."""
     config, policy, last = folder / "config.yaml", folder / "policy", folder / "checkpoints" / "last.ckpt"
@@ -173,6 +192,8 @@ def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
         )
     if (folder / "metrics.csv").is_file():
         commands.append([f"{LIT_GRPO} report", near(folder)])
+    if (offline := _offline(trainer)) is not None:
+        commands.append(["wandb sync", near(offline)])
     if done and settings and last.exists() and trainer.max_steps > 0:
         more = f"--trainer.max_steps {2 * trainer.max_steps}"
         commands.append([f"{LIT_GRPO} fit", *settings, f"--ckpt_path {near(last)}", more])

@@ -1,4 +1,4 @@
-"""Text of policies and data, made safe for a terminal."""
+"""Text for a terminal: that of policies and data made safe, and numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 def visible(text: str) -> str:
     """Write control characters as text, tabs and line ends aside: a terminal would obey them."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Write a number with its noun: ``1 update``, ``2 updates``, ``2,048 batches``.
+
+    Args:
+        number: How many.
+        noun: Of one.
+        plural: Of several; the noun with an ``s`` by default.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def on_one_line(text: str) -> str:

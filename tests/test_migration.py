@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lit_grpo.cli.command_line import GROUPS
 from lit_grpo.cli.parsing.errors import InputParser
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.migration import TRL, VERL, convert_trl
@@ -101,6 +104,40 @@ REFUSED = {
     "an optimizer": ({"optim": "lomo"}, "optim is 'lomo'"),
     "variables": ({"env": {"A": "1"}}, "set them in the shell"),
 }
+
+
+def test_all_problems_are_told_at_once_each_with_its_remedy() -> None:
+    with pytest.raises(ValueError) as caught:
+        convert(top_k=50, warmup_ratio=0.1, max_prompt_length=256, optim="lomo", reward_funcs=["mine"], max_staleness=4)
+    said = str(caught.value).splitlines()
+    assert [line.split()[0] for line in said] == [
+        *("top_k", "warmup_ratio", "max_prompt_length", "max_staleness", "optim", "reward_funcs")
+    ]
+    assert "warmup_steps: 0.1" in said[1] and "--data.max_prompt_tokens" in said[2]
+
+
+def test_validation_on_the_training_rows_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    with pytest.raises(
+        ValueError, match=r"would be the training rows.* give fit --data\.validation a file of held-out"
+    ):
+        convert(dataset_name=str(file), eval_strategy="steps")
+    with pytest.raises(ValueError, match="would be the training rows"):
+        convert(dataset_test_split="train", eval_strategy="steps")
+    assert convert(eval_strategy="steps")["data"]["validation"]["init_args"]["split"] == "test"
+
+
+def test_notes_are_of_values_that_differ_from_the_defaults() -> None:
+    notes = convert_trl(LEAST | {"logging_steps": 10, "vllm_mode": "colocate", "save_total_limit": 2}).notes
+    assert [note.partition(":")[0] for note in notes] == ["dataset_name", "reward_funcs", "save_total_limit"]
+
+
+def test_every_field_of_a_group_that_is_named_is_one_of_ours() -> None:
+    for name, row in (TRL | VERL).items():
+        for group, field in re.findall(r"\b([a-z_]+)\.([a-z_]+)", " ".join((row.note, *row.fields))):
+            if group in GROUPS:
+                assert field in inspect.signature(GROUPS[group]).parameters, (name, group, field)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -55,6 +55,22 @@ def test_batches_of_a_recorded_trace_are_decoded_one_after_the_other(
     assert table["lpt"] == ["9", "1.000", "0.222", "4.2", "8", "9.000"]
 
 
+def test_batches_are_foretold_with_errors_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = []
+    for num_batches in (1, 8):  # which are alike but for the errors
+        records = [
+            {"prompt_id": str(sample), "visit": step, "sample_id": 0, "prompt_tokens": 2, "step": step}
+            | {"tokens": 3 * sample % 47 + 1}
+            for step in range(num_batches)
+            for sample in range(32)
+        ]
+        trace = tmp_path / f"{num_batches}.jsonl"
+        trace.write_text("".join(json.dumps(record) + "\n" for record in records))
+        main(["--trace", str(trace), "--slots", "6", "--plans", "lpt", "--noise", "0.7"])
+        steps.append(int(rows(capsys.readouterr().out)["lpt"][0].replace(",", "")))
+    assert steps[1] != 8 * steps[0]
+
+
 def test_recorded_predictions_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "run.jsonl")  # they say the opposite, so that longest first is shortest first
     main(["--trace", str(trace), "--slots", "2", "--plans", "lpt", "--noise", "recorded"])
@@ -65,30 +81,6 @@ def test_without_knowledge_longest_first_is_first_come(capsys: pytest.CaptureFix
     main(["--trace", "lognormal_heavy:prompts=3", "--slots", "8", "--noise", "none", "--plans", "lpt", "fcfs"])
     table = rows(capsys.readouterr().out)
     assert table["lpt"] == table["fcfs"]
-
-
-def test_each_batch_of_a_trace_has_errors_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = []
-    for num_batches in (1, 30):
-        lines = [
-            json.dumps(
-                {
-                    "step": batch,
-                    "prompt_id": f"p{n}",
-                    "visit": batch,
-                    "sample_id": 0,
-                    "prompt_tokens": 1,
-                    "tokens": 3**n,
-                }
-            )
-            for batch in range(num_batches)
-            for n in range(6)
-        ]
-        path = tmp_path / f"{num_batches}.jsonl"
-        path.write_text("\n".join(lines) + "\n")
-        main(["--trace", str(path), "--slots", "2", "--plans", "lpt", "--noise", "2"])
-        steps.append(int(rows(capsys.readouterr().out)["lpt"][0].replace(",", "")))
-    assert steps[1] != 30 * steps[0]
 
 
 def test_plans_that_follow_lengths_go_behind_a_probe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(f"{options.config} holds no fields; give a YAML file as for trl grpo --config.")
         text = as_yaml(options.config.name, convert_trl(given, options.rows, options.devices))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        exit_with(" ".join(str(error).split()))
+        exit_with("\n".join(" ".join(line.split()) for line in str(error).splitlines()))
     if options.output is None:
         print(text, end="")
     else:
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> None:
 def as_yaml(name: str, converted: Converted) -> str:
     """Write a config with what is to be said of it above."""
     says = [
-        f"From {name} of TRL 1.16. What has another meaning here, or none:",
+        f"From {name} of TRL 1.16."
+        + (" What has another meaning here, or none:" if converted.notes else " All fields mean the same here."),
         *(f"- {one}" for one in converted.notes),
     ]
     lines = [line for text in says for line in textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)]

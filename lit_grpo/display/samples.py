@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from lit_grpo.terminal import visible
+from lit_grpo.terminal import counted, visible
 
 LINES = {"prompt": (3, 0), "completion": (6, 2), "reference": (2, 1)}
 """The most lines of a text, and how many of them are its head where it has more; its end is always shown."""
@@ -93,7 +93,7 @@ def _head(sample: Sample) -> str:
     advantage = "" if math.isnan(sample.advantage) else f"  advantage {sample.advantage:.3g}"
     each = "".join(f"  {visible(name)} {_number(value)}" for name, value in sample.rewards.items())
     each = each if len(sample.rewards) > 1 else ""
-    return f"reward {sample.reward:.3g}{each}{advantage}  {sample.tokens} tokens  {sample.finish}"
+    return f"reward {sample.reward:.3g}{each}{advantage}  {counted(sample.tokens, 'token')}  {sample.finish}"
 
 
 def _number(value: float | None) -> str:

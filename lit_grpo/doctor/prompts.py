@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.doctor.patient import Patient
-from lit_grpo.doctor.report import Finding
+from lit_grpo.doctor.report import WIDTH, Finding
 from lit_grpo.policy.loading import embeddings, eos_token_ids
 from lit_grpo.terminal import on_one_line
 from lit_grpo.types import Prompt
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_SHOWN = 3
+SHARED_SHOWN = 8  # characters of what all prompts begin with
+QUOTE_WIDTH = WIDTH - 5  # columns beside the margin of a quote
 _MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|<[a-z]+_of_[a-z]+>|\[/?INST\]|</?s>")
 _NUM_TOKENS = 64  # of a prompt, for its likelihood
 _NUM_SHUFFLES = 4
@@ -30,9 +33,13 @@ def check_prompts(patient: Patient) -> Iterator[Finding]:
     prompts, tokenizer = patient.prompts, patient.module.tokenizer
     lengths = [len(prompt.token_ids) for prompt in prompts]
     yield Finding("pass", "prompts", f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens")
-    for prompt in prompts[:NUM_SHOWN]:
-        text = tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
-        patient.report.quote(f'"{on_one_line(str(text))}"')
+    shown = [str(tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)) for prompt in prompts[:NUM_SHOWN]]
+    for text in differing_parts([on_one_line(text) for text in shown]):
+        patient.report.quote(text)
+    if shared := shared_validation(patient.data.prompts):
+        yield Finding("warn", "validation", shared, f"pass@1 tells nothing of new prompts; {REMEDY}")
+    elif patient.data.prompts.get("validation"):
+        yield Finding("pass", "validation", "prompts that are not trained on")
     yield from _chat(patient, prompts)
     bos, ends = tokenizer.bos_token_id, eos_token_ids(patient.module.policy, tokenizer)
     if bos is not None and any(prompt.token_ids[:2] == (bos, bos) for prompt in prompts):
@@ -43,6 +50,31 @@ def check_prompts(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "fail", "prompt ends", "in a token that ends completions", "correct the chat template, or the data"
         )
+
+
+def differing_parts(texts: Sequence[str], width: int = QUOTE_WIDTH) -> list[str]:
+    """Quote texts within a width, those too long without what all begin with, and with their ends.
+
+    A system prompt begins all prompts; what a prompt asks, and the generation prompt, stand at its end.
+    """
+    begin = _common(texts) if len(texts) > 1 else 0
+    quotes = []
+    for text in texts:
+        room = width - len('""')
+        if len(text) > room:
+            text = "…" + text[max(begin - SHARED_SHOWN, 0) :] if begin > SHARED_SHOWN + 1 else text
+        if len(text) > room:
+            half = (room - len(" … ")) // 2
+            text = f"{text[:half]} … {text[-(room - len(' … ') - half) :]}"
+        quotes.append(f'"{text}"')
+    return quotes
+
+
+def _common(texts: Sequence[str]) -> int:
+    """Count the characters that all begin with."""
+    least, greatest = min(texts), max(texts)
+    pairs = enumerate(zip(least, greatest, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), len(least))
 
 
 def _chat(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:

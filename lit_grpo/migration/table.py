@@ -213,7 +213,7 @@ TRL: dict[str, Counterpart] = {
             load_best_model_at_end=False, metric_for_best_model=None, greater_is_better=None),
     **_none("resume with --ckpt_path runs/NAME/checkpoints/last.ckpt", resume_from_checkpoint=None,
             ignore_data_skip=False, restore_callback_states_from_checkpoint=False),
-    **_none("samples are shown, and written to samples.jsonl, every sample_logger.every_n_batches",
+    **_none("samples are shown, and written to samples.jsonl, every sample_logger.every_n_updates",
             log_completions=False, log_multimodal=True, log_unique_prompts=False, log_completions_hub_repo=None),
     **_none(METRICS, logging_strategy="steps", logging_steps=10, logging_first_step=False, log_on_each_node=True,
             logging_nan_inf_filter=True, include_num_input_tokens_seen="no", log_level="passive",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,22 @@ REWARDS: dict[str, dict[str, Any]] = {
 }
 
 
+OLD = {
+    "warmup_ratio": "give warmup_steps, a share of the run where it is below 1, such as warmup_steps: 0.1",
+    "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens, beyond which rows are refused, or left "
+    "out with --data.unusable_rows drop; no prompt is cut",
+    **dict.fromkeys(
+        ("environment_factory", "rollout_func", "tools"),
+        "environments, tools and rollouts of one's own cannot be had from the command line",
+    ),
+    **dict.fromkeys(
+        ("max_staleness", "max_inflight_tasks", "weight_sync_steps", "queue_maxsize"),
+        "it is one of AsyncGRPO, which is not converted; convert the rest, and choose a rollout_scheduler.mode",
+    ),
+}
+"""Fields of earlier versions of TRL and of its other trainers, and what to do instead."""
+
+
 @dataclass(frozen=True)
 class Converted:
     """A config of ours, and what is to be said of how it came about."""
@@ -63,24 +79,43 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
     Raises:
         ValueError: TRL has no such field, or what it says cannot be had.
     """
-    if "env" in given:
-        raise ValueError("env sets variables of TRL's process; set them in the shell, and leave it out.")
-    for name, value in given.items():
-        if name not in TRL:
-            raise ValueError(f"TRL 1.16 has no field {name!r} for GRPO; correct it, or leave it out.")
-        if TRL[name].kind == "refused" and value not in (TRL[name].default, None):
-            raise ValueError(f"{name} is {value!r}, which cannot be had: {TRL[name].note}.")
+    problems = list(_problems(given))
+    given = {name: value for name, value in given.items() if name in TRL}
     taken = {name: row.default for name, row in TRL.items()} | dict(given)
     config: dict[str, Any] = {"seed_everything": taken["seed"]}
-    _add(config, _run(taken, given))
-    _add(config, _batches(taken, rows, devices))
-    _add(config, _model(taken))
-    _add(config, _generator(taken, config))
-    _add(config, _objective(taken))
-    _add(config, _data(taken, config))
-    _add(config, {"model.rewards": _rewards(taken)})
-    notes = [f"{name}: {TRL[name].note}" for name in given if TRL[name].kind in ("changed", "none")]
+    parts: tuple[Callable[[], Mapping[str, Any]], ...] = (
+        lambda: _run(taken, given),
+        lambda: _batches(taken, rows, devices),
+        lambda: _model(taken),
+        lambda: _generator(taken),
+        lambda: _objective(taken),
+        lambda: _data(taken),
+        lambda: {"model.rewards": _rewards(taken)},
+    )
+    for part in parts:
+        try:
+            _add(config, part())
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    _add(config, {"model.generator.init_args.num_slots": _num_slots(taken, config)})
+    own = {name: TRL[name] for name, value in given.items() if value != TRL[name].default}
+    notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
     return Converted(config, _merged(notes))
+
+
+def _problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """Say of each field that TRL lacks, or that cannot be had, why."""
+    for name, value in given.items():
+        if name == "env":
+            yield "env sets variables of TRL's process; set them in the shell, and leave it out."
+        elif name in OLD:
+            yield f"{name} is {value!r}, but TRL 1.16 has no such field: {OLD[name]}."
+        elif name not in TRL:
+            yield f"TRL 1.16 has no field {name!r} for GRPO; correct it, or leave it out."
+        elif TRL[name].kind == "refused" and value not in (TRL[name].default, None):
+            yield f"{name} is {value!r}, which cannot be had: {TRL[name].note}."
 
 
 def _merged(notes: list[str]) -> list[str]:
@@ -223,11 +258,14 @@ def _stop(settings: Mapping[str, Any]) -> list[str] | None:
     return [stop] if isinstance(stop, str) else stop
 
 
-def _generator(taken: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    at_once = config["data"]["batch_size"] * taken["num_generations"]
+def _num_slots(taken: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    return min(256 if taken["use_vllm"] else 64, config["data"]["batch_size"] * taken["num_generations"])
+
+
+def _generator(taken: Mapping[str, Any]) -> dict[str, Any]:
     if not taken["use_vllm"]:
-        return {"model.generator": {"class_path": "slots", "init_args": {"num_slots": min(64, at_once)}}}
-    arguments: dict[str, Any] = {"num_slots": min(256, at_once)}
+        return {"model.generator": {"class_path": "slots", "init_args": {}}}
+    arguments: dict[str, Any] = {}
     length = taken["vllm_max_model_length"]
     if taken["vllm_mode"] == "server":
         arguments |= {"start_timeout_s": float(taken["vllm_server_timeout"])}
@@ -280,7 +318,7 @@ def _objective(taken: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.objective.{name}": value for name, value in fields.items()} | {"model.advantages": advantages}
 
 
-def _data(taken: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _data(taken: Mapping[str, Any]) -> dict[str, Any]:
     path = taken["dataset_name"]
     if path is None:
         raise ValueError("dataset_name is not given; TRL needs it too.")
@@ -292,6 +330,12 @@ def _data(taken: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]
         return {"class_path": "HubRows", "init_args": {name: value for name, value in given.items() if value}}
 
     validates = taken["eval_strategy"] != "no"
+    if validates and split_of(taken["dataset_train_split"]) == split_of(taken["dataset_test_split"]):
+        raise ValueError(
+            f"eval_strategy is {taken['eval_strategy']!r}, but validation rows would be the training rows of {path!r}; "
+            "set eval_strategy to no here, and give fit --data.validation a file of held-out rows, or name a dataset "
+            "whose dataset_test_split is another split."
+        )
     return {
         "data.train": split_of(taken["dataset_train_split"]),
         "data.validation": split_of(taken["dataset_test_split"]) if validates else None,

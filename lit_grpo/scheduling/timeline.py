@@ -20,9 +20,9 @@ GROUP_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 """Okabe and Ito's colours for all eyes, without black and the yellow that white swallows; two more between them."""
 SHADES = (1.0, 0.86, 1.12)  # of neighbours in a row, so that completions of one group are told apart
 PHASE_COLORS = {"reward wait": "#e4e0d4", "update": "#c9ced6", "weight sync": "#9aa3b0"}
-CURVES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", ":", "-.")
-"""Curves beyond the number of colours are dashed: two plans never look alike."""
+CURVE_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.2, 1.5, 1.2)))
+"""With 7 colours, 28 curves that differ, neighbours in grey too: the two lengths have no common divisor."""
 
 
 class Phase(NamedTuple):
@@ -109,13 +109,13 @@ def draw_timeline(timelines: Sequence[Timeline], unit: str = "decode steps", slo
         _draw_slots(axis, each, num_slots)
     curves = axes[len(timelines) :]
     for number, each in enumerate(timelines):
-        times, active = active_slots(each.spans)
         look: dict[str, Any] = {
             "label": each.name or None,
-            "color": CURVES[number % len(CURVES)],
-            "linestyle": DASHES[number // len(CURVES) % len(DASHES)],
+            "color": CURVE_COLORS[number % len(CURVE_COLORS)],
+            "linestyle": DASHES[number % len(DASHES)],
             "linewidth": 1.2,
         }
+        times, active = active_slots(each.spans)
         curves[0].step(times, active, where="post", **look)
         if each.kv is not None:
             kv_times, kv_tokens = each.kv

@@ -32,7 +32,7 @@ PLAIN: dict[str, Any] = {
     "use_cpu": True,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {"beta": 0.04, "loss_type": "grpo", "warmup_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "plain": {"beta": 0.04, "loss_type": "grpo", "warmup_steps": 2, "seed": 7},
     "dapo": {
         "loss_type": "dapo",
         "epsilon_high": 0.28,

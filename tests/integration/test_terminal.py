@@ -68,7 +68,12 @@ def set_up(folder: Path, policy: Path, chat: bool = False, noise: bool = False, 
     asks = ["".join(character for character in ask if character in allowed) for ask in asks]
     prompts: list[Any] = [[{"role": "user", "content": ask}] for ask in asks] if chat else asks
     rows = [{"prompt": prompt, "answer": str(2 * n + 1), "level": n} for n, prompt in enumerate(prompts)]
+    held_out = [
+        row | {"prompt": [{"role": "user", "content": f"{row['level']}-"}] if chat else f"{row['level']}-"}
+        for row in rows
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     (folder / "rewards.py").write_text(REWARDS.format(noise=noise))
     (folder / "slow.py").write_text(SLOW)
     config = {
@@ -84,7 +89,7 @@ def set_up(folder: Path, policy: Path, chat: bool = False, noise: bool = False, 
             "num_generations": 8,
             "sampling": {"max_tokens": 120},
         },
-        "data": {"train": "prompts.jsonl", "validation": "prompts.jsonl", "batch_size": 4},
+        "data": {"train": "prompts.jsonl", "validation": "held_out.jsonl", "batch_size": 4},
         "sample_logger": {"every_n_updates": 2},
         "checkpoint": {"every_n_updates": 1},
     }
@@ -114,7 +119,9 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert re.search(rf"^  answer +{row['columns/answer']}$", text, re.M)
         assert re.search(rf"[^#]{re.escape(row['prompt'].split('#')[-2 if chat else 0][-4:])}$", text, re.M)
     assert re.search(r"^validation at update 2  pass@1 \d", text, re.M)
-    assert re.search(r"^pass@1 +\d.*% at update 0, \d.*% at update 2$", text, re.M)
+    assert re.search(r"^validation at update 3  pass@1 \d", text, re.M)  # of the last, though it is no multiple of 2
+    assert text.count("validation at update 3") == 1
+    assert re.search(r"^pass@1 +\d.*% at update 0, \d.*% at update 3 \(best .*\)$", text, re.M)
     assert re.search(r"^reward +-?\d.* at update 1, -?\d.* at update 3$", text, re.M)
     assert re.search(r"^updates +3 in \d+ s, peak memory \d", text, re.M)
     assert re.search(r"^folder +runs/task$", text, re.M)

@@ -6,6 +6,7 @@ class Chart {
   constructor(panel, id) {
     this.panel = panel;
     this.hidden = new Set();
+    this.farNotes = new Map(); // in the legend, by metric: a limit far above the values is no line in the chart
     this.lines = panel.metrics.filter((name) => !panel.limits.includes(name));
     this.svg = makeSvg("svg", { tabindex: 0, role: "img", height: CHART.height });
     this.tip = make("div", { class: "tip", role: "status", hidden: "" });
@@ -28,7 +29,10 @@ class Chart {
     for (const name of this.panel.metrics) {
       const limit = this.panel.limits.includes(name);
       const swatch = make("span", { class: limit ? "swatch dashed" : "swatch", style: limit ? null : `--color: ${this.colorOf(name)}` });
-      const button = make("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, swatch, name);
+      const note = make("span", { class: "far" });
+      this.farNotes.set(name, note);
+      const label = make("span", {}, name, note);
+      const button = make("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, swatch, label);
       button.addEventListener("click", () => {
         this.hidden[this.hidden.has(name) ? "delete" : "add"](name);
         button.setAttribute("aria-pressed", String(!this.hidden.has(name)));
@@ -66,11 +70,11 @@ class Chart {
       }
     }
     if (least > greatest) [least, greatest] = [0, 1];
-    this.far = [];
+    this.far = new Map();
     for (const name of this.panel.limits.filter((each) => !this.hidden.has(each))) {
       const limit = Math.max(...content.metrics[name].mean.filter((value) => value !== null));
       if (limit <= 3 * greatest) greatest = Math.max(greatest, limit);
-      else this.far.push([name, limit]);
+      else this.far.set(name, limit);
     }
     if (least === greatest) [least, greatest] = least === 0 ? [0, 1] : [least - Math.abs(least) * 0.1, greatest + Math.abs(greatest) * 0.1];
     if (least > 0 && least < 0.5 * greatest) least = 0;
@@ -94,7 +98,7 @@ class Chart {
     this.ys = ys;
     const parts = [this.grid(x, xs, ys, least, greatest, width)];
     for (const line of [...series].reverse()) parts.push(...(line.top ? this.area(line, ys) : this.line(line, ys)));
-    for (const name of this.panel.limits) if (!this.hidden.has(name)) parts.push(...this.limit(name, ys, width));
+    for (const name of this.panel.limits) parts.push(...this.limit(name, ys));
     this.cross = makeSvg("line", { class: "cross", y1: top, y2: height - bottom, x1: -9, x2: -9, visibility: "hidden" });
     this.dots = makeSvg("g", {});
     this.svg.replaceChildren(makeSvg("title", {}, this.summary()), ...parts, this.cross, this.dots);
@@ -156,11 +160,12 @@ class Chart {
     return [makeSvg("path", { class: "area", style: `fill: ${line.color}`, d: `M${upper.concat(lower).join("L")}Z` })];
   }
 
-  limit(name, ys, width) {
-    const far = this.far.find(([each]) => each === name);
-    if (!far) return [makeSvg("path", { class: "limit", d: this.path(content.metrics[name].mean, ys) })];
-    const text = `${name} ${short(far[1])}, above the chart`;
-    return [makeSvg("text", { x: width - CHART.right, y: CHART.top + 8 + 13 * this.far.indexOf(far), "text-anchor": "end" }, text)];
+  /** The line of a limit, or a note in the legend where it is far above the chart. */
+  limit(name, ys) {
+    const far = this.far.get(name);
+    this.farNotes.get(name).textContent = far === undefined ? "" : ` ${short(far)}, above the chart`;
+    if (far !== undefined || this.hidden.has(name)) return [];
+    return [makeSvg("path", { class: "limit", d: this.path(content.metrics[name].mean, ys) })];
   }
 
   summary() {

@@ -1,0 +1,24 @@
+"""Held-out prompts that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lit_grpo.types import Prompt
+
+LEAST_SHARE = 0.1  # of the validation prompts; a few alike are chance in small data
+REMEDY = "give data.validation rows that are held out, or leave it out"
+
+
+def shared_validation(prompts: Mapping[str, Sequence[Prompt]]) -> str:
+    """Say how many validation prompts have the tokens of a training prompt; an empty text where they are few.
+
+    Args:
+        prompts: By split.
+    """
+    held_out = prompts.get("validation", ())
+    trained = {prompt.token_ids for prompt in prompts.get("train", ())}
+    shared = sum(prompt.token_ids in trained for prompt in held_out)
+    if not held_out or shared < LEAST_SHARE * len(held_out):
+        return ""
+    return f"{shared:,} of {len(held_out):,} prompts of data.validation are in data.train too"
