@@ -253,8 +253,9 @@ def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, t
     logprobs = Snapshots.logprobs
 
     def kept(self: Snapshots, rollouts: Any, version: int, **options: Any) -> Any:
-        seen[version] = logprobs(self, rollouts, version, **options) or {}
-        return seen[version]
+        found = logprobs(self, rollouts, version, **options)
+        seen[version] = found or {}
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Snapshots, "logprobs", kept)
