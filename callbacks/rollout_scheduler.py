@@ -145,6 +145,16 @@ class RolloutScheduler(pl.Callback):
         if hasattr(generator, "keeps_kv"):
             generator.keeps_kv = turns.at_sync == "keep"  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _check_snapshots(self, module: GRPOModule) -> None:
+        """Check that there is room for the weights that old tokens need, and on resuming that they are there."""
+        snapshots, learning = module.learner.snapshots, module.settings
+        if snapshots is None or not self._turns.carries:
+            return
+        limit_gib = learning.objective.snapshot_gib
+        snapshots.check_memory(self._turns.max_staleness, learning.updates_per_batch, limit_gib, module.ranks)
+        needed = self._buffer.versions(module.policy_version) - {module.policy_version}
+        module.ranks.together(lambda: snapshots.check_kept(needed))
+
     def state_dict(self) -> dict[str, Any]:
         """What each rank has learnt of lengths, and has sampled and not yet learnt from; all ranks ask together."""
         self._stop_pump()
@@ -181,6 +191,7 @@ class RolloutScheduler(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
+            self._check_snapshots(pl_module)
             self._budget.begin(pl_module.learner.state.history, own_loader(trainer), self._turns, self._lengths)
         self._start(trainer, pl_module)
 
@@ -198,6 +209,8 @@ class RolloutScheduler(pl.Callback):
         progress = batch_idx / trainer.num_training_batches
         if self._turns.carries:
             batch.prompts = self._open(trainer, pl_module)
+            if pl_module.learner.snapshots is not None:  # what is sampled now may be learnt from after the update
+                pl_module.learner.snapshots.hold(pl_module.policy_version)
         if self._turns.overlap != "none":
             self._begin_beside(trainer, pl_module, batch, progress)
             return
@@ -223,6 +236,10 @@ class RolloutScheduler(pl.Callback):
         if self._pump is not None:
             self._end_beside(self._pump, pl_module, batch)
         self._buffer.learnt()
+        if self._turns.carries and pl_module.learner.snapshots is not None:
+            pl_module.log_dict(pl_module.learner.snapshots.metrics())
+            needed = self._buffer.versions(pl_module.policy_version)
+            pl_module.learner.snapshots.let_go(needed, pl_module.ranks)
         if self._pruner is not None:
             self._pruner.learn(batch.groups, pl_module.pass_threshold)
             pl_module.log_dict(self._pruner.quality())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lit_grpo.update.logprobs.reference import ReferenceSettings
     from lit_grpo.update.settings import Settings
 
-FORMAT = 7
+FORMAT = 8
 """Of checkpoints; it changes whenever what they hold does."""
 
 
@@ -161,6 +161,7 @@ def _check_sharding(
     for is_set, setting, remedy in (
         (settings.max_tokens_per_micro_batch == "auto", "max_tokens_per_micro_batch auto", "give a number"),
         (objective.proximal_decay is not None, "objective.proximal averaged", "take another"),
+        (objective.proximal == "snapshots", "objective.proximal snapshots", "take another"),
         (reference.mixup_alpha is not None, "reference.mixup_alpha", "leave it out"),
         (lora is not None and lora.base == "nf4", "lora.base nf4", "take the policy's own"),
         (not isinstance(policy, str), "policy, a loaded model,", "give its name or folder"),

@@ -68,6 +68,59 @@ def test_what_is_worth_nothing_goes_to_prompts_that_nobody_has_passed() -> None:
     assert greedy([0.0, 1.0, 0.0], 18, 2, 7) == [7, 4, 7]
 
 
+def test_the_knapsack_leaves_unsolved_prompts_what_mixed_ones_do_not_need() -> None:
+    """At a rate of a half, three completions beyond the least show a difference; 118 of 128 are left for six prompts.
+
+    The paper's code gives the same numbers for this batch.
+    """
+    rates = (0.5, 0.5, 0, 0, 0, 0, 0, 0)
+    assert Knapsack().first(at(*rates), 16) == [5, 5, 20, 20, 20, 20, 19, 19]
+    assert Knapsack(most=19).first(at(*rates), 16) == [7, 7, 19, 19, 19, 19, 19, 19]  # what six may not have
+    assert Knapsack(alpha=0.99).first(at(*rates), 16) == [8, 8, 19, 19, 19, 19, 18, 18]
+    assert Knapsack(most=8).first(at(0.0, 0.5, 1.0), 8) == [8, 8, 8]
+
+
+def plain_knapsack(
+    rates: list[float], budget: int, least: int, most: int, alpha: float
+) -> list[tuple[float, int, tuple[int, ...]]]:
+    """Worth of mixed prompts and completions of unsolved and solved ones, in the order of what the rule prefers.
+
+    Of every division that there is: those whose mixed prompts have what they need at most come first.
+    """
+    mixed = [row for row, rate in enumerate(rates) if 0 < rate < 1]
+    needed = sum(
+        least + min(math.floor(math.log(1 - alpha) / math.log(max(rates[row], 1 - rates[row]))), most - least)
+        for row in mixed
+    )
+    unsolved = [row for row, rate in enumerate(rates) if rate == 0]
+    found = []
+    for counts in itertools.product(range(least, most + 1), repeat=len(rates)):
+        if sum(counts) != min(budget, most * len(rates)):
+            continue
+        full = all(counts[row] == most for row in unsolved)
+        if unsolved and not full and sum(counts[row] for row in mixed) > needed:
+            continue
+        worth = math.fsum(knapsack_value(counts[row], rates[row]) for row in mixed)
+        found.append((round(worth, 12), sum(counts[row] for row in unsolved), counts))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_knapsack_is_the_best_division_of_all_that_its_rule_allows(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.choice([0.0, 1.0, 0.5, rng.random(), rng.random()]) for _ in range(rng.randint(1, 5))]
+    least, most, alpha = 2, rng.randint(4, 9), rng.choice([0.5, 0.9, 0.99])
+    budget = rng.randint(least * len(rates), (most + 1) * len(rates))
+    rule = Knapsack(budget=budget, least=least, most=most, alpha=alpha)
+    counts = rule.first(at(*rates), 8)
+    worth, of_unsolved, _ = max(plain_knapsack(rates, budget, least, most, alpha))
+    own = math.fsum(knapsack_value(count, rate) for count, rate in zip(counts, rates, strict=True) if 0 < rate < 1)
+    unsolved = [count for count, rate in zip(counts, rates, strict=True) if rate == 0]
+    assert own == pytest.approx(worth, abs=1e-9) and sum(unsolved) == of_unsolved
+    assert sum(counts) == min(budget, most * len(rates)) and min(counts) >= least and max(counts) <= most
+    assert not unsolved or max(unsolved) - min(unsolved) <= 1
+
+
 @pytest.mark.parametrize("rule", [Knapsack(), Proportional(), Allocation()])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 1.0, None])
 def test_prompts_that_are_alike_get_num_generations_each(rule: Allocation, rate: float | None) -> None:
@@ -222,6 +275,8 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("knapsack:budget=64,tokens=900", "budget is 64 completions and tokens is 900; give one of them"),
         ("uniform:tokens=0", "tokens must be a whole number of at least 1, not 0"),
         ("uniform:tokens=many", "tokens must be"),
+        ("knapsack:alpha=1", "alpha must be in (0, 1), not 1"),
+        ("knapsack:alpha=much", "alpha must be"),
         ("knapsack:least=1", "least must be at least 2, not 1"),
         ("variance:least=4,most=3", "most is 3, which is less than least, 4"),
         ("buckets:most=1", "least must be at least 2 and at most most, 1, not 2"),

@@ -162,18 +162,43 @@ class Uniform(_Divided):
 
 @dataclass(frozen=True)
 class Knapsack(_Divided):
-    """The division that is worth most (Knapsack RL, arXiv 2509.25849).
+    """What mixed prompts need, divided by worth, and the rest for unsolved ones (Knapsack RL, arXiv 2509.25849).
 
     N completions of a prompt that passes at rate p are worth ``(1 - p^N - (1 - p)^N) p (1 - p)^2``: the chance that not
-    all are alike, times what the policy learns then. It is concave in N, so the best division gives one completion
-    after another to whomever it is worth most; of a budget of tokens, to whomever it is worth most a token, which
-    falls short of the best division by less than one completion. Where none is worth anything, as at rates of 0 and 1,
-    they go to prompts that nobody has passed, and then to the others, evenly.
+    all are alike, times what the policy learns then. It is concave in N, so giving one completion after another to
+    whomever it is worth most is exact; of a budget of tokens, to whomever it is worth most a token, which falls short
+    of the best division by less than one completion.
+
+    Beyond ``least``, mixed prompts (0 < p < 1) share no more than they are taken to need:
+    ``floor(ln(1 - alpha) / ln max(p, 1 - p))`` completions each, after which at least one differs from the likelier
+    outcome with a chance of about ``alpha``. What that leaves goes to unsolved prompts (p = 0), evenly, up to ``most``,
+    and what they leave again to mixed ones by worth and then to solved ones, evenly. The division and its ``alpha`` are
+    those of the paper's code. One rule differs: where no prompt is unsolved, mixed ones get everything, while that code
+    gives what they do not need to solved ones.
+
+    Args:
+        alpha: See above, in (0, 1).
     """
+
+    alpha: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("alpha", self.alpha, 0, int | float)
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha must be in (0, 1), not {self.alpha}; the paper's code takes 0.9.")
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""
-        return greedy(rates.tolist(), budget, self.least, most, costs=costs.tolist())
+        counts = np.full(len(rates), self.least)
+        mixed, unsolved = (rates > 0) & (rates < 1), rates == 0
+        if unsolved.any():
+            needs = np.log(1 - self.alpha) / np.log(np.maximum(rates, 1 - rates)[mixed])
+            needed = float((self.least + np.floor(np.minimum(needs, most - self.least))) @ costs[mixed])
+            for rows, limit in ((mixed, needed), (unsolved, math.inf)):
+                shared = min(limit, budget - float(counts[~rows] @ costs[~rows]))
+                counts[rows] = greedy(rates[rows].tolist(), shared, self.least, most, costs=costs[rows].tolist())
+        return greedy(rates.tolist(), budget, counts.tolist(), most, costs=costs.tolist())
 
 
 @dataclass(frozen=True)
@@ -326,7 +351,7 @@ def knapsack_value(number: int, rate: float) -> float:
 def greedy(
     rates: Sequence[float],
     budget: float,
-    least: int,
+    least: int | Sequence[int],
     most: int,
     value: Callable[[int, float], float] = knapsack_value,
     costs: Sequence[float] | None = None,
@@ -336,21 +361,21 @@ def greedy(
     Args:
         rates: Of prompts.
         budget: What all completions may cost.
-        least: The least of each, whatever it costs.
+        least: The least of each, whatever it costs; a number for all, or one for each.
         most: The most of each.
         value: Of so many completions at a rate.
         costs: Of a completion of each prompt; by default 1.
     """
-    counts = [least] * len(rates)
+    counts = [least] * len(rates) if isinstance(least, int) else list(least)
     costs = [1.0] * len(rates) if costs is None else costs
 
     def turn(row: int) -> tuple[float, bool, int, int]:
         rate, number = rates[row], counts[row]
         return ((value(number, rate) - value(number + 1, rate)) / costs[row], rate > 0, number, row)
 
-    waiting = [turn(row) for row in range(len(rates)) if least < most]
+    waiting = [turn(row) for row in range(len(rates)) if counts[row] < most]
     heapq.heapify(waiting)
-    left = budget - least * sum(costs)
+    left = budget - sum(count * cost for count, cost in zip(counts, costs, strict=True))
     while waiting:
         row = heapq.heappop(waiting)[-1]
         if costs[row] > left + SMALLEST_PART:

@@ -188,6 +188,11 @@ class ReplayMemory:
                 f"{own} lets completions of earlier visits count in a group, and advantages.estimator dcpo counts them "
                 "by itself, so they would count twice; take another estimator, or replay none."
             )
+        if objective.proximal_policy == "snapshots":
+            raise ValueError(
+                f"{own} learns from tokens of policies whose weights objective.proximal snapshots does not keep; take "
+                "another proximal, or replay none."
+            )
         if objective.proximal_policy != "sampled" and not objective.correction.active:
             raise ValueError(
                 f"{own} learns from tokens of older policies, and objective.proximal {objective.proximal_policy} "

@@ -174,6 +174,21 @@ class RolloutBuffer:
         oldest = trajectory.oldest_version
         return oldest is not None and version - oldest > self.rule.max_staleness
 
+    def versions(self, version: int) -> set[int]:
+        """Return the versions of tokens that may yet be learnt from, once the policy of ``version`` samples.
+
+        Of what has been given out and not been learnt from, too.
+        """
+        having: list[Trajectory] = []
+        for group in self._groups.values():
+            having += group.completions.values()
+            having += [] if group.due is None else [rollout.completion for rollout in group.due.rollouts]
+            if self.rule.leftovers == "keep":
+                having += [request.prefix for request in group.unfinished.values()]
+        segments = [segment for each in having for segment in each.segments if segment.trained]
+        versions = {segment.version for segment in segments if segment.version is not None}
+        return {each for each in versions if version - each <= self.rule.max_staleness}
+
     # ---- out ----------------------------------------------------------------------------------------
 
     def ready(self, num_steps: int = 0) -> bool:

@@ -48,6 +48,7 @@ from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.selection import token_scores
 from lit_grpo.update.settings import Optimization, Settings
+from lit_grpo.update.snapshots import Snapshots, factor_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +77,7 @@ class Learner:
         self.state = ObjectiveState(settings.objective.kl, settings.objective.entropy)
         decay = settings.objective.proximal_decay
         self.averaged = None if decay is None else AveragedPolicy(policy, decay)
+        self.snapshots = Snapshots(policy) if settings.objective.proximal == "snapshots" else None
         self.budget: TokenBudget | None = None
         self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
         self._broken = BrokenBatches(folder, settings.max_skipped_updates)
@@ -140,6 +142,7 @@ class Learner:
         reference = self.reference.state_dict() if isinstance(self.reference, Reference) else {}
         counts = {"skipped": self._broken.num_skipped, "budget": None if self.budget is None else self.budget.tokens}
         counts["averaged"] = {} if self.averaged is None else self.averaged.state_dict()
+        counts["snapshots"] = {} if self.snapshots is None else self.snapshots.state_dict()
         return {"objective_state": self.state.state_dict(), "reference": reference, "learner": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,6 +154,8 @@ class Learner:
             self.reference.load_state_dict(state["reference"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["learner"]["averaged"])
+        if self.snapshots is not None:
+            self.snapshots.load_state_dict(state["learner"]["snapshots"])
 
     # ---- before the first step ----------------------------------------------------------------------
 
@@ -181,6 +186,14 @@ class Learner:
         reference = None if lent is None else self._measure(rollouts, "logprobs", lent.lend)
         if self.averaged is not None:
             old = self._measure(rollouts, "logprobs", self.averaged.lend)
+        elif self.snapshots is not None:
+            old = self.snapshots.logprobs(
+                rollouts,
+                self.optimization.policy_version,
+                measure=partial(self._measure, what="logprobs"),
+                ranks=self.ranks,
+                measures_now=self.settings.updates_per_batch > 1,
+            )
         elif objective.proximal_policy == "recomputed" and self.settings.updates_per_batch > 1:
             old = self._measure(rollouts, "logprobs")
         return Before(old, reference)
@@ -373,6 +386,8 @@ class Learner:
         kept_N = None if step.kept is None else step.of(step.kept, micro_batch)
         of = tokens, step.totals, self.state.kl.beta, self.state.entropy.applied, kept_N
         loss, token_metrics = policy_loss(objective, *of)
+        if self.snapshots is not None:
+            token_metrics |= factor_metrics(tokens)
         entropy_N, step.loss_sum = entropy_N.detach(), step.loss_sum + loss.detach()
         step.entropy_sum += (entropy_N if kept_N is None else entropy_N * kept_N).sum()
         metrics.add(loss.detach(), entropy=entropy_N, **token_metrics)
@@ -393,7 +408,9 @@ class Learner:
             of = sampled_logprobs_N, micro_batch.versions_N, self.optimization.policy_version
             old_logprobs_N = interpolated_logprobs(logprobs_N, *of)
         elif step.before.old is not None:  # else this is the only update on these rollouts
-            old_logprobs_N = step.of(step.before.old, micro_batch)
+            measured_N = step.of(step.before.old, micro_batch)
+            from_this_pass_N = measured_N.isnan() & (micro_batch.versions_N == self.optimization.policy_version)
+            old_logprobs_N = torch.where(from_this_pass_N, old_logprobs_N, measured_N.to(old_logprobs_N.dtype))
         reference = step.before.reference if objective.kl_in_loss else None
         reference_logprobs_N = None if reference is None else step.of(reference, micro_batch)
         completions = micro_batch.advantages_C, micro_batch.lengths_C, reference_logprobs_N, micro_batch.versions_N

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from lit_grpo.rollout.rules import make_mode
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.snapshots import Snapshots
 
 pytestmark = pytest.mark.integration
 
@@ -240,3 +244,40 @@ def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
     trainer = make_trainer(RolloutScheduler(mode="april"), WeightSync(), max_steps=1)
     with pytest.raises(ValueError, match=r"with a dataloader of your own take synchronous"):
         trainer.fit(module, train_dataloaders=[PromptBatch([])])
+
+
+def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, tmp_path: Path) -> None:
+    """Old log-probs against whole policies of each version; the weights of no version are kept longer than needed."""
+    objective = Objective(correction=Correction("token_truncate"), proximal="snapshots")
+    seen: dict[int, dict[Any, torch.Tensor]] = {}
+    logprobs = Snapshots.logprobs
+
+    def kept(self: Snapshots, rollouts: Any, version: int, **options: Any) -> Any:
+        found = logprobs(self, rollouts, version, **options)
+        seen[version] = found or {}
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshots, "logprobs", kept)
+        trained, module, _ = train(policy_folder, "april:max_staleness=3", tmp_path / "whole", objective=objective)
+    num_old = 0
+    for version, batch in trained.batches.items():
+        for rollout in batch:
+            completion, prompt = rollout.completion, rollout.prompt.token_ids
+            old_T = seen[version].get(completion.request.key)
+            if old_T is None:
+                continue
+            row = torch.tensor([[*prompt, *completion.token_ids_T.tolist()]])
+            for place, of in enumerate(completion.versions_T.tolist()):
+                assert math.isnan(old_T[place]) == (of == version)
+                if of < version:
+                    logits_TV = trained.policies[of](input_ids=row).logits[0, len(prompt) - 1 + place]
+                    expected = logits_TV.log_softmax(-1)[completion.token_ids_T[place]]
+                    assert float(old_T[place]) == pytest.approx(float(expected), abs=1e-4)
+                    num_old += 1
+    assert num_old > 0
+    assert all(log["snapshots/versions"] <= 4 for log in trained.logs)
+    checkpoint = str(tmp_path / "whole" / "4.ckpt")
+    _, resumed, _ = train(policy_folder, "april:max_staleness=3", tmp_path / "on", checkpoint, objective=objective)
+    for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(one, other)

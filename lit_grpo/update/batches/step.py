@@ -18,8 +18,8 @@ from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 class Before:
     """Log-probs of a batch's tokens before its first update, by completion; None where the objective does without.
 
-    Of tokens that are learnt from alone. ``old`` are the trainer's own, or under the average of its weights;
-    ``reference`` are those of the KL term's reference.
+    Of tokens that are learnt from alone. ``old`` are the trainer's own, or under other weights of its; NaN where the
+    pass that learns from a token computes it. ``reference`` are those of the KL term's reference.
     """
 
     old: Mapping[Key, torch.Tensor] | None = None

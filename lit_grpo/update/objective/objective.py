@@ -106,7 +106,7 @@ def _check_proximal(objective: Objective) -> None:
     if objective.proximal == "sampled" and objective.correction.active:
         raise ValueError(
             f"objective.proximal is sampled, but correction.mode {mode} weighs by proximal / sampler, which is then 1; "
-            "set proximal to recomputed, interpolated or averaged, or correction.mode to none."
+            "set proximal to recomputed, interpolated, averaged or snapshots, or correction.mode to none."
         )
     if (decay is not None) != (objective.proximal == "averaged"):
         raise ValueError(
@@ -115,6 +115,16 @@ def _check_proximal(objective: Objective) -> None:
         )
     if decay is not None and not 0 < decay < 1:
         raise ValueError(f"objective.proximal_decay must be in (0, 1), not {decay}; 0.9 averages about 10 steps.")
+    limit_gib = objective.snapshot_gib
+    if limit_gib is not None and objective.proximal != "snapshots":
+        raise ValueError(
+            f"objective.snapshot_gib is {limit_gib} and proximal {objective.proximal_policy}, which keeps no "
+            "snapshots; leave it out, or set proximal to snapshots."
+        )
+    if limit_gib is not None and not (limit_gib > 0 and math.isfinite(limit_gib)):
+        raise ValueError(
+            f"objective.snapshot_gib must be a number above 0, not {limit_gib}; leave it out for no limit."
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,8 @@ class Objective:
     """What an optimizer step minimises. Fields left out are those of the recipe that ``loss`` names.
 
     Args:
-        loss: ``dapo`` (each token of the step alike), ``grpo`` (each completion alike), ``dr_grpo``, ``gspo``,
+        loss: ``dapo`` (each token of the step alike; it clips at 0.2 on both sides, and DAPO's higher upper clip is
+            ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (each completion alike), ``dr_grpo``, ``gspo``,
             ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's formula,
             source and defaults.
         ratio: What a probability ratio is taken over, ``token`` or ``sequence``.
@@ -143,9 +154,12 @@ class Objective:
         correction: How the generator's log-probs are reconciled with the trainer's.
         proximal: What ratios are taken to: ``sampled`` (the log-probs that tokens were sampled with), ``recomputed``
             (the trainer's own before the first update on the batch), ``interpolated`` (between the sampler's and the
-            policy's now, by the age of a token; no forward pass) or ``averaged`` (under an exponential average of the
-            policy's weights). By default ``recomputed`` with a correction, and ``sampled`` without.
+            policy's now, by the age of a token; no forward pass), ``averaged`` (under an exponential average of the
+            policy's weights) or ``snapshots`` (the trainer's own at the version that sampled each token, whose weights
+            the host keeps). By default ``recomputed`` with a correction, and ``sampled`` without.
         proximal_decay: How much less the average counts what is one optimizer step older.
+        snapshot_gib: Host memory, in GiB, that the snapshots of one rank may take; by default its share of what is
+            free when training starts.
         mask_truncated: Leave completions out that ended at the limit on their length; their advantages count in
             their group, and they count as completions in the denominator.
         top_entropy_quantile: Learn only from this share of a step's tokens, those with the highest entropy.
@@ -173,6 +187,7 @@ class Objective:
     correction: Correction = field(default_factory=Correction)
     proximal: Proximal | None = None
     proximal_decay: float | None = None
+    snapshot_gib: float | None = None
     mask_truncated: bool = False
     top_entropy_quantile: float = 1.0
     off_policy_threshold: float | None = None

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-Proximal = Literal["sampled", "recomputed", "interpolated", "averaged"]
+Proximal = Literal["sampled", "recomputed", "interpolated", "averaged", "snapshots"]
 
 
 @torch.no_grad()
