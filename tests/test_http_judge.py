@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lit_grpo.rewards import HTTPJudge, RewardError, RewardFunction, RewardRunner, RewardSpec
+from lit_grpo.rewards.http_judge import _is_loopback
 
 TEMPLATE = "Q: {prompt}\nA: {completion}\nExpected: {answer}\nGive a score from 0 to 10."
 
@@ -140,3 +141,20 @@ def test_what_cannot_judge_is_refused_before_the_run(changes: dict[str, Any], pr
     with pytest.raises(ValueError) as caught:
         HTTPJudge(**(settings | changes))
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_judge_on_this_machine_is_asked_without_the_environments_proxy(
+    server: Any, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    judge = HTTPJudge(server.url.replace("127.0.0.1", host), "m", TEMPLATE)
+    assert judge(prompt="2+2?", completion="four", answer=4) == 4
+
+
+def test_loopback_is_told_by_address_and_name() -> None:
+    assert all(map(_is_loopback, ("http://[::1]:8000/v1", "http://127.0.0.2/v1", "http://localhost:1/v1")))
+    assert not any(map(_is_loopback, ("https://api.openai.com/v1", "http://10.0.0.1/v1", "http://[fe80::1]/v1")))

@@ -388,3 +388,9 @@ def test_answer_that_cannot_be_computed_is_wrong_and_the_next_is_scored() -> Non
 def test_math_equivalence_refuses_a_time_limit_of_zero() -> None:
     with pytest.raises(ValueError, match=r"timeout_s must be above 0, not 0."):
         MathEquivalence(timeout_s=0)
+
+
+def test_one_reward_may_stand_without_its_list(rewards_py: str) -> None:
+    path = f"{rewards_py}:score"
+    given = [path, {"function": path}, RewardSpec(path), [path]]
+    assert [[function.name for function in load_rewards(one)] for one in given] == [["score"]] * 4

@@ -279,12 +279,14 @@ class RewardFunction:
         return read_values(returned, num_rollouts) if self.on_group else [read_value(returned)]
 
 
-def load_rewards(specs: Sequence[Reward], timeout_s: float | None = None) -> list[RewardFunction]:
-    """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
+def load_rewards(specs: Sequence[Reward] | Reward, timeout_s: float | None = None) -> list[RewardFunction]:
+    """Load reward functions, of which one may stand without its list; ``timeout_s`` as in :meth:`RewardFunction.load`.
 
     Raises:
         ValueError: If one cannot be loaded, or two have the same name.
     """
+    if isinstance(specs, str | Mapping | RewardSpec) or callable(specs):
+        specs = [specs]
     functions = [_load(spec, timeout_s) for spec in specs]
     check_names(functions)
     return functions

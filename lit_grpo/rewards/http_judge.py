@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import string
 from typing import Any
+from urllib.parse import urlsplit
 
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
@@ -20,7 +22,8 @@ class HTTPJudge:
     ``reward_workers`` allows.
 
     Args:
-        url: The server's base, such as ``https://api.openai.com/v1``; ``/chat/completions`` is added.
+        url: The server's base, such as ``https://api.openai.com/v1``; ``/chat/completions`` is added. A server on this
+            machine is asked without the proxy that ``HTTP_PROXY`` names.
         model: The judge's name there.
         template: What the judge is asked, with ``{prompt}``, ``{completion}`` and columns of the data such as
             ``{answer}``; a brace that is meant as one is written twice.
@@ -57,7 +60,8 @@ class HTTPJudge:
         self._pattern = compile_pattern("pattern", pattern, re.DOTALL, needs_group=True)
         import httpx
 
-        self._client = httpx.Client(timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(timeout=timeout_s, limits=limits, trust_env=not _is_loopback(self.url))
 
     def __call__(self, completion: str, prompt: str, **columns: Any) -> float:
         """Ask the judge.
@@ -94,6 +98,15 @@ class HTTPJudge:
             return str(response.json()["choices"][0]["message"]["content"])
         except (ValueError, LookupError, TypeError) as error:
             raise RuntimeError(f"the judge at {self.url} answers no chat completion: {response.text!r:.120}") from error
+
+
+def _is_loopback(url: str) -> bool:
+    """Whether a server is on this machine, where no proxy of the environment leads."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _names(template: str) -> list[str]:
