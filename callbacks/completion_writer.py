@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lit_grpo.display.cards import near
+from lit_grpo.faults import json_line
 from lit_grpo.terminal import counted
 
 
@@ -50,7 +50,7 @@ class CompletionWriter(pl.Callback):
                 if value is not None:
                     self._rewards.setdefault(name, []).append(value)
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in outputs)
+            file.writelines(json_line(row) for row in outputs)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the completions are."""

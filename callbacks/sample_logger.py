@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lit_grpo.display.due import is_due
 from lit_grpo.display.samples import Sample, Samples
 from lit_grpo.display.screen import the_console
-from lit_grpo.faults import forget_after
+from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
@@ -82,7 +82,7 @@ class SampleLogger(pl.Callback):
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)  # of a Trainer of one's own it may not be there
         with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            file.writelines(json_line(row) for row in rows)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_table("samples", columns=list(rows[0]), data=_cells(rows), step=step)
@@ -156,10 +156,12 @@ def _cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if value is None:
+        return None
+    return writable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
     lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
     lines += [" | ".join(str(value).replace("|", "\\|").replace("\n", " ") for value in row.values()) for row in rows]
-    return "\n".join(lines)
+    return writable("\n".join(lines))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 
 from lit_grpo.checks import check_order
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.sharding import rest
-from lit_grpo.rollout.generator import Scorer
+from lit_grpo.rollout.generator import Scorer, decodes_in_place
 from lit_grpo.rollout.proof import SyncProof
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
+from lit_grpo.update.metrics import GapLimits
 
 from .rollout_scheduler import RolloutScheduler
+
+EXACT_GAP, ROUNDED_GAP = 0.05, 2.0
+"""Nats that a token's log-prob may be off: where both sides compute alike in float32, and where one of them rounds."""
 
 
 class WeightSync(pl.Callback):
@@ -29,6 +34,11 @@ class WeightSync(pl.Callback):
     Args:
         max_logprob_gap: How far, in nats and on average, the log-probs of a batch's tokens may be from the policy's. A
             sampler in bfloat16 beside a policy in float32 stays below a tenth of this.
+        max_token_gap: How far, in nats, the log-prob of one token may be from the policy's; one token in a thousand may
+            be further off, and none 20 times as far. Like ``max_logprob_gap`` it counts for completions that were
+            sampled from their first token by the present version, and where ``model.objective.correction`` is set it
+            warns and does not stop. ``auto`` is 0.05 where the generator decodes with the policy's own weights in
+            float32, where gaps are about 1e-5, and 2 elsewhere, for bfloat16 and engines with other kernels.
         max_relative_gap: How far the log-probs of the given tokens may be from the policy's on average, relative to
             their spread. In bfloat16 it is about 0.01, in float32 1e-6.
         max_gap_growth: How many times as large as at all syncs before the rounding error may be that would explain it.
@@ -37,15 +47,21 @@ class WeightSync(pl.Callback):
     """
 
     def __init__(
-        self, max_logprob_gap: float = 0.2, max_relative_gap: float = 0.1, max_gap_growth: float = 1.3
+        self,
+        max_logprob_gap: float = 0.2,
+        max_relative_gap: float = 0.1,
+        max_gap_growth: float = 1.3,
+        max_token_gap: float | Literal["auto"] = "auto",
     ) -> None:
         for name, value in (("max_logprob_gap", max_logprob_gap), ("max_relative_gap", max_relative_gap)):
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value}.")
+        if max_token_gap != "auto" and not max_token_gap > 0:
+            raise ValueError(f"max_token_gap must be above 0, or auto, not {max_token_gap}.")
         if not max_gap_growth > 1:
             raise ValueError(f"max_gap_growth must be above 1, not {max_gap_growth}.")
         self.max_logprob_gap, self.max_relative_gap = max_logprob_gap, max_relative_gap
-        self.max_gap_growth = max_gap_growth
+        self.max_gap_growth, self.max_token_gap = max_gap_growth, max_token_gap
         self._proof: SyncProof | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -55,8 +71,16 @@ class WeightSync(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sync, on resumed runs too."""
         assert isinstance(pl_module, GRPOModule)
-        pl_module.learner.max_logprob_gap = self.max_logprob_gap
+        pl_module.learner.gap_limits = GapLimits(self.max_logprob_gap, self._token_limit(trainer, pl_module))
         self._sync(trainer, pl_module)
+
+    def _token_limit(self, trainer: pl.Trainer, module: GRPOModule) -> float:
+        """Return the limit of one token's gap, by what both sides compute in where it is left open."""
+        if self.max_token_gap != "auto":
+            return self.max_token_gap
+        exact = module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32")
+        nf4 = module.lora is not None and module.lora.base == "nf4"
+        return EXACT_GAP if exact and not nf4 and decodes_in_place(module.generator) else ROUNDED_GAP
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sync where the generator does not have this version yet."""

@@ -14,7 +14,7 @@ from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, s
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.metrics import LogprobGapError, TokenMetrics
+from lit_grpo.update.metrics import GapLimits, TokenMetrics
 from lit_grpo.update.objective.corrections import gap_sums
 
 NAN = math.nan
@@ -136,16 +136,32 @@ def test_a_batch_without_tokens_compares_nothing() -> None:
         "sampling/ess_sequence",
     }
     assert (logs["grad_norm"], logs["loss"], logs["update/tokens"]) == (0.0, 0.0, 0.0)
-    metrics.check_gap(alone, 1e-9)
+    assert not metrics.gap_problem(alone, alone)
 
 
 def test_a_batch_sampled_with_other_weights_is_refused_by_its_fresh_tokens() -> None:
-    metrics = TokenMetrics()
     gap_N, fresh_N = torch.tensor([0.1, -0.3, 9.0]), torch.tensor([True, True, False])
-    metrics.add_gap(gap_N, torch.tensor([3]), fresh_N)
-    metrics.check_gap(alone, 0.2001)
-    with pytest.raises(LogprobGapError, match=r"differ from the policy's by 0\.2 nats a token"):
-        metrics.check_gap(alone, 0.1999)
+
+    def problem(limits: GapLimits) -> str:
+        metrics = TokenMetrics(limits)
+        metrics.add_gap(gap_N, torch.tensor([3]), fresh_N)
+        return metrics.gap_problem(alone, alone)
+
+    assert not problem(GapLimits(mean=0.2001, token=0.3001))
+    assert problem(GapLimits(mean=0.1999)).endswith("weight_sync.max_logprob_gap allows 0.1999 on average")
+    assert "by up to 0.3 nats a token, 0.2 on average" in problem(GapLimits(token=0.2999))
+
+
+def test_one_token_in_a_thousand_may_be_above_the_limit_and_none_twenty_times() -> None:
+    def problem(num_above: int, gap: float) -> str:
+        metrics = TokenMetrics(GapLimits(token=0.05))
+        for part in torch.tensor([gap] * num_above + [0.0] * (3000 - num_above)).split(1000):
+            metrics.add_gap(part, torch.tensor([1000]), torch.ones(1000, dtype=torch.bool))
+        return metrics.gap_problem(alone, alone)
+
+    assert not problem(3, 0.9)
+    assert "weight_sync.max_token_gap allows a token 0.05, which 4 of 3000 are above" in problem(4, 0.06)
+    assert "by up to 1.5 nats a token" in problem(1, 1.5)
 
 
 def test_a_micro_batch_is_added_without_a_wait_for_its_device() -> None:

@@ -3,6 +3,6 @@
 from lit_grpo.faults.broken_batch import BrokenBatches
 from lit_grpo.faults.lost_ranks import RankWatch, lost_rank
 from lit_grpo.faults.phases import Phases, StallWatch
-from lit_grpo.faults.rows import forget_after
+from lit_grpo.faults.rows import forget_after, json_line, writable
 
-__all__ = ["BrokenBatches", "Phases", "RankWatch", "StallWatch", "forget_after", "lost_rank"]
+__all__ = ["BrokenBatches", "Phases", "RankWatch", "StallWatch", "forget_after", "json_line", "lost_rank", "writable"]

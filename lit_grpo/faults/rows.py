@@ -3,7 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of JSON that UTF-8 can write: lone surrogates are escaped, numbers not finite are null."""
+    text = json.dumps(_finite(row), ensure_ascii=False, default=str)
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+def writable(text: str) -> str:
+    """Return a text that UTF-8 can write: lone surrogates are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no number for, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def forget_after(path: Path, step: int) -> None:

@@ -37,13 +37,13 @@ from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.measurements import measured
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
-from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
+from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
-from lit_grpo.update.objective.tokens import Tokens, completion_sums, highest
+from lit_grpo.update.objective.tokens import Tokens, completion_sums, highest, spread
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.selection import token_scores
@@ -79,7 +79,8 @@ class Learner:
         self.averaged = None if decay is None else AveragedPolicy(policy, decay)
         self.snapshots = Snapshots(policy) if settings.objective.proximal == "snapshots" else None
         self.budget: TokenBudget | None = None
-        self.max_logprob_gap = math.inf  # nats between trainer and generator, a token; a batch above it is refused
+        self.gap_limits = GapLimits()
+        self._told_of_gap = False
         self._broken = BrokenBatches(folder, settings.max_skipped_updates)
         self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)
 
@@ -109,7 +110,7 @@ class Learner:
             FloatingPointError: Losses or gradients of several updates in a row are not finite; the weights stay as
                 they are.
         """
-        settings, metrics = self.settings, TokenMetrics()
+        settings, metrics = self.settings, TokenMetrics(self.gap_limits)
         problems = self.ranks.gather(missing_logprob([rollout for group in groups for rollout in group.rollouts]))
         for problem in filter(None, problems):
             raise ValueError(problem)  # on every rank, so that none waits for another
@@ -125,7 +126,7 @@ class Learner:
         denominator, and are divided by the true one in the end. The settings have to allow it
         (:func:`lit_grpo.update.arriving.check_arriving`). Raises what :meth:`learn` does.
         """
-        metrics = TokenMetrics()
+        metrics = TokenMetrics(self.gap_limits)
         step, advantages_R = Arriving(self, metrics).sum(arriving)
         self._take_step(step, metrics)
         return self._end(metrics, advantages_R)
@@ -298,8 +299,8 @@ class Learner:
 
     def _take_step(self, step: Step, metrics: TokenMetrics) -> None:
         """Take the optimizer's step with the gradient that there is."""
-        if metrics.num_updates == 0 and self.max_logprob_gap < math.inf:
-            metrics.check_gap(self.ranks.sum, self.max_logprob_gap)
+        if metrics.num_updates == 0:
+            self._check_gap(metrics)
         version = self.optimization.policy_version
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
         grad_norm, loss = float(whole(norm)), float(step.loss_sum)
@@ -321,6 +322,27 @@ class Learner:
         if not skipped and self.settings.objective.entropy.target is not None and step.totals.num_entropy_tokens:
             entropy = float(self.ranks.sum(step.entropy_sum)) / step.totals.num_entropy_tokens
             self.state.entropy.update(entropy)
+
+    def _check_gap(self, metrics: TokenMetrics) -> None:
+        """Refuse a batch that was not sampled with the policy that learns; where a correction is set, warn once.
+
+        Raises:
+            LogprobGapError: It was not, and nothing corrects for that.
+        """
+        problem = metrics.gap_problem(self.ranks.sum, self.ranks.max)
+        if not problem:
+            return
+        sentence = f"The log-probs that a batch was sampled with differ from the policy's {problem}"
+        if self.settings.objective.correction.active:
+            if not self._told_of_gap:
+                self.ranks.warn(f"{sentence}; model.objective.correction weighs what is learnt from it.")
+            self._told_of_gap = True
+            return
+        raise LogprobGapError(
+            f"{sentence}, so it is not learnt from: something in the policy is random (router jitter, dropout), a "
+            "reward or a callback changes its weights, the generator samples at another temperature, in another "
+            "precision or with other weights; mend that, set model.objective.correction, or raise the limit."
+        )
 
     def accumulate(
         self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics, first: bool = True, last: bool = True
@@ -394,8 +416,9 @@ class Learner:
         gap_N = tokens.logprobs_N.detach() - tokens.sampled_logprobs_N
         step.log_weights.append(completion_sums(gap_N, tokens.lengths_C))
         if metrics.num_updates == 0:  # the weights are still those that sampled
-            fresh_N = micro_batch.versions_N == self.optimization.policy_version
-            metrics.add_gap(gap_N, tokens.lengths_C, fresh_N)
+            is_fresh_N = micro_batch.versions_N == self.optimization.policy_version
+            stale_C = completion_sums((~is_fresh_N).to(gap_N.dtype), tokens.lengths_C)  # keys may be of old weights
+            metrics.add_gap(gap_N, tokens.lengths_C, spread(stale_C, tokens.lengths_C) == 0)
         return loss
 
     def _tokens(self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, micro_batch: MicroBatch, step: Step) -> Tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,25 @@ from lit_grpo.update.objective.corrections import gap_metrics, gap_sums
 
 class LogprobGapError(RuntimeError):
     """What was sampled was not sampled with the policy's weights; nothing has been learnt from it."""
+
+
+MOST_ABOVE = 1000
+"""One token in so many may be further off than the limit: rounding may send a token to another expert."""
+OUTLIER = 20.0
+"""No token may be so many times as far off as the limit."""
+
+
+@dataclass(frozen=True)
+class GapLimits:
+    """How far the log-probs that fresh tokens were sampled with may be from the policy's, in nats.
+
+    Args:
+        mean: On average over the tokens.
+        token: Of one token. One token in a thousand may be further off, and none 20 times as far.
+    """
+
+    mean: float = math.inf
+    token: float = math.inf
 
 
 def advantage_metrics(advantages_R: torch.Tensor) -> dict[str, float]:
@@ -31,16 +51,21 @@ class TokenMetrics:
 
     Means are over tokens, however they are split. ``sampling/*`` compares the trainer's log-probs with the
     generator's before the first step, when they should agree (see :func:`gap_metrics`).
+
+    Args:
+        limits: How far they may be apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: GapLimits = GapLimits()) -> None:
         self.num_updates = 0
+        self._limits = limits
         self._sums: dict[str, torch.Tensor | float] = defaultdict(float)
         self._num_tokens = 0
         nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
         self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
         self._largest_gaps: list[torch.Tensor] = []
-        self._fresh: list[torch.Tensor] = []  # sums of a micro-batch's gaps and how many, together
+        self._fresh: list[torch.Tensor] = []  # of a micro-batch: sum of gaps, how many, how many above
+        self._largest_fresh: list[torch.Tensor] = []
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
@@ -66,22 +91,28 @@ class TokenMetrics:
         if difference_N.numel():
             gap_N = difference_N.abs()
             self._largest_gaps.append(gap_N.max())
-            self._fresh.append(torch.stack([(gap_N * fresh_N).sum(), fresh_N.sum()]))
+            fresh_gap_N = torch.where(fresh_N, gap_N, torch.zeros_like(gap_N))
+            above_N = fresh_gap_N > self._limits.token
+            self._fresh.append(torch.stack([fresh_gap_N.sum(), fresh_N.sum(), above_N.sum()]))
+            self._largest_fresh.append(fresh_gap_N.max())
 
-    def check_gap(self, reduce_sum: Reduce, limit: float) -> None:
-        """Check the mean gap of fresh tokens, over all ranks, before they are learnt from.
+    def gap_problem(self, reduce_sum: Reduce, reduce_max: Reduce) -> str:
+        """Say that the gaps of fresh tokens, over all ranks, are above a limit; nothing where none is.
 
-        Raises:
-            LogprobGapError: It is above ``limit`` nats.
+        One that is not finite shows in the loss.
         """
-        fresh = torch.stack(self._fresh).tolist() if self._fresh else [(0.0, 0.0)]
-        gap, count = reduce_sum(torch.tensor([*map(sum, zip(*fresh, strict=True))], dtype=torch.float64)).tolist()
-        if gap > limit * count:  # one that is not finite shows in the loss
-            raise LogprobGapError(
-                f"The log-probs that a batch was sampled with differ from the policy's by {gap / count:.3g} nats a "
-                f"token, where weight_sync.max_logprob_gap allows {limit}, so it is not learnt from: the generator's "
-                "weights changed after the last sync, or it samples otherwise than the trainer computes."
-            )
+        fresh = torch.stack(self._fresh).tolist() if self._fresh else [(0.0, 0.0, 0.0)]
+        sums = torch.tensor([sum(column) for column in zip(*fresh, strict=True)], dtype=torch.float64)
+        total, count, num_above = reduce_sum(sums).tolist()
+        own = float(torch.stack(self._largest_fresh).max()) if self._largest_fresh else 0.0
+        largest = float(reduce_max(torch.tensor(own, dtype=torch.float64)))
+        far = f"by up to {largest:.3g} nats a token, {total / max(count, 1.0):.3g} on average"
+        if total > self._limits.mean * count:
+            return f"{far}, where weight_sync.max_logprob_gap allows {self._limits.mean:g} on average"
+        if num_above > count // MOST_ABOVE or OUTLIER * self._limits.token < largest < math.inf:
+            limit = f"{self._limits.token:g}, which {num_above:.0f} of {count:.0f} are above"
+            return f"{far}, where weight_sync.max_token_gap allows a token {limit}"
+        return ""
 
     def scale_loss(self, scale: float) -> None:
         """The shares of the loss so far were by another denominator."""
