@@ -45,11 +45,6 @@ def start() -> None:
         print(f"lit_grpo {__version__}")
         return
     _announce(sys.argv[1:])
-    # Threads that wait must not spin: beside another busy process a spinning pair of them is many times slower
-    # than one alone. OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # numpy's own threads spin as well, after each small product of the length predictor.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU build tells of its memory binding
     if sys.argv[1:2] == ["export"]:
         from lit_grpo.cli.export import main as export

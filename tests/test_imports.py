@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
+    "process": set(),
     "dashboard": set(),
     "dashboard.report": {"dashboard", "terminal"},
     "display": {"terminal", "scheduling"},
@@ -60,6 +61,7 @@ ROOMS: dict[str, set[str]] = {
     "module": {
         *UTILITIES,
         *("metrics", "checks", "strategies", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
+        "process",
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
