@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import Namespace
 
+from lit_grpo.__main__ import main
 from lit_grpo.cli.parsing.early import HELP, TABLE, check_early
 from lit_grpo.cli.parsing.settings import check_values
 from lit_grpo.cli.parsing.write_options import fit_parser, help_of, options
@@ -106,3 +107,23 @@ def test_what_is_no_class_of_its_kind_is_refused_before_it_is_called(field: str,
         check_values(settings, {})  # pyright: ignore[reportArgumentType]
     right = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}
     check_values(json.loads(json.dumps({"model": {"optimizer": right}})), {})
+
+
+def test_settings_in_the_environment_are_said_to_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PL_FIT__MODEL__POLICY", "mine")
+    check_early(["fit"])
+    assert capsys.readouterr().err.startswith("PL_FIT__MODEL__POLICY has no effect; give settings as --FIELD VALUE")
+
+
+def test_an_interrupt_before_a_run_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_grpo.__main__.start", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert capsys.readouterr().err == "Interrupted.\n"

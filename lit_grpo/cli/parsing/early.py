@@ -7,6 +7,7 @@ value is left to the real parser.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -57,6 +58,10 @@ def check_early(arguments: Sequence[str]) -> None:
         print(HELP.read_text(), end="")
         sys.exit()
     if arguments[:1] and arguments[0] in COMMANDS:
+        if ignored := sorted(name for name in os.environ if name.startswith("PL_FIT__")):
+            print(
+                f"{', '.join(ignored)} has no effect; give settings as --FIELD VALUE or by --config.", file=sys.stderr
+            )
         given = list(with_paths(arguments[1:]))
         for before, argument in zip(["", *given], given, strict=False):
             name = argument.split("=")[0]
