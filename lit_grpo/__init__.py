@@ -8,10 +8,13 @@ monitoring. ``python -m lit_grpo fit --config ...`` puts them together, and so d
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lit_grpo.process.threads import prepare
+
 if TYPE_CHECKING:
     from lit_grpo.training import train as train
 
 __version__ = "0.1.0"
+prepare()  # before torch is imported, which reads once how its threads are to wait
 
 if not (Path(__file__).parent / "callbacks").is_dir():  # in a checkout they stand at its top
     __path__.append(str(Path(__file__).parents[1]))

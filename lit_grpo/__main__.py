@@ -9,6 +9,9 @@ def main() -> None:
     """Run the command line; a mistake in the input, or a package that is missing, ends it with one sentence."""
     try:
         start()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
@@ -44,22 +47,20 @@ def start() -> None:
 
         print(f"lit_grpo {__version__}")
         return
+    if sys.argv[1:2] == ["from-trl"]:
+        from lit_grpo.cli.from_trl import main as from_trl
+
+        from_trl(sys.argv[2:])
+        return
+    from lit_grpo.cli.parsing.early import check_early
+
+    check_early(sys.argv[1:])
     _announce(sys.argv[1:])
-    # Threads that wait must not spin: beside another busy process a spinning pair of them is many times slower
-    # than one alone. OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # numpy's own threads spin as well, after each small product of the length predictor.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU build tells of its memory binding
     if sys.argv[1:2] == ["export"]:
         from lit_grpo.cli.export import main as export
 
         export(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["from-trl"]:
-        from lit_grpo.cli.from_trl import main as from_trl
-
-        from_trl(sys.argv[2:])
         return
     if sys.argv[1:2] == ["doctor"]:
         from lit_grpo.cli.doctor import main as examine

@@ -43,6 +43,7 @@ from lit_grpo.policy.loading import (
 )
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.sharding import class_of, rest
+from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.rewards import RewardSpec, check_rewarded, load_rewards
 from lit_grpo.rewards.function import check_prompts
@@ -183,6 +184,7 @@ class GRPOModule(EvaluationModule):
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
+        wait_without_spinning()
         if not self.rewards and stage != "predict":
             raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
         if stage == "fit":

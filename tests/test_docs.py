@@ -18,7 +18,7 @@ import yaml
 
 from lit_grpo.cli import simulate
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments
-from lit_grpo.cli.parsing.errors import shipped_config
+from lit_grpo.cli.parsing.sentences import shipped_config
 from lit_grpo.dashboard import explain, sections
 from lit_grpo.training.run_folder import RunFolder
 

@@ -10,7 +10,8 @@ from jsonargparse import ArgumentError
 from jsonargparse._actions import ActionConfigFile
 from lightning.pytorch import Callback
 
-from lit_grpo.cli.parsing.errors import InputParser, one_sentence, shipped_config
+from lit_grpo.cli.parsing.errors import InputParser, one_sentence
+from lit_grpo.cli.parsing.sentences import shipped_config
 from lit_grpo.data.sources import FileRows, RowSource
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams

@@ -14,6 +14,7 @@ ROOMS: dict[str, set[str]] = {
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
+    "process": set(),
     "dashboard": set(),
     "dashboard.report": {"dashboard", "terminal"},
     "display": {"terminal", "scheduling"},
@@ -59,6 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "module": {
         *UTILITIES,
         *("metrics", "checks", "strategies", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
+        "process",
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },

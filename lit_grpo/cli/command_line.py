@@ -16,9 +16,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_grpo.callbacks import GRPOProgressBar, RunCheckpoint, RunSummary
 from lit_grpo.checkpoints import read_state, settled
 from lit_grpo.checks import check_trainer
-from lit_grpo.cli.parsing.errors import InputParser, exit_with, one_sentence, own_frames
+from lit_grpo.cli.parsing.errors import InputParser, one_sentence, own_frames
 from lit_grpo.cli.parsing.help import add_short_help
 from lit_grpo.cli.parsing.names import DEFAULTS
+from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank

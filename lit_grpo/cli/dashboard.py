@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lit_grpo.cli.parsing.errors import exit_with
+from lit_grpo.cli.parsing.sentences import exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
-from lit_grpo.cli.parsing.errors import exit_with, one_sentence, own_frames
+from lit_grpo.cli.parsing.errors import one_sentence, own_frames
+from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
 from lit_grpo.doctor import CheckUp, Examined, Finding, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder

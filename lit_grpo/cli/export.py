@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.checkpoints import read, settled
-from lit_grpo.cli.parsing.errors import exit_with
+from lit_grpo.cli.parsing.sentences import exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

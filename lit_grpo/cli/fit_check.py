@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
-from lit_grpo.cli.parsing.errors import exit_with, one_sentence
+from lit_grpo.cli.parsing.errors import one_sentence
+from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.cli.parsing.settings import check_values
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.hub import hub_or_cache

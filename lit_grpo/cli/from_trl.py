@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import yaml
 
-from lit_grpo.cli.parsing.errors import exit_with
+from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.migration import Converted, convert_trl
 
 

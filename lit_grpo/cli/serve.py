@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_serve(options, others))
     except ValueError as error:
-        from lit_grpo.cli.parsing.errors import exit_with
+        from lit_grpo.cli.parsing.sentences import exit_with
 
         exit_with(str(error))
 

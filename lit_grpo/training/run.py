@@ -49,7 +49,7 @@ def train(
     seed: int = 0,
     data: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
-    callbacks: Mapping[str, Mapping[str, Any] | None] | None = None,
+    callbacks: Mapping[str, Mapping[str, Any] | None] | Sequence[pl.Callback] | pl.Callback | None = None,
     **settings: Any,
 ) -> Run:
     """Train a policy as ``python -m lit_grpo fit`` does, and show the same: in a notebook, plain lines.
@@ -69,13 +69,19 @@ def train(
         data: Further settings of :class:`PromptDataModule`.
         trainer: Further settings of Lightning's Trainer; its ``callbacks`` come beside those of every run.
         callbacks: Settings of the callbacks of every run, by the names that the command line knows them by, such as
-            ``{"rollout_scheduler": {"plan": "lpt"}}``.
+            ``{"rollout_scheduler": {"plan": "lpt"}}``; or callbacks of your own, which come beside them.
         **settings: Further settings of :class:`GRPOModule`; dicts will do for ``sampling``, ``lora`` and the like.
 
     Raises:
         ValueError: A setting is not what it should be.
     """
     model = policy if isinstance(policy, str) else (policy, tokenizer)
+    for one in () if callbacks is None or isinstance(callbacks, Mapping) else _listed(callbacks):
+        if not isinstance(one, pl.Callback):
+            raise ValueError(
+                f"callbacks holds {one!r}, which is no Lightning Callback; give callbacks, or a mapping of settings "
+                'such as {"rollout_scheduler": {"plan": "lpt"}}.'
+            )
     if tokenizer is not None and isinstance(policy, str):
         raise ValueError("tokenizer goes with a loaded model; leave it out, for policy names one with its tokenizer.")
     pl.seed_everything(seed, verbose=False)
@@ -85,15 +91,24 @@ def train(
     for_data |= data or {}
     datamodule = PromptDataModule(**for_data)
     options: dict[str, Any] = {"max_steps": max_steps, **(trainer or {})}
-    made = default_callbacks(callbacks, [*options.pop("callbacks", ()), *_displays(options)])
+    of_every_run = callbacks if isinstance(callbacks, Mapping) else {}
+    own = [*_listed(options.pop("callbacks", None)), *([] if of_every_run else _listed(callbacks))]
+    made = default_callbacks(of_every_run, [*own, *_displays(options)])
     with quiet(), RunFolder() as run_folder:
         run = _opened(run_folder, RunConfig(name, dir))
-        told = {"model": for_model, "data": for_data, "trainer": options, **(callbacks or {})}
+        told = {"model": for_model, "data": for_data, "trainer": options, **of_every_run}
         fitted = _trainer(run, made, options, as_plain(told))
         if validation is not None:
             fitted.validate(module, datamodule, verbose=False)
         fitted.fit(module, datamodule)
     return Run(module, Path(fitted.default_root_dir))
+
+
+def _listed(given: Any) -> list[Any]:
+    """One or several as a list; none of ``None`` and of an empty mapping."""
+    if given is None or given == {}:
+        return []
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
 def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:

@@ -464,9 +464,12 @@ BAD_INPUT = {
     "beyond a micro-batch": (["--model.max_tokens_per_micro_batch", "12"], "the smallest that works is 16"),
     "a command as optimizer": (
         ["--config", "runs_code.yaml"],
-        "model.optimizer is 'os.system', which is no subclass of",
+        "model.optimizer names 'os.system', which is no Optimizer class",
     ),
-    "a program as scheduler": (["--model.lr_scheduler", "os.getcwd"], "model.lr_scheduler is 'os.getcwd', which is no"),
+    "a program as scheduler": (
+        ["--model.lr_scheduler", "os.getcwd"],
+        "Expected 'os.getcwd' to be a function that returns",
+    ),
     "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
     "reward file": (["--model.rewards", '[{"function": "absent.py:score"}]'], "there is no file absent.py"),
     "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "does not import"),

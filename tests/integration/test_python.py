@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
@@ -75,6 +76,8 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
             {"callbacks": {"sampler": {}}},
             "callbacks has no 'sampler'; it has checkpoint, rollout_scheduler, weight_sync, ",
         ),
+        ({"callbacks": ["mine"]}, "callbacks holds 'mine', which is no Lightning Callback; give callbacks, or"),
+        ({"callbacks": MemoryMonitor}, "callbacks holds <class '"),
         ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
         ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
         ({"tokenizer": object()}, "tokenizer goes with a loaded model; leave it out"),
@@ -111,3 +114,33 @@ def test_callbacks_of_an_own_trainer_that_are_missing_or_misplaced_are_named(
     with pytest.raises(ValueError) as caught:
         make_trainer(*callbacks).fit(module, datamodule=data)
     assert str(caught.value).startswith(problem)
+
+
+class Counter(pl.Callback):
+    """Counts batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+
+@pytest.mark.parametrize("in_a_list", [True, False])
+def test_train_takes_callbacks_as_lightning_does_and_one_reward(
+    tmp_path: Path, policy_folder: Path, in_a_list: bool
+) -> None:
+    counter = Counter()
+    run = lit_grpo.train(
+        str(policy_folder),
+        ROWS,
+        digits,
+        max_steps=1,
+        batch_size=2,
+        num_generations=2,
+        sampling={"max_tokens": 4},
+        trainer={"accelerator": "cpu", "enable_progress_bar": False, "logger": False},
+        callbacks=[counter] if in_a_list else counter,
+        dir=str(tmp_path),
+    )
+    assert counter.batches == 1 and [reward.name for reward in run.module.rewards] == ["digits"]

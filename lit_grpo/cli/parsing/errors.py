@@ -9,7 +9,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,10 +19,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_grpo.cli.parsing.fields import Field
 from lit_grpo.cli.parsing.help import SHORT, short_help
-from lit_grpo.migration import TRL
-from lit_grpo.terminal import visible
+from lit_grpo.cli.parsing.sentences import did_you_mean, exit_with, near, nearest, shipped, with_paths
 
-_CONFIG = ("--config", "-c")
 _NO_OPTION = re.compile(r"(?:does not accept option|Group '(?P<group>[\w.]+)' does not.*|Option) '(?P<name>[\w.]+)'")
 _CLASS_PATH = re.compile(r"class_path[= ]'([\w.]+)'")
 _NO_CONFIG = re.compile(r'Parser key "config": File does not exist: .*?([^/\']*)\'?$')
@@ -45,7 +43,7 @@ class InputParser(LightningArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Parse, with the path of each configuration that is named."""
         given = sys.argv[1:] if args is None else list(args)
-        return super().parse_args([*_with_paths(given)], *rest, **options)
+        return super().parse_args([*with_paths(given)], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument, whose classes have short names; a list that is given later replaces it whole."""
@@ -72,36 +70,8 @@ class InputParser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         sentence = _unknown_name(message) or _unknown_field(message, parser) or one_sentence(message)
         if sentence.startswith("unrecognized arguments: "):
-            sentence += _nearest(sentence.split()[2], self)
+            sentence += nearest(sentence.split()[2], _options(self))
         exit_with(sentence)
-
-
-def shipped_config(name: str) -> str:
-    """Return the path of a configuration that comes with the package; a file, or an unknown name, as it is."""
-    path = _shipped() / f"{name.removesuffix('.yaml')}.yaml"
-    return str(path) if not Path(name).is_file() and path.is_file() else name
-
-
-def _shipped() -> Path:
-    """The folder of the configurations that come with the package."""
-    package = Path(__file__).parents[2]
-    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
-
-
-def _with_paths(arguments: Sequence[str]) -> Iterator[str]:
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        if before in _CONFIG:
-            yield shipped_config(argument)
-        elif argument.startswith("--config="):
-            yield f"--config={shipped_config(argument.removeprefix('--config='))}"
-        else:
-            yield argument
-
-
-def exit_with(sentence: str) -> NoReturn:
-    """Print an error, in which a value may be quoted that no terminal should obey, and exit with code 2."""
-    print(f"error: {visible(sentence)}", file=sys.stderr)
-    sys.exit(2)
 
 
 def own_frames(error: BaseException) -> str:
@@ -139,12 +109,12 @@ def _unknown_name(message: str) -> str | None:
     """Name a command or a configuration that there is not, with the nearest there is; ``None`` for another mistake."""
     if found := _NO_COMMAND.search(message):
         hint = f"take one of {', '.join(COMMANDS)}."
-        return f"There is no command {found[1]!r}{_did_you_mean(difflib.get_close_matches(found[1], COMMANDS), hint)}"
+        return f"There is no command {found[1]!r}{did_you_mean(difflib.get_close_matches(found[1], COMMANDS), hint)}"
     if found := _NO_CONFIG.search(message):
-        shipped = sorted(str(path.relative_to(_shipped()).with_suffix("")) for path in _shipped().rglob("*.yaml"))
-        near = difflib.get_close_matches(found[1].removesuffix(".yaml"), shipped, n=1)
-        hint = f"give a file, or one that comes with the package: {', '.join(shipped)}."
-        return f"There is no config {found[1]!r}{_did_you_mean(near, hint)}"
+        configs = sorted(str(path.relative_to(shipped()).with_suffix("")) for path in shipped().rglob("*.yaml"))
+        alike = difflib.get_close_matches(found[1].removesuffix(".yaml"), configs, n=1)
+        hint = f"give a file, or one that comes with the package: {', '.join(configs)}."
+        return f"There is no config {found[1]!r}{did_you_mean(alike, hint)}"
     return None
 
 
@@ -158,15 +128,11 @@ def _unknown_field(message: str, parser: Any) -> str | None:
     paths = _CLASS_PATH.findall(before) or _CLASS_PATH.findall(message)
     if not paths:
         options = [option.removeprefix("--") for option in _options(parser)]
-        return f"There is no field {path}{_did_you_mean(_near(path, options), 'fit --help lists all there are.')}"
+        return f"There is no field {path}{did_you_mean(near(path, options), 'fit --help lists all there are.')}"
     fields = _parameters(paths[-1])
-    near = difflib.get_close_matches(unknown["name"], fields, n=1)
+    alike = difflib.get_close_matches(unknown["name"], fields, n=1)
     hint = f"it has {', '.join(fields)}." if fields else "see its documentation."
-    return f"There is no field {path}: {paths[-1]} has no {unknown['name']!r}{_did_you_mean(near, hint)}"
-
-
-def _did_you_mean(near: list[str], otherwise: str) -> str:
-    return f"; did you mean {' or '.join(near)}?" if near else f"; {otherwise}"
+    return f"There is no field {path}: {paths[-1]} has no {unknown['name']!r}{did_you_mean(alike, hint)}"
 
 
 def _parameters(class_path: str) -> list[str]:
@@ -178,23 +144,6 @@ def _parameters(class_path: str) -> list[str]:
     except (ImportError, AttributeError, TypeError, ValueError):
         return []
     return list(dict.fromkeys(name for name in names if name not in ("self", "args", "kwargs")))
-
-
-def _nearest(argument: str, parser: Any) -> str:
-    return _did_you_mean(_near(argument.split("=")[0], _options(parser)), "--help lists all there are.")
-
-
-def _near(option: str, options: list[str]) -> list[str]:
-    """What another trainer's field is called here; else options spelled alike, or whose last part is, wherever."""
-    last = option.removeprefix("--").rsplit(".", 1)[-1]
-    if last in TRL and not any(name.endswith(f".{last}") for name in options):
-        return [f"--{name}" if option.startswith("--") else name for name in TRL[last].fields]
-    near = difflib.get_close_matches(option, options, n=3, cutoff=0.85)
-    if not near:
-        last = {name: name.rsplit(".", 1)[-1] for name in options}
-        parts = difflib.get_close_matches(option.rsplit(".", 1)[-1], set(last.values()), n=1, cutoff=0.8)
-        near = [name for name in last if last[name] in parts][:3]
-    return near or difflib.get_close_matches(option, options, n=3)
 
 
 def _options(parser: Any) -> list[str]:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, cast
 
 import yaml
 from jsonargparse import Namespace
 from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lit_grpo.cli.parsing.names import FIELDS
 from lit_grpo.rewards.function import with_function
 
 REWARDS = "model.rewards"
-MADE = {"model.optimizer": (Optimizer,), "model.lr_scheduler": (LRScheduler, ReduceLROnPlateau)}
-"""What a field's class path has to make; jsonargparse finds out by calling it."""
 
 
 class Field(ActionTypeHint):
@@ -37,8 +31,6 @@ class Field(ActionTypeHint):
         is_list = isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
         before = _spec(cfg.get(self.dest)) if self.dest in FIELDS and cfg else {}
         value = self._with_path(value) if self.dest in FIELDS else value
-        if self.dest in MADE:
-            _check_makes(self.dest, value)
         checked = super()._check_type(value, append=append, cfg=None if is_list and not append else cfg, **options)
         if before.get("init_args") and before["class_path"] != _spec(checked).get("class_path", before["class_path"]):
             self._tell_left_out(before, _spec(checked))
@@ -79,29 +71,6 @@ class Field(ActionTypeHint):
     def extra_help(self) -> str:
         """The short names, in place of all the classes that happen to have been imported."""
         return f", names: {', '.join(FIELDS[self.dest])}" if self.dest in FIELDS else super().extra_help()
-
-
-def _check_makes(field: str, value: Any) -> None:
-    """Refuse a class path of something else than the field's, before it is called.
-
-    Raises:
-        TypeError: It is one.
-    """
-    path = value if isinstance(value, str) else _spec(value).get("class_path")
-    if not isinstance(path, str) or "." not in path or path.lstrip()[0] in "[{":
-        return
-    module, _, name = path.rpartition(".")
-    try:
-        named = getattr(import_module(module), name)
-    except (ImportError, AttributeError):
-        return  # jsonargparse says so
-    made = named if inspect.isclass(named) else inspect.signature(named).return_annotation if callable(named) else None
-    if not (inspect.isclass(made) and issubclass(made, MADE[field])):
-        wanted = " or ".join(kind.__name__ for kind in MADE[field])
-        raise TypeError(
-            f"{field} is {path!r}, which is no subclass of {wanted} and no function that says that it returns one; "
-            f"take {', '.join(FIELDS[field])}, or the path of such a class."
-        )
 
 
 def _spelled_out(value: Any, append: bool) -> Any:

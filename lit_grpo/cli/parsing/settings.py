@@ -19,6 +19,11 @@ from lit_grpo.checkpoints import check_folder, read_state, settled
 from lit_grpo.checks import check_format, check_left_to_module
 from lit_grpo.training.run_folder import RunConfig
 
+KINDS: dict[str, tuple[type, ...]] = {
+    "model.optimizer": (torch.optim.Optimizer,),
+    "model.lr_scheduler": (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau),
+}
+"""What the classes of fields that hold functions make; jsonargparse holds the others to their types."""
 DAMAGED = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError)
 
 
@@ -30,11 +35,47 @@ def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[...
         classes: What each group of fields makes.
 
     Raises:
-        ValueError: A field has one of these.
+        ValueError: A field has one of these, or names what is no class of its kind, which nothing has called yet.
     """
+    _check_classes("", settings)
     for name, kind in classes.items():
         if name in settings:  # a class without fields is no group
             _check_fields(name, settings[name], kind)
+
+
+def _check_classes(path: str, value: Any) -> None:
+    """Refuse a ``class_path`` that is a function, such as ``os.system``, or a class of another kind."""
+    if isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _check_classes(f"{path}[{number}]", item)
+    if not isinstance(value, Mapping | Namespace):
+        return
+    if isinstance(class_path := value.get("class_path"), str):
+        _check_class(path, class_path)
+    for name, inner in vars(value).items() if isinstance(value, Namespace) else value.items():
+        place = path if name == "init_args" else f"{path}.{name}".removeprefix(".")
+        _check_classes(place, inner)
+
+
+def _check_class(path: str, class_path: str) -> None:
+    module, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except (ImportError, AttributeError):  # it is no class, but a value of that name
+        return
+    kinds = KINDS.get(path, (object,))
+    made = found if isinstance(found, type) else _returned(found)
+    if not (isinstance(made, type) and issubclass(made, kinds)):
+        wanted = f"{' or '.join(kind.__name__ for kind in kinds)} class" if path in KINDS else "class"
+        raise ValueError(f"{path} names {class_path!r}, which is no {wanted}; give the path of one.")
+
+
+def _returned(function: Any) -> Any:
+    """What a function says that it returns."""
+    try:
+        return get_type_hints(function).get("return")
+    except (TypeError, NameError):
+        return None
 
 
 def _check_group(path: str, fields: Any) -> None:

@@ -1,0 +1,146 @@
+"""What is certainly wrong in the input, told before torch and Lightning are imported, which takes seconds.
+
+The names of the fields stand in ``options.txt`` beside this file, written by
+``python -m lit_grpo.cli.parsing.write_options``. Only names are looked at: what may be a class's, the Trainer's or a
+value is left to the real parser.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from lit_grpo.cli.parsing.sentences import CONFIG, did_you_mean, exit_with, near, nearest, with_paths
+
+COMMANDS = ("fit", "validate", "test", "predict", "doctor", "fit-check")
+"""Those that take the settings of a run."""
+TABLE = Path(__file__).with_name("options.txt")
+HELP = Path(__file__).with_name("fit_help.txt")
+OVERVIEW = """\
+usage: python -m lit_grpo COMMAND [--config CONFIG] [--FIELD VALUE ...]
+
+Train, with the settings of a run (python -m lit_grpo fit --help lists them):
+  fit        train a policy
+  validate   sample and reward the validation prompts
+  test       the same with the test prompts
+  predict    sample completions, and write them to a file
+  doctor     a check-up of a run before it begins, with the arguments of fit
+  fit-check  what a run will take of memory, with the arguments of fit
+
+Beside a run (each has a --help of its own):
+  export     a checkpoint's policy as a Hugging Face folder
+  report     a run as one HTML file
+  dashboard  a view of runs in W&B or TensorBoard
+  simulate   plans in pictures, without a model
+  serve      a vLLM server for a policy
+  from-trl   a config of TRL's as one of ours
+
+  -c CONFIG, --config CONFIG  a YAML file, or the name of a config of the package
+  --print_config              show all settings, and exit
+  --version                   show the version, and exit
+"""
+MOST_NODES = 100_000
+"""More than this a configuration does not have once its aliases are put in."""
+OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
+
+
+def check_early(arguments: Sequence[str]) -> None:
+    """Show a help that is asked for, or end with a sentence where a field does not exist or a config is no YAML."""
+    if list(arguments) in (["--help"], ["-h"]):
+        print(OVERVIEW, end="")
+        sys.exit()
+    if list(arguments) in (["fit", "--help"], ["fit", "-h"]):
+        print(HELP.read_text(), end="")
+        sys.exit()
+    if arguments[:1] and arguments[0] in COMMANDS:
+        if ignored := sorted(name for name in os.environ if name.startswith("PL_FIT__")):
+            print(
+                f"{', '.join(ignored)} has no effect; give settings as --FIELD VALUE or by --config.", file=sys.stderr
+            )
+        given = list(with_paths(arguments[1:]))
+        for before, argument in zip(["", *given], given, strict=False):
+            name = argument.split("=")[0]
+            if before in CONFIG or argument.startswith("--config="):
+                _check_file(Path(argument.removeprefix("--config=")))
+            elif name.startswith("--") and " " not in name and not _exists(name.removeprefix("--")):
+                exit_with(f"unrecognized arguments: {argument}{nearest(argument, _options())}")
+
+
+@cache
+def _table() -> tuple[frozenset[str], frozenset[str]]:
+    """Names of groups, and of fields; what stands within a field is its class's."""
+    lines = TABLE.read_text().splitlines()
+    groups = frozenset(line[:-1] for line in lines if line.endswith("."))
+    return groups, frozenset(line for line in lines if not line.endswith("."))
+
+
+def _options() -> list[str]:
+    return [f"--{name}" for name in TABLE.read_text().splitlines() if not name.endswith(".")]
+
+
+def _exists(name: str) -> bool:
+    """Whether a field may exist: all but the unknown ones of our groups do."""
+    groups, fields = _table()
+    parts = name.rstrip("+").split(".")
+    if parts[0] not in groups or parts[0] == "trainer":
+        return True
+    paths = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    return paths[-1] in groups or any(path in fields for path in paths) or parts[-1] in OF_A_CLASS
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        return
+    try:
+        root = yaml.compose(path.read_text(), Loader=yaml.CSafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f" in line {mark.line + 1}"
+        exit_with(f"{path} is no YAML{line}: {getattr(error, 'problem', None) or 'it is not text'}.")
+    if root is None:
+        return
+    if _num_nodes(root, {}, set()) > MOST_NODES:
+        exit_with(f"{path} has over {MOST_NODES:,} values once its aliases are put in; write it without aliases.")
+    for name, node in _fields(path, root, ""):
+        if not _exists(name):
+            options = [option.removeprefix("--") for option in _options()]
+            hint = did_you_mean(near(name, options), "fit --help lists all there are.")
+            exit_with(f"There is no field {name} ({path}, line {node.start_mark.line + 1}){hint}")
+
+
+def _num_nodes(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+    """Values of a node with aliases put in; one that holds itself has more than any."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in above:
+        return MOST_NODES + 1
+    if id(node) not in known:
+        above.add(id(node))
+        inner = [one for each in node.value for one in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] = 1 + sum(_num_nodes(one, known, above) for one in inner)
+        above.remove(id(node))
+    return known[id(node)]
+
+
+def _fields(file: Path, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node]]:
+    """The names in our groups with the nodes of their keys."""
+    groups, _ = _table()
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        name = f"{path}.{key.value}" if path else key.value
+        if name in seen:
+            line = key.start_mark.line + 1
+            print(f"{file} sets {name} twice; that of line {line} is taken.", file=sys.stderr)
+        seen.add(name)
+        yield name, key
+        if name in groups:
+            yield from _fields(file, value, name)

@@ -1,0 +1,66 @@
+"""Mistakes as one sentence, with the nearest that there is; needs neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lit_grpo.migration import TRL
+from lit_grpo.terminal import visible
+
+CONFIG = ("--config", "-c")
+
+
+def exit_with(sentence: str) -> NoReturn:
+    """Print an error, in which a value may be quoted that no terminal should obey, and exit with code 2."""
+    print(f"error: {visible(sentence)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def did_you_mean(near: Sequence[str], otherwise: str) -> str:
+    """The end of a sentence about a name that there is not."""
+    return f"; did you mean {' or '.join(near)}?" if near else f"; {otherwise}"
+
+
+def nearest(argument: str, options: list[str]) -> str:
+    """The end of a sentence about an option that there is not."""
+    return did_you_mean(near(argument.split("=")[0], options), "--help lists all there are.")
+
+
+def near(option: str, options: list[str]) -> list[str]:
+    """What another trainer's field is called here; else options spelled alike, or whose last part is, wherever."""
+    last = option.removeprefix("--").rsplit(".", 1)[-1]
+    if last in TRL and not any(name.endswith(f".{last}") for name in options):
+        return [f"--{name}" if option.startswith("--") else name for name in TRL[last].fields]
+    found = difflib.get_close_matches(option, options, n=3, cutoff=0.85)
+    if not found:
+        lasts = {name: name.rsplit(".", 1)[-1] for name in options}
+        parts = difflib.get_close_matches(option.rsplit(".", 1)[-1], set(lasts.values()), n=1, cutoff=0.8)
+        found = [name for name in lasts if lasts[name] in parts][:3]
+    return found or difflib.get_close_matches(option, options, n=3)
+
+
+def shipped_config(name: str) -> str:
+    """Return the path of a configuration that comes with the package; a file, or an unknown name, as it is."""
+    path = shipped() / f"{name.removesuffix('.yaml')}.yaml"
+    return str(path) if not Path(name).is_file() and path.is_file() else name
+
+
+def shipped() -> Path:
+    """The folder of the configurations that come with the package."""
+    package = Path(__file__).parents[2]
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
+
+
+def with_paths(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield arguments, with the path of each configuration that is named."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before in CONFIG:
+            yield shipped_config(argument)
+        elif argument.startswith("--config="):
+            yield f"--config={shipped_config(argument.removeprefix('--config='))}"
+        else:
+            yield argument

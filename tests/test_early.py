@@ -1,0 +1,129 @@
+"""What is certainly wrong is told without torch, and nothing else is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jsonargparse import Namespace
+
+from lit_grpo.__main__ import main
+from lit_grpo.cli.parsing.early import HELP, TABLE, check_early
+from lit_grpo.cli.parsing.settings import check_values
+from lit_grpo.cli.parsing.write_options import fit_parser, help_of, options
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_table_and_the_help_are_those_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = fit_parser()
+    ours = [line for line in options(parser).splitlines() if not line.startswith("trainer.")]
+    assert ours == [line for line in TABLE.read_text().splitlines() if not line.startswith("trainer.")]
+    assert help_of(parser) == HELP.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["fit", "--model.nun_generations", "4"], 2, "did you mean --model.num_generations or"),
+        (["doctor", "--config", "arithmetic", "--data.trian=x"], 2, "did you mean --data.train"),
+        (["fit", "--model.sampling.max_token", "4"], 2, "did you mean --model.sampling.max_tokens"),
+        (["--help"], 0, "usage: python -m lit_grpo"),
+        (["fit", "--help"], 0, "--model.num_generations"),
+        (["from-trl", "--help"], 0, "usage: python -m lit_grpo from-trl"),
+    ],
+)
+def test_mistakes_and_help_are_told_before_torch_is_imported(arguments: list[str], code: int, said: str) -> None:
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['lightning'] = sys.modules['transformers'] = None\n"
+        f"sys.argv = ['lit_grpo', *{arguments!r}]\nfrom lit_grpo.__main__ import start\nstart()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
+
+
+WRONG = {
+    "a field": ("model:\n  policy: tiny\n  nun_generations: 4\n", "field model.nun_generations (c.yaml, line 3); did"),
+    "a field of a group": ("model: {sampling: {max_token: 4}}\n", "model.sampling.max_token (c.yaml, line 1); did"),
+    "no YAML": ("model:\n  policy: [tiny\n", "c.yaml is no YAML in line 3"),
+    "aliases": (
+        "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "".join(f"{x}: &{x} [{', '.join([f'*{y}'] * 10)}]\n" for x, y in zip("bcdef", "abcde", strict=True)),
+        "c.yaml has over 100,000 values once its aliases are put in",
+    ),
+    "an alias of itself": ("a: &a [*a]\n", "c.yaml has over 100,000 values"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_configuration_is_named_with_its_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, sentence = WRONG[case]
+    Path("c.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        check_early(["fit", "--config", "c.yaml"])
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model.generator", "vllm", "--model.generator.num_slots", "8", "--model.optimizer.anything", "1"],
+        ["--model.lora.r", "4", "--model.lora.mine=1", "--model.rewards+", "x", "--data.train.init_args.split", "x"],
+        ["--trainer.anything", "1", "--own.callback", "2", "--model", "{}", "--model.generator.help", "slots"],
+        ["--model.objective", '{"kl": {"beta": 1}}', "--model.policy=--model.x", "--verbose", "true"],
+        *(["--config", str(path)] for path in sorted((ROOT / "configs").rglob("*.yaml"))),
+    ],
+)
+def test_what_may_be_right_is_left_to_the_parser(arguments: list[str]) -> None:
+    check_early(["fit", *arguments])
+
+
+def test_a_field_that_is_set_twice_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("model:\n  policy: a\n  policy: b\n")
+    check_early(["fit", "--config", str(tmp_path / "c.yaml")])
+    assert "sets model.policy twice; that of line 3 is taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "class_path", "said"),
+    [
+        ("model.optimizer", "os.system", "which is no Optimizer class"),
+        ("model.optimizer", "pathlib.Path", "which is no Optimizer class"),
+        ("model.lr_scheduler", "torch.optim.AdamW", "which is no LRScheduler or ReduceLROnPlateau class"),
+        ("trainer.callbacks", "os.system", "which is no class"),
+    ],
+)
+def test_what_is_no_class_of_its_kind_is_refused_before_it_is_called(field: str, class_path: str, said: str) -> None:
+    group, name = field.split(".")
+    settings = Namespace(**{group: Namespace(**{name: Namespace(class_path=class_path, init_args=Namespace())})})
+    with pytest.raises(ValueError, match=f"{field} names '{class_path}', {said}"):
+        check_values(settings, {})  # pyright: ignore[reportArgumentType]
+    right = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}
+    check_values(json.loads(json.dumps({"model": {"optimizer": right}})), {})
+
+
+def test_settings_in_the_environment_are_said_to_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PL_FIT__MODEL__POLICY", "mine")
+    check_early(["fit"])
+    assert capsys.readouterr().err.startswith("PL_FIT__MODEL__POLICY has no effect; give settings as --FIELD VALUE")
+
+
+def test_an_interrupt_before_a_run_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_grpo.__main__.start", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert capsys.readouterr().err == "Interrupted.\n"
