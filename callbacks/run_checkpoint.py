@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -262,10 +263,19 @@ class RunCheckpoint(pl.Callback):
         version, path = self._newest
         if path is None:
             return "Stopped before there was anything to save."
-        name = Path(trainer.default_root_dir).name
+        name = shlex.quote(run_name(trainer))
         return (
-            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {path} goes on from there."
+            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shlex.quote(path)} goes "
+            "on from there."
         )
+
+
+def run_name(trainer: pl.Trainer) -> str:
+    """What the run is called, in all its parts, which its loggers know."""
+    parts = Path(trainer.default_root_dir).parts
+    names = [Path(str(logger.name)).parts for logger in trainer.loggers if logger.name]
+    name = next((name for name in names if name and parts[-len(name) :] == name), parts[-1:])
+    return "/".join(name)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
 from lit_grpo.resuming import SPENDING, told_of_spending
 
-from .run_checkpoint import Stopped
+from .run_checkpoint import Stopped, run_name
 
 LIT_GRPO = "python -m lit_grpo"
 
@@ -99,7 +99,7 @@ class RunSummary(pl.Callback):
         if self._rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
         facts["folder"] = near(folder)
-        the_console().print(Card(f"{folder.name}: {how}", facts, _commands(trainer, folder, how == "done")))
+        the_console().print(Card(f"{run_name(trainer)}: {how}", facts, _commands(trainer, folder, how == "done")))
 
     def _updates(self, version: int) -> str:
         made = version - self._version

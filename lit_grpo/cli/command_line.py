@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -117,22 +118,22 @@ class GRPOCLI(LightningCLI):
         check_settings(settings, fits=self.subcommand == "fit")
         settings["weights_only"] = True  # no checkpoint runs code
         if self.subcommand == "fit":
-            settings["run"]["name"] = self._claim(RunConfig(**settings["run"]).folder, bool(settings.get("ckpt_path")))
+            settings["run"]["name"] = self._claim(RunConfig(**settings["run"]), bool(settings.get("ckpt_path")))
         else:
             self.save_config_callback = None  # the folder keeps the config that it was trained with
         folder = RunConfig(**settings["run"]).folder.absolute()
         settings["trainer"]["default_root_dir"] = str(folder)
 
-    def _claim(self, folder: Path, resumes: bool) -> str:
+    def _claim(self, run: RunConfig, resumes: bool) -> str:
         """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
         if not is_first_rank():
-            return os.environ.get(RUN_NAME, folder.name)
-        self.run_folder.claim(folder, resumes)
-        name = self.run_folder.path.name
-        if name != folder.name:
+            return os.environ.get(RUN_NAME, run.name)
+        self.run_folder.claim(run.folder, resumes)
+        name = run.name_of(self.run_folder.path)
+        if name != run.name:
             print(
-                f"The run in {folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
-                f"--run.name {name}.",
+                f"The run in {run.folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
+                f"--run.name {shlex.quote(name)}.",
                 file=sys.stderr,
             )
         os.environ[RUN_NAME] = name

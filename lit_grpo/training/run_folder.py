@@ -15,13 +15,16 @@ from typing import Literal
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_grpo.terminal import on_one_line
+
 
 @dataclass(frozen=True)
 class RunConfig:
     """Name and place of a run, and who logs it.
 
     Args:
-        name: The run's folder is ``DIR/NAME``: config, metrics.csv, checkpoints, samples and the policy.
+        name: The run's folder is ``DIR/NAME``: config, metrics.csv, checkpoints, samples and the policy. It may
+            have several parts, as ``exp1/seed0`` has; no run lies in the folder of another.
         dir: Folder of all runs.
         wandb: Log to Weights & Biases as well: ``online``, ``offline`` (no account or network needed) or
             ``disabled``.
@@ -33,10 +36,23 @@ class RunConfig:
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "lit_grpo"
 
+    def __post_init__(self) -> None:
+        parts = self.name.split("/")
+        if any(part in ("", ".", "..") or part[0] in ".~" for part in parts) or on_one_line(self.name) != self.name:
+            raise ValueError(
+                f"run.name is {self.name!r}; give a name below run.dir, such as exp1 or exp1/seed0, without control "
+                "characters, whose parts begin neither with a dot nor with a tilde."
+            )
+        object.__setattr__(self, "dir", str(Path(self.dir).expanduser()))
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.dir) / self.name
+
+    def name_of(self, folder: Path) -> str:
+        """The name of a run among those in ``dir``."""
+        return folder.relative_to(self.dir).as_posix()
 
 
 def is_first_rank() -> bool:
@@ -68,9 +84,14 @@ class RunFolder:
         """Reserve ``path``, or, where a run that still goes on has it, the next free one that is named after it.
 
         Raises:
-            ValueError: The run that is to be resumed still goes on, or nothing can be written there.
+            ValueError: The run that is to be resumed still goes on, or nothing can be written there, or the folder is a
+                link, or one of the two is within the other.
         """
         with _writing(path):
+            if path.is_symlink():  # its lock would be another than that of the folder which it leads to
+                raise ValueError(
+                    f"The run folder {str(path)!r} is a link to {path.resolve()}; name that with run.dir and run.name."
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
             if self._lock is None and resumes:
@@ -81,6 +102,7 @@ class RunFolder:
             if self._lock is None:
                 path, self._lock = _next_free(path)
         self.path, self._resumes = path, resumes
+        _check_nesting(path)  # once it is locked, so that of two runs at the same moment one sees the other
 
     def open(self) -> Path | None:
         """Make the folder; move one that an earlier run has left out of the way, unless this run resumes it.
@@ -132,6 +154,33 @@ def _lock(path: Path) -> FileLock | None:
     except Timeout:
         return None
     return lock
+
+
+def _check_nesting(path: Path) -> None:
+    """Refuse a folder within that of another run, or with others in it, which would be moved with it."""
+    for parent in (each.resolve() for each in path.parents):
+        if (parent / "metrics.csv").exists() or is_taken(parent):
+            raise ValueError(
+                f"The run folder {str(path)!r} lies in the folder of another run, {parent}; choose another run.name."
+            )
+    inner = next(path.rglob(".*.lock"), None)
+    if inner is not None:
+        name = inner.with_name(inner.name[1:].removesuffix(".lock")).relative_to(path)
+        raise ValueError(f"The run folder {str(path)!r} holds other runs, such as {name}; choose another run.name.")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a living run has a folder, as far as this user may know."""
+    place = path.resolve()
+    if not place.name or not place.with_name(f".{place.name}.lock").exists():
+        return False
+    try:
+        lock = _lock(place)
+    except OSError:  # another user's
+        return False
+    if lock is not None:
+        lock.release()
+    return lock is None
 
 
 def _next_free(path: Path) -> tuple[Path, FileLock]:
