@@ -23,7 +23,7 @@ from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
@@ -34,8 +34,9 @@ class RunCheckpoint(pl.Callback):
     """Save the run between two updates, with its row and its validation written, so that it resumes exactly.
 
     ``last.ckpt`` is the newest checkpoint, ``best.ckpt`` the one with the highest ``val/pass@1``. Both are written
-    from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM or SIGUSR1 (a
-    scheduler's warning), and on an error. Until the first optimizer step of a batch nothing has changed, so the batch
+    from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM, SIGUSR1 (a
+    scheduler's warning) or SIGHUP (a terminal that is gone, unless nohup has it ignored), and on an error.
+    Until the first optimizer step of a batch nothing has changed, so the batch
     is broken off at once and sampled again on resuming. From then on the batch, and a validation after it, is finished
     first; a second Ctrl-C does not wait, and saves nothing. A validation that fails is repeated on resuming.
     Several ranks finish the batch in any case, and save once all know of the signal; an error on one of them saves
@@ -207,7 +208,10 @@ class RunCheckpoint(pl.Callback):
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._previous:
-            self._previous = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+            self._previous = {
+                signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if signum not in ignored
+            }
 
     def _hang_up(self) -> None:
         for signum, handler in self._previous.items():

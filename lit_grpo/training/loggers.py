@@ -241,7 +241,9 @@ class MetricsCSV(Logger):
         data = text.getvalue().encode()
         if whole:  # aside, for a kill must not take the rows before it
             aside = self.path.with_name(f".{self.path.name}.writing")
-            aside.write_bytes(data)
+            aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
+            with aside.open("xb") as file:
+                file.write(data)
             aside.replace(self.path)
             return
         with self.path.open("r+b") as file:
