@@ -163,7 +163,7 @@ def _print(result: dict[str, Any], judged: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, emoji=False)
     machine = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
     console.print(f"{result['name']}: {result['command']}\n{machine}", highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in result["settings"].items()), highlight=False)

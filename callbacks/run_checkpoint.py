@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,12 +19,11 @@ from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeF
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.module import GRPOModule
-from lit_grpo.resuming import name_to_resume
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 from .rollout_scheduler import RolloutScheduler
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
@@ -34,8 +34,9 @@ class RunCheckpoint(pl.Callback):
     """Save the run between two updates, with its row and its validation written, so that it resumes exactly.
 
     ``last.ckpt`` is the newest checkpoint, ``best.ckpt`` the one with the highest ``val/pass@1``. Both are written
-    from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM or SIGUSR1 (a
-    scheduler's warning), and on an error. Until the first optimizer step of a batch nothing has changed, so the batch
+    from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM, SIGUSR1 (a
+    scheduler's warning) or SIGHUP (a terminal that is gone, unless nohup has it ignored), and on an error.
+    Until the first optimizer step of a batch nothing has changed, so the batch
     is broken off at once and sampled again on resuming. From then on the batch, and a validation after it, is finished
     first; a second Ctrl-C does not wait, and saves nothing. A validation that fails is repeated on resuming.
     Several ranks finish the batch in any case, and save once all know of the signal; an error on one of them saves
@@ -207,7 +208,10 @@ class RunCheckpoint(pl.Callback):
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._previous:
-            self._previous = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+            self._previous = {
+                signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if signum not in ignored
+            }
 
     def _hang_up(self) -> None:
         for signum, handler in self._previous.items():
@@ -263,10 +267,19 @@ class RunCheckpoint(pl.Callback):
         version, path = self._newest
         if path is None:
             return "Stopped before there was anything to save."
-        name = name_to_resume(Path(trainer.default_root_dir))
+        name = shlex.quote(run_name(trainer))
         return (
-            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {path} goes on from there."
+            f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shlex.quote(path)} goes "
+            "on from there."
         )
+
+
+def run_name(trainer: pl.Trainer) -> str:
+    """What the run is called, in all its parts, which its loggers know."""
+    parts = Path(trainer.default_root_dir).parts
+    names = [Path(str(logger.name)).parts for logger in trainer.loggers if logger.name]
+    name = next((name for name in names if name and parts[-len(name) :] == name), parts[-1:])
+    return "/".join(name)
 
 
 @contextmanager

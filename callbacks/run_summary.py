@@ -21,7 +21,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.resuming import SPENDING, told_of_spending
 from lit_grpo.terminal import counted
 
-from .run_checkpoint import Stopped
+from .run_checkpoint import Stopped, run_name
 
 LIT_GRPO = "python -m lit_grpo"
 
@@ -107,7 +107,7 @@ class RunSummary(pl.Callback):
         facts["folder"] = near(folder)
         if _offline(trainer) is not None:
             facts["W&B"] = "offline, nothing has been sent"
-        the_console().print(Card(f"{folder.name}: {how}", facts, _commands(trainer, folder, how == "done")))
+        the_console().print(Card(f"{run_name(trainer)}: {how}", facts, _commands(trainer, folder, how == "done")))
 
     def _updates(self, version: int) -> str:
         made = version - self._version

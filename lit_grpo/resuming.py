@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +24,6 @@ SPENDING: Told = {
     "rollout_scheduler.replay": "none",
 }
 """What completions are spent on, and its defaults."""
-
-RUN_NAME = "LIT_GRPO_RUN_NAME"
-"""The variable by which the ranks that the first one starts know the run's name."""
-
-
-def name_to_resume(folder: Path) -> str:
-    """Return the ``run.name`` with which a command goes on in a run's folder."""
-    name = os.environ.get(RUN_NAME, "")
-    return name if name and folder.as_posix().endswith(f"/{name}") else folder.name
 
 
 def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:

@@ -93,3 +93,10 @@ def test_tensorboard_takes_what_comes_after_it_has_been_closed(tmp_path: Path) -
     logger.log_metrics({"val/pass@1": 0.25}, 2)
     logger.finalize("success")
     assert len(list((tmp_path / "run").glob("events*"))) >= 1
+
+
+def test_the_file_aside_of_the_table_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".metrics.csv.writing").symlink_to("mine")
+    MetricsCSV(tmp_path / "metrics.csv").log_metrics({"reward": 1.0}, 1)
+    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "metrics.csv").is_symlink()

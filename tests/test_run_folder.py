@@ -9,6 +9,7 @@ import pytest
 
 from lit_grpo.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import make_loggers
+from lit_grpo.training.run import _opened
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
 
@@ -80,63 +81,17 @@ def test_runs_of_two_experiments_have_folders_of_their_own(tmp_path: Path) -> No
             folder.claim(run.folder, resumes=False)
             folder.open()
             (folder.path / "metrics.csv").write_text("rows")
-        assert [run.named_as(folder.path) for run, folder in zip(runs, (first, second), strict=True)] == [
+        assert [run.name_of(folder.path) for run, folder in zip(runs, (first, second), strict=True)] == [
             "exp1/seed0", "exp2/seed0"
         ]  # fmt: skip
-        assert runs[0].named_as(again.path) == "exp1/seed0-1"
+        assert runs[0].name_of(again.path) == "exp1/seed0-1"
     assert open_run(runs[0].folder) == tmp_path / "exp1" / "seed0-2"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        ".",
-        "..",
-        "../x",
-        "../../x",
-        "a/../../x",
-        "/tmp/x",
-        "~/x",
-        "a//b",
-        "a/",
-        "a\nb",
-        "a\x1b[2J",
-        " a",
-        ".a",
-        "a/.b",
-    ],
-)
-def test_a_name_that_leaves_or_mistakes_its_place_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"run\.name .*; give a name such as grpo or exp1/seed0"):
-        RunConfig(name)
 
 
 def test_a_name_may_look_like_markup(tmp_path: Path) -> None:
     run = RunConfig("[red]x[/red]", str(tmp_path))
     open_run(run.folder)
     assert (tmp_path / "[red]x[" / "red]" / "versions.json").is_file()
-
-
-def test_no_run_lies_in_the_folder_of_another(tmp_path: Path) -> None:
-    """A folder is moved with all that is in it when its run begins again."""
-    with RunFolder() as outer, RunFolder() as inner:
-        outer.claim(tmp_path / "exp", resumes=False)
-        with pytest.raises(ValueError, match="which is the folder of another run"):  # it lives, and has made nothing
-            inner.claim(tmp_path / "exp" / "seed0", resumes=False)
-        outer.open()
-        (outer.path / "metrics.csv").write_text("rows")
-    with RunFolder() as inner, pytest.raises(ValueError, match="which is the folder of another run"):
-        inner.claim(tmp_path / "exp" / "seed0", resumes=False)
-    with RunFolder() as inner:
-        inner.claim(tmp_path / "two" / "seed0", resumes=False)
-        for name in ("two", "two"):  # the refused one has let go of it
-            with RunFolder() as outer, pytest.raises(ValueError, match=r"has the folder of another run in it, .*seed0"):
-                outer.claim(tmp_path / name, resumes=False)
-        inner.open()
-        (inner.path / "metrics.csv").write_text("rows")
-    with RunFolder() as outer, pytest.raises(ValueError, match="has the folder of another run in it"):
-        outer.claim(tmp_path / "two", resumes=False)
 
 
 def test_loggers_write_into_the_run_folder(tmp_path: Path) -> None:
@@ -202,3 +157,56 @@ def test_updates_that_are_taken_again_take_the_place_of_the_first_in_tensorboard
     assert values("reward") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)]
     assert values("time/step_s") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0)]
     assert values("val/pass@1") == [(2, 0.5)]
+
+
+def test_a_name_of_several_parts_keeps_all_of_them(tmp_path: Path) -> None:
+    """Runs exp1/seed0 and exp2/seed0, and one of a name that a living run has."""
+    for name in ("exp1/seed0", "exp2/seed0"):
+        with RunFolder() as run:
+            opened = _opened(run, RunConfig(name, str(tmp_path)))
+            assert opened.name == name and opened.folder == tmp_path / name
+            (opened.folder / "metrics.csv").write_text(name)
+    assert (tmp_path / "exp1" / "seed0" / "metrics.csv").read_text() == "exp1/seed0"
+    with RunFolder() as first, RunFolder() as second:
+        first.claim(tmp_path / "exp1" / "seed0", resumes=True)
+        assert _opened(second, RunConfig("exp1/seed0", str(tmp_path))).name == "exp1/seed0-1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../../x", "/tmp/x", "a//b", "a/", "a/../b", "~", "~/x", ".a.lock", "a\nb", "a\x1b[2J", "\ud800"],
+)
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"run\.name is .*; give"):
+        RunConfig(name)
+
+
+def test_a_run_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to("a")
+    with RunFolder() as run, pytest.raises(ValueError, match=r"'.*/b' is a link to .*/a"):
+        run.claim(tmp_path / "b", resumes=False)
+
+
+def test_one_folder_of_runs_is_one_by_any_way_to_it(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    with RunFolder() as first, RunFolder() as second:
+        first.claim(tmp_path / "runs" / "a", resumes=False)
+        second.claim(tmp_path / "link" / "a", resumes=False)
+        assert second.path.name == "a-1"
+
+
+def test_no_run_lies_within_another(tmp_path: Path) -> None:
+    with RunFolder() as outer, RunFolder() as inner:
+        outer.claim(tmp_path / "a", resumes=False)
+        with pytest.raises(ValueError, match=r"'.*/a/policy' lies in the folder of another run, .*/a"):
+            inner.claim(tmp_path / "a" / "policy", resumes=False)
+    open_run(tmp_path / "b" / "c")
+    with RunFolder() as outer, pytest.raises(ValueError, match=r"'.*/b' holds other runs, such as c"):
+        outer.claim(tmp_path / "b", resumes=False)
+
+
+def test_a_home_in_the_place_of_all_runs_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert RunConfig("a", "~/runs").folder == Path("/home/somebody/runs/a")

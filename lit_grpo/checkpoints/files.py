@@ -36,7 +36,8 @@ class WholeFileIO(TorchCheckpointIO):
         aside = aside_of(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
+            aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
+            with aside.open("xb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())

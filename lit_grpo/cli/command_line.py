@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -24,7 +25,6 @@ from lit_grpo.cli.parsing.settings import check_settings, check_values, find_las
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
-from lit_grpo.resuming import RUN_NAME
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
@@ -33,6 +33,9 @@ from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import silence
 from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.update.metrics import LogprobGapError
+
+RUN_NAME = "LIT_GRPO_RUN_NAME"
+"""The variable by which the ranks that the first one starts know the run's name."""
 
 EPILOG = (
     "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), fit-check, "
@@ -127,11 +130,11 @@ class GRPOCLI(LightningCLI):
         if not is_first_rank():
             return os.environ.get(RUN_NAME, run.name)
         self.run_folder.claim(run.folder, resumes)
-        name = run.named_as(self.run_folder.path)
+        name = run.name_of(self.run_folder.path)
         if name != run.name:
             print(
                 f"The run in {run.folder} still goes on, so this one is in {self.run_folder.path}; to resume it, add "
-                f"--run.name {name}.",
+                f"--run.name {shlex.quote(name)}.",
                 file=sys.stderr,
             )
         os.environ[RUN_NAME] = name

@@ -102,7 +102,7 @@ def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=None if Console().is_terminal else 120, markup=False, emoji=False)
     table = Table("part", "when")
     table.add_column("GiB", justify="right")
     for when, parts in (("always", taken.resident), ("rollout", taken.rollout), ("update", taken.update)):

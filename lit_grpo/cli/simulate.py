@@ -66,7 +66,7 @@ def print_table(source: str, engine: Engine, outcomes: list[Outcome], cost: Step
     columns += ["set aside"] if engine.kv_tokens is not None else []
     columns += ["drafted", "accepted"] if any(outcome.speculation for outcome in outcomes) else []
     columns += ["time in s"] if cost is not None else []
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=None if Console().is_terminal else 120, markup=False, emoji=False)
     console.print(
         f"{source}: {completions:,} completions, {tokens:,} tokens, {engine.num_slots} slots"
         f"{limit}, lower bound {outcomes[0].bound:,} steps",

@@ -36,7 +36,7 @@ class Report:
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
-        self._console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+        self._console = Console(width=WIDTH, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
     def add(self, finding: Finding) -> None:
         """Print a finding."""

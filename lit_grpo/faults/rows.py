@@ -44,5 +44,7 @@ def forget_after(path: Path, step: int) -> None:
     kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
     if len(kept) < len(lines):
         aside = path.with_name(f".{path.name}.writing")
-        aside.write_bytes(b"".join(kept))
+        aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
+        with aside.open("xb") as file:
+            file.writelines(kept)
         aside.replace(path)

@@ -28,7 +28,7 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
             is to be moved.
     """
     shown = {**settings, "versions": versions()}
-    loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv")]
+    loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv", config.name)]
     if util.find_spec("tensorboard"):
         loggers.append(TensorBoard(config.dir, shown, resumes, name=config.name, version=""))
     elif is_first_rank():
@@ -168,11 +168,12 @@ class MetricsCSV(Logger):
 
     Args:
         path: The file.
+        name: Of the run; by default that of the file's folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str = "") -> None:
         super().__init__()
-        self.path = path
+        self.path, self._name = path, name or path.parent.name
         self._columns = ["step"]
         self._rows: list[dict[str, Any]] = []
         self._written_bytes = 0  # what holds the header and all rows but the last
@@ -181,7 +182,7 @@ class MetricsCSV(Logger):
     @property
     def name(self) -> str:
         """Of the run."""
-        return self.path.parent.name
+        return self._name
 
     @property
     def version(self) -> str:
@@ -240,7 +241,9 @@ class MetricsCSV(Logger):
         data = text.getvalue().encode()
         if whole:  # aside, for a kill must not take the rows before it
             aside = self.path.with_name(f".{self.path.name}.writing")
-            aside.write_bytes(data)
+            aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
+            with aside.open("xb") as file:
+                file.write(data)
             aside.replace(self.path)
             return
         with self.path.open("r+b") as file:

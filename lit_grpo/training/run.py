@@ -62,8 +62,8 @@ def train(
         batch_size: Prompts of one training iteration.
         tokenizer: Of a loaded model; by default that of where the model was loaded from.
         validation: Validation prompts, as ``train``.
-        name: The run's folder is ``dir/name``; an earlier run there is moved aside, and where one still goes on, this
-            one gets a folder of its own.
+        name: The run's folder is ``dir/name``, where a name may have several parts (``exp1/seed0``); an earlier run
+            there is moved aside, and where one still goes on, this one gets a folder of its own.
         dir: Folder of all runs.
         seed: Of sampling and of the order of the prompts.
         data: Further settings of :class:`PromptDataModule`.
@@ -117,7 +117,7 @@ def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
         return run
     run_folder.claim(run.folder, resumes=False)
     run_folder.open()
-    return replace(run, name=run.named_as(run_folder.path))
+    return replace(run, name=run.name_of(run_folder.path))
 
 
 def _displays(options: Mapping[str, Any]) -> list[pl.Callback]:

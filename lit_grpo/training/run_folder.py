@@ -15,14 +15,16 @@ from typing import Literal
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_grpo.terminal import on_one_line
+
 
 @dataclass(frozen=True)
 class RunConfig:
     """Name and place of a run, and who logs it.
 
     Args:
-        name: The run's folder is ``DIR/NAME``: config, metrics.csv, checkpoints, samples and the policy. Slashes make
-            folders of runs: ``exp1/seed0`` and ``exp2/seed0`` are two runs.
+        name: The run's folder is ``DIR/NAME``: config, metrics.csv, checkpoints, samples and the policy. It may
+            have several parts, as ``exp1/seed0`` has; no run lies in the folder of another.
         dir: Folder of all runs.
         wandb: Log to Weights & Biases as well: ``online``, ``offline`` (no account or network needed) or
             ``disabled``.
@@ -36,31 +38,21 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")
-        reason = None
-        if any(part in ("", ".", "..") for part in parts):
-            reason = "would lie outside of run.dir, or in another place than it names"
-        elif parts[0].startswith("~"):
-            reason = "begins with ~, which nothing makes a home folder of"
-        elif any(not character.isprintable() for character in self.name) or self.name != self.name.strip():
-            reason = "has spaces at an end, or characters that no screen shows"
-        elif any(part.startswith(".") for part in parts):
-            reason = "would be hidden, beside the locks of runs"
-        if reason is not None:
+        if any(part in ("", ".", "..") or part[0] in ".~" for part in parts) or on_one_line(self.name) != self.name:
             raise ValueError(
-                f"run.name {self.name!r} {reason}; give a name such as grpo or exp1/seed0, and the place of all runs "
-                "as run.dir."
+                f"run.name is {self.name!r}; give a name below run.dir, such as exp1 or exp1/seed0, without control "
+                "characters, whose parts begin neither with a dot nor with a tilde."
             )
-        if any(not character.isprintable() for character in self.dir):
-            raise ValueError(f"run.dir {self.dir!r} has characters that no screen shows; give the path of a folder.")
+        object.__setattr__(self, "dir", str(Path(self.dir).expanduser()))
 
     @property
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.dir) / self.name
 
-    def named_as(self, folder: Path) -> str:
-        """Return the name of a run whose folder is ``folder``, which lies in ``dir``; ``exp1/seed0-1`` say."""
-        return folder.relative_to(Path(self.dir)).as_posix()
+    def name_of(self, folder: Path) -> str:
+        """The name of a run among those in ``dir``."""
+        return folder.relative_to(self.dir).as_posix()
 
 
 def is_first_rank() -> bool:
@@ -84,10 +76,6 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         """Let others have the folder."""
-        self.release()
-
-    def release(self) -> None:
-        """Let others have the folder."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
@@ -96,23 +84,16 @@ class RunFolder:
         """Reserve ``path``, or, where a run that still goes on has it, the next free one that is named after it.
 
         Raises:
-            ValueError: The run that is to be resumed still goes on, nothing can be written there, the folder lies in
-                that of another run, or other runs have their folders in it.
+            ValueError: The run that is to be resumed still goes on, or nothing can be written there, or the folder is a
+                link, or one of the two is within the other.
         """
         with _writing(path):
-            if (outer := _run_around(path)) is not None:
+            if path.is_symlink():  # its lock would be another than that of the folder which it leads to
                 raise ValueError(
-                    f"The run folder {str(path)!r} lies in {str(outer)!r}, which is the folder of another run and is "
-                    "moved with all that is in it when that run begins again; give a run.name outside of it."
+                    f"The run folder {str(path)!r} is a link to {path.resolve()}; name that with run.dir and run.name."
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
-            if not resumes and (inner := _run_within(path)) is not None:
-                self.release()
-                raise ValueError(
-                    f"The run folder {str(path)!r} has the folder of another run in it, {str(inner)!r}, which would be "
-                    "moved with it one day; give a run.name of its own."
-                )
             if self._lock is None and resumes:
                 raise ValueError(
                     f"The run in {str(path)!r} still goes on, so it cannot be resumed there; stop it first, or go on "
@@ -121,6 +102,7 @@ class RunFolder:
             if self._lock is None:
                 path, self._lock = _next_free(path)
         self.path, self._resumes = path, resumes
+        _check_nesting(path)  # once it is locked, so that of two runs at the same moment one sees the other
 
     def open(self) -> Path | None:
         """Make the folder; move one that an earlier run has left out of the way, unless this run resumes it.
@@ -166,7 +148,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> FileLock | None:
     """Take the lock of a folder, unless a living run has it."""
-    lock = FileLock(_lock_file(path))
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -174,37 +156,35 @@ def _lock(path: Path) -> FileLock | None:
     return lock
 
 
-def _lock_file(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
-
-
-def _is_alive(path: Path) -> bool:
-    """Whether a living run has a folder; one that claims it at this moment is waited for."""
-    if not _lock_file(path).exists():
-        return False
-    try:
-        with FileLock(_lock_file(path), timeout=1):
-            return False
-    except Timeout:
-        return True
-
-
-def _run_around(path: Path) -> Path | None:
-    """The folder of a run that a path lies in, if there is one."""
-    folders = (folder for folder in path.absolute().parents if folder.name)
-    return next((folder for folder in folders if _has_run(folder) or _is_alive(folder)), None)
-
-
-def _run_within(path: Path) -> Path | None:
-    """The folder of a run that lies in ``path``, if there is one."""
-    locked = (lock.with_name(lock.name[1:].removesuffix(".lock")) for lock in path.rglob(".*.lock"))
-    alive = (folder for folder in locked if _is_alive(folder))
-    begun = (file.parent for file in path.rglob("versions.json") if file.parent != path and _has_run(file.parent))
-    return next(itertools.chain(alive, begun), None)
+def _check_nesting(path: Path) -> None:
+    """Refuse a folder within that of another run, or with others in it, which would be moved with it."""
+    for parent in (each.resolve() for each in path.parents):
+        if _has_run(parent) or is_taken(parent):
+            raise ValueError(
+                f"The run folder {str(path)!r} lies in the folder of another run, {parent}; choose another run.name."
+            )
+    inner = next(path.rglob(".*.lock"), None)
+    if inner is not None:
+        name = inner.with_name(inner.name[1:].removesuffix(".lock")).relative_to(path)
+        raise ValueError(f"The run folder {str(path)!r} holds other runs, such as {name}; choose another run.name.")
 
 
 def _has_run(folder: Path) -> bool:
     return (folder / "versions.json").is_file() and (folder / "metrics.csv").is_file()
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a living run has a folder, as far as this user may know."""
+    place = path.resolve()
+    if not place.name or not place.with_name(f".{place.name}.lock").exists():
+        return False
+    try:
+        lock = _lock(place)
+    except OSError:  # another user's
+        return False
+    if lock is not None:
+        lock.release()
+    return lock is None
 
 
 def _next_free(path: Path) -> tuple[Path, FileLock]:

@@ -468,7 +468,7 @@ BAD_INPUT = {
     ),
     "a program as scheduler": (
         ["--model.lr_scheduler", "os.getcwd"],
-        "Expected 'os.getcwd' to be a function that returns",
+        "Expected 'os.getcwd' to be a function",
     ),
     "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
     "reward file": (["--model.rewards", '[{"function": "absent.py:score"}]'], "there is no file absent.py"),

@@ -98,7 +98,7 @@ def test_runs_of_two_experiments_leave_two_folders_and_one_that_is_called_elsewh
     assert made == {"exp1/seed0", "exp2/seed0", "exp1/seed0-1"}
     run = start(folder, *FIT, "--run.name", "../../x")
     said, _ = run.communicate(timeout=300)
-    assert run.returncode == 2 and "run.name '../../x' would lie outside of run.dir" in said
+    assert run.returncode == 2 and "run.name is '../../x'; give a name below run.dir" in said
     assert not list(folder.parent.glob("x*"))
 
 

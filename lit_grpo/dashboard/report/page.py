@@ -30,7 +30,9 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     path = output or folder / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.writing")  # a browser that loads it while it is written sees the old one
-    aside.write_text(page, encoding="utf-8")
+    aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
+    with aside.open("x", encoding="utf-8") as file:
+        file.write(page)
     aside.replace(path)
     return path
 
