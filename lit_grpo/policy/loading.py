@@ -68,7 +68,7 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
     Raises:
         ValueError: It names no base.
     """
-    from transformers.utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     name = resolve_policy(policy)
     with hub_or_cache(name):
@@ -122,7 +122,7 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
 
 def _tokenizer_place(name: str) -> str:
     """An adapter may have a tokenizer of its own; otherwise its base's is the one."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     adapter = adapter_folder(name)
     if adapter is None:
@@ -211,7 +211,7 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
         raise ValueError(f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
     from peft import PeftConfig
     from safetensors import SafetensorError
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     with hub_or_cache(adapter.name):
         try:

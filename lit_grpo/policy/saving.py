@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -175,8 +176,6 @@ def _write_weights(weights: PolicyWeights, folder: Path) -> None:
             del waiting[place_of[name]]
     assert not waiting, f"{sorted(waiting)} lack tensors"
     if plan.is_sharded:
-        import json
-
         index = {"metadata": plan.metadata, "weight_map": place_of}
         (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -258,8 +257,7 @@ def _compared(
     except ExportError as error:
         raise ExportError(
             f"The policy's export to {folder} was opened again and is not what was trained: {error}; nothing has been "
-            "put there, and what was trained is in the run's checkpoints. Report this with the policy's config.json, "
-            "and load a checkpoint of the run to go on with it meanwhile."
+            "put there, and what was trained is in the run's checkpoints; report this with the policy's config.json."
         ) from error
 
 
