@@ -31,7 +31,7 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
-from lit_grpo.policy.adapters import LoraSettings, add_adapters, go_on_with, has_adapters
+from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
 from lit_grpo.policy.loading import (
     as_given,
@@ -222,6 +222,7 @@ class GRPOModule(EvaluationModule):
             self.ranks.together(lambda: self._load(outline))
             self._base = self.ranks.gather(self._base)[0]
         if isinstance(strategy, FSDP2Strategy):
+            check_can_be_shards(self.policy)
             strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()

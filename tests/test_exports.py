@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lit_grpo.policy.saving as saving
 from lit_grpo.checkpoints import read_state
 from lit_grpo.cli.export import main as export_checkpoint
-from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import ExportError, export
 from lit_grpo.policy.spec import PolicySpec
@@ -113,7 +113,8 @@ def test_an_export_computes_what_was_trained(kind: str, tmp_path: Path) -> None:
         assert torch.allclose(logits(policy), before, atol=1e-4)
         change(policy)
         compared = export(policy, load_tokenizer(str(folder)), tmp_path / f"{number}")
-        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}", output_loading_info=True)
+        opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}", output_loading_info=True)
+        loaded, report = opened
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert torch.allclose(logits(loaded), logits(policy), atol=1e-3)
         assert not torch.allclose(logits(policy), before, atol=0.05)
@@ -133,6 +134,15 @@ def test_a_layer_that_only_derives_from_a_linear_one_has_no_adapter(tmp_path: Pa
     policy: Any = load_policy(str(made("phimoe", tmp_path / "policy")))
     with pytest.raises(ValueError, match=r"lora\.target_modules names 'router', but .*router is a PhimoeTopKRouter"):
         add_adapters(policy, LoraSettings(target_modules=["q_proj", "router"]))
+
+
+def test_experts_with_adapters_cannot_be_shards(tmp_path: Path) -> None:
+    policy: Any = load_policy(str(made("qwen3_moe", tmp_path / "policy")))
+    add_adapters(policy, LoraSettings(r=2, target_modules=["experts"]))
+    with pytest.raises(
+        ValueError, match=r"model\.lora trains .*experts\.(down|gate_up)_proj.* trainer\.strategy fsdp2"
+    ):
+        check_can_be_shards(policy)
 
 
 def test_an_export_that_is_not_what_was_trained_is_refused_and_not_left(
@@ -296,8 +306,8 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(adapter: Path, settings
 def test_what_cannot_be_merged_is_refused_before_it_is_trained(policy_folder: Path) -> None:
     from lit_grpo.policy.loading import as_given
 
-    for options in ({"use_dora": True}, {"lora_bias": True}):
-        tuned = peft.get_peft_model(load_policy(str(policy_folder)), peft.LoraConfig(r=2, **options))
+    for config in (peft.LoraConfig(r=2, use_dora=True), peft.LoraConfig(r=2, lora_bias=True)):
+        tuned: Any = peft.get_peft_model(load_policy(str(policy_folder)), config)
         module: Any = make_module("tiny")
         module.policy_name = as_given((tuned, load_tokenizer(str(policy_folder))))
         with pytest.raises(ValueError, match=r"The adapter trains .*lora_.*cannot be merged"):

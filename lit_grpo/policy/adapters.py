@@ -183,6 +183,20 @@ def _untie(policy: PreTrainedModel) -> None:
     state.all_tied_weights_keys = {}
 
 
+def check_can_be_shards(policy: PreTrainedModel) -> None:
+    """Refuse adapters of parameters that are no layer's weight, whose forward pass exchanges the parameter itself.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for name, layer in lora_layers(policy):
+        if (parameter := getattr(layer, "parameter_name", None)) is not None:
+            raise ValueError(
+                f"model.lora trains {name}.{parameter}, all experts of a layer in one parameter or their router, which "
+                "does not go with trainer.strategy fsdp2; name other layers in lora.target_modules, or take ddp."
+            )
+
+
 def has_adapters(policy: PreTrainedModel) -> bool:
     """Whether the policy has adapters, of :func:`add_adapters` or its own."""
     return bool(getattr(policy, "_hf_peft_config_loaded", False))

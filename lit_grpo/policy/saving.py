@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
+from lit_grpo.policy.loading import hidden_states, token_logits
 from lit_grpo.policy.sharding import class_of, compute, whole
 from lit_grpo.policy.weights import PolicyWeights, digest
 
@@ -238,7 +239,7 @@ def _logprobs(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
     was_training = model.training
     model.eval()
     ids_BT = ids_T.to(model.device)[None]
-    logits_TV = compute(model, lambda: model(input_ids=ids_BT, use_cache=False).logits[0])
+    logits_TV = compute(model, lambda: token_logits(model, hidden_states(model, ids_BT))[0])
     model.train(was_training)
     return logits_TV.float().log_softmax(-1).cpu()
 
