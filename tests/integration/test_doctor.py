@@ -292,6 +292,12 @@ def broken_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
     return []
 
 
+def not_merged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
+    """An export lacks the adapters."""
+    monkeypatch.setattr("lit_grpo.policy.weights._merge", lambda layer, weight: weight)
+    return ["--model.lora.r", "4"]
+
+
 FAULTS = {
     "template of another model": Fault(template(OTHER_TEMPLATE), "chat template", r"<\|im_start\|> becomes 12 tokens"),
     "template without a question": Fault(template(ASKS_NOTHING), "chat template", "adds nothing to ask for an answer"),
@@ -321,6 +327,7 @@ FAULTS = {
     "no learning rate": Fault(options("--model.optimizer.lr", "0"), "step", "changes no weight"),
     "no folder": Fault(no_folder, "checkpoint", "nothing can be written to run.dir 'taken'"),
     "disk full": Fault(little_disk, "disk", "0.25 MiB free"),
+    "adapters not merged": Fault(not_merged, "export", "is not what was trained: its log-probs differ"),
     "disk broken": Fault(broken_disk, "checkpoint", "is not what was written"),
 }
 

@@ -152,10 +152,11 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
                 parcel.num_bytes += tensor.nbytes
                 yield name, tensor
 
-        expected = {checkpoint_name(name) for name, _ in self.model.named_parameters()}  # of layers that take adapters
-        loaded: Any = load_weights(noted())
-        tied = {"lm_head.weight"} if self._ties_head else set()
-        if missing := expected - set(loaded) - tied:
+        expected: dict[int, set[str]] = {}  # a module that stands in two places has two names, and is loaded by one
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            expected.setdefault(id(parameter), set()).add(checkpoint_name(name))  # of layers that take adapters
+        loaded: Any = set(load_weights(noted())) | ({"lm_head.weight"} if self._ties_head else set())
+        if missing := [min(names) for names in expected.values() if not names & loaded]:
             raise WeightSyncError(
                 f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
                 "them."
