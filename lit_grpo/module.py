@@ -32,15 +32,10 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, export
+from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
-from lit_grpo.policy.loading import (
-    as_given,
-    check_token_logits,
-    context_length,
-    embeddings,
-    load_policy,
-    load_tokenizer,
-)
+from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
@@ -217,7 +212,9 @@ class GRPOModule(EvaluationModule):
         if getattr(self, "policy", None) is None:
             outline = isinstance(strategy, FSDP2Strategy) and self.ranks.own > 0
             self.ranks.together(lambda: self._load(outline))
-            self._base = self.ranks.gather(self._base)[0]
+            self._base, attention = self.ranks.gather((self._base, str(self.policy.config._attn_implementation)))[0]
+            if attention != self.policy.config._attn_implementation:  # an outline's, of which nothing is known
+                self.policy.set_attn_implementation(attention)
         if isinstance(strategy, FSDP2Strategy):
             strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
@@ -229,7 +226,7 @@ class GRPOModule(EvaluationModule):
         nf4 = self.lora is not None and self.lora.base == "nf4"
         self.policy = load_policy(self.policy_name, self.policy_dtype, nf4, outline).train()
         if not outline:
-            check_token_logits(self.policy)
+            check_policy(self.policy)
             self._base = None if self.lora is None else fingerprint(self.policy, self.policy_name)
         if self.lora is not None:
             add_adapters(self.policy, self.lora)
