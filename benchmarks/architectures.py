@@ -41,7 +41,7 @@ from lit_grpo.update.settings import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SAMPLED, LEARNT, GRADIENT, EXPORTED, ADAPTED = 1e-5, 1e-5, 1e-5, 1e-6, 1e-5
+LIMITS = {"sampled": 1e-5, "learnt": 1e-5, "gradient": 1e-5, "exported": 1e-6, "adapted": 1e-5}
 """The most that log-probs (nats) and gradients (a share of their norm) may be off."""
 PROMPTS = [Prompt("short", (7, 8, 9), ""), Prompt("long", tuple(4 + i * 7 % 80 for i in range(13)), "")]
 SAMPLING = SamplingParams(max_tokens=16)
@@ -58,7 +58,7 @@ class Refused(Exception):
 def judge(family: str, folder: Path) -> Row:
     """Take one family through all that a run does; return its row of the table."""
     row: Row = {"family": family, "outcome": "", "slots": "", "prefix": "", "detail": ""}
-    row |= dict.fromkeys(("sampled", "learnt", "gradient", "exported", "adapted"), "")
+    row |= dict.fromkeys(LIMITS, "")
     try:
         model = small_model(family)
     except Exception as error:
@@ -76,7 +76,9 @@ def judge(family: str, folder: Path) -> Row:
             "outcome": "traceback",
             "detail": f"{type(error).__name__}: {_line(error)} ({Path(frame.filename).name})",
         }
-    return row
+    return {
+        name: value.replace(str(folder), "FOLDER") if isinstance(value, str) else value for name, value in row.items()
+    }
 
 
 def _line(error: Exception) -> str:
@@ -109,27 +111,25 @@ def _judge(row: Row, model: PreTrainedModel, folder: Path) -> None:
     plain.train(row["family"] in ONLY_TRAINING)
     if plain.config._attn_implementation == "sdpa":
         plain.set_attn_implementation("eager")  # it leaves out nothing, such as caps and sinks
-    for name in ("exported", "adapted"):
-        _hold(row, name, {"exported": _exported, "adapted": _adapted}[name], policy, tokenizer, folder)
+    row["exported"] = _exported(policy, tokenizer, folder)
+    try:
+        adapted = load_policy(str(folder / "policy"))
+        _or_refused(lambda: add_adapters(adapted, LoraSettings(r=4)))
+    except Refused as refusal:
+        row["adapted"] = str(refusal)
+    else:
+        row["adapted"] = _adapted(policy, adapted, tokenizer, folder)
     prefix = _or_refused(lambda: prefix_refusal(policy))
     row["prefix"] = "shared" if prefix is None else prefix
     groups = _sampled(row, policy, plain, tokenizer)
     _learnt(row, policy, plain, groups, prefix is None)
-    limits = {"sampled": SAMPLED, "learnt": LEARNT, "gradient": GRADIENT, "exported": EXPORTED, "adapted": ADAPTED}
-    over = [
-        f"{name} {row[name]:.2g}"
-        for name, most in limits.items()
-        if isinstance(row[name], float) and not row[name] <= most
-    ]
+    over = [f"{name} {row[name]:.2g}" for name, most in LIMITS.items() if not _is_within(row[name], most)]
     assert not over, f"off by {', '.join(over)}"
 
 
-def _hold(row: Row, name: str, measure: Callable[..., float], *of: Any) -> None:
-    """Note a figure; a refusal of adapters or of an export is one of that alone."""
-    try:
-        row[name] = _or_refused(lambda: measure(*of))
-    except Refused as refusal:
-        row[name] = str(refusal)
+def _is_within(value: str | int | float, most: float) -> bool:
+    """Whether a figure is small enough; what has been refused has none."""
+    return isinstance(value, str) or value <= most
 
 
 def _logits(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
@@ -153,9 +153,9 @@ def _exported(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     return _gap(policy, load_policy(str(folder / "export")))
 
 
-def _adapted(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
-    adapted = load_policy(str(folder / "policy"))
-    add_adapters(adapted, LoraSettings(r=4))
+def _adapted(
+    policy: PreTrainedModel, adapted: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> float:
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in (each for each in adapted.parameters() if each.requires_grad):
@@ -192,7 +192,7 @@ def _sampled(
 def _drawn(plain: PreTrainedModel, prompt: Prompt, sample: int) -> Rollout:
     draw = torch.Generator().manual_seed(sample)
     tokens_T = torch.randint(4, 80, (8 + sample,), generator=draw)
-    request = Request(prompt, sample, SAMPLING)
+    request = Request(prompt, (sample,), SAMPLING)
     completion = Completion(request, tokens_T, torch.zeros(len(tokens_T)), torch.zeros_like(tokens_T), "stop", "")
     completion.logprobs_T = _logprobs(plain, prompt, completion).detach()
     return Rollout(prompt, completion)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -35,8 +35,8 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: There is no such part.
     """
     found: Any = model.get_decoder()
-    if isinstance(found, torch.nn.Module) and found is not model and not isinstance(found, torch.nn.Linear):
-        return found
+    if found is not model and isinstance(found, torch.nn.Module) and not isinstance(found, torch.nn.Linear):
+        return cast(PreTrainedModel, found)
     inside: Iterator[Any] = (child for child in model.children() if isinstance(child, PreTrainedModel))
     found = next(inside, None)
     if found is None or next(inside, None) is not None:

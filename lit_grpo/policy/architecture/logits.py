@@ -79,7 +79,7 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
     kind = type(model).__name__
     head = model.get_output_embeddings()
     weight: Any = getattr(head, "weight", None)
-    if weight is None or weight.dim() != 2:
+    if head is None or weight is None or weight.dim() != 2:
         raise ValueError(f"{kind} has no output embedding of its own, so it is not supported; take another policy.")
     vocab_size, hidden_size = weight.shape
     hidden_1TD = torch.tensor([1.0, -2.0, 0.5, -0.25]).repeat(2 * hidden_size)[: 2 * hidden_size].view(1, 2, -1)
