@@ -26,9 +26,10 @@ from benchmarks.make_tiny import make_tokenizer
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import roll_out
 from benchmarks.small_models import families, small_model
-from lit_grpo.policy.adapters import LoraSettings, add_adapters, export
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import load_policy
+from lit_grpo.policy.saving import export
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams

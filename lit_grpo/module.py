@@ -31,12 +31,13 @@ from lit_grpo.checks import (
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
-from lit_grpo.policy.adapters import LoraSettings, add_adapters, export
+from lit_grpo.policy.adapters import LoraSettings, add_adapters, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
 from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.nf4 import without_quant_states
+from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.rewards import RewardSpec, check_rewarded, load_rewards
@@ -70,8 +71,8 @@ class GRPOModule(EvaluationModule):
 
     Args:
         policy: ``tiny`` (the demo's, which comes with the package), a folder made by ``save_pretrained``, or a
-            Hugging Face id of a causal language model with safetensors. From Python also a loaded model, or a pair
-            of it and its tokenizer.
+            Hugging Face id of a causal language model with safetensors, or of a LoRA adapter for one. From Python also
+            a loaded model (or ``PeftModel``), or a pair of it and its tokenizer.
         generator: What decodes completions.
         rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
         on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
@@ -104,7 +105,8 @@ class GRPOModule(EvaluationModule):
         dtype: What the policy's weights are loaded in. Keep float32 and choose the compute precision with
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
         lora: Train LoRA adapters instead of all weights; needs peft. The KL term's reference is then the policy without
-            them, so it takes no memory.
+            them, so it takes no memory. A policy that is an adapter of peft already (of SFT, say) is trained on as it
+            is, with no ``lora`` or the same; the reference is then its base with the adapter as it was.
         reference: Where the KL term's reference lives, and whether it moves.
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them; ``selective`` keeps
             the results of matrix products and of attention, and so costs little time.
@@ -163,7 +165,8 @@ class GRPOModule(EvaluationModule):
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
-        self.strict_loading = self.lora is None  # a checkpoint has adapters alone; on_load_checkpoint checks them
+        self.strict_loading = self.lora is None  # where adapters are alone in a checkpoint, its loading checks them
+        self._continues = False  # an adapter that the policy came with
         self._base: str | None = None  # of adapters, the fingerprint
         check_generations(num_generations, eval_num_generations, pass_at_k)
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
@@ -225,10 +228,14 @@ class GRPOModule(EvaluationModule):
         self.tokenizer = load_tokenizer(self.policy_name)
         nf4 = self.lora is not None and self.lora.base == "nf4"
         self.policy = load_policy(self.policy_name, self.policy_dtype, nf4, outline).train()
+        self._continues = has_adapters(self.policy)
+        self.strict_loading = self.lora is None and not self._continues  # else a checkpoint has adapters alone
         if not outline:
             check_policy(self.policy)
-            self._base = None if self.lora is None else fingerprint(self.policy, self.policy_name)
-        if self.lora is not None:
+            self._base = None if self.strict_loading else fingerprint(self.policy, self.policy_name)
+        if self._continues:
+            go_on_with(self.policy, self.lora)
+        elif self.lora is not None:
             add_adapters(self.policy, self.lora)
         checkpoint_layers(self.policy, self.settings.gradient_checkpointing)
 
@@ -241,8 +248,9 @@ class GRPOModule(EvaluationModule):
             self.ranks.warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
         if self.settings.objective.kl.beta > 0:
             source, device = self.policy_name, self.trainer.strategy.root_device
-            free = self.lora is not None
-            reference = make_reference(self.policy, source, self.policy_dtype, device, self.reference, free)
+            self.reference.check(self.settings.objective.kl.beta, not self.strict_loading)
+            began = "full" if self.strict_loading else "adapter" if self._continues else "bare"
+            reference = make_reference(self.policy, source, self.policy_dtype, device, self.reference, began)
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))
 
     def check_lengths(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
@@ -295,7 +303,7 @@ class GRPOModule(EvaluationModule):
         names = {source: sorted(names) for source, names in self._names_logged.items()}
         checkpoint["logged"] = (names, self.batches_without_reward, self._collapse.state_dict())
         settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
-        checkpoint["hyper_parameters"] = {"policy": told_name(self.policy_name), **settings}
+        checkpoint["hyper_parameters"] = {"policy": told_name(self.policy_name, self._continues), **settings}
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:
             checkpoint |= learner.state_dict()
@@ -320,22 +328,27 @@ class GRPOModule(EvaluationModule):
 
     def check_base(self, checkpoint: Mapping[str, Any]) -> None:
         """Check that what the adapters of a checkpoint were trained on is the policy, before anything is written."""
-        check_base(checkpoint, self._base, told_name(self.policy_name), self.policy_dtype)
+        check_base(checkpoint, self._base, told_name(self.policy_name, self._continues), self.policy_dtype)
 
     def _kept(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a checkpoint has of the weights: all of them, or with adapters what is trained."""
         kept = without_quant_states(state_dict)
         return kept if self._base is None else without_frozen(self, kept)
 
-    def export(self, folder: str | Path) -> None:
+    def export(self, folder: str | Path) -> Comparison | None:
         """Save policy and tokenizer as a Hugging Face folder (safetensors) that ``from_pretrained`` loads.
 
-        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``. All ranks call it; one saves.
+        LoRA adapters are merged into the weights, and also saved alone in ``adapter/``. All ranks call it; one saves,
+        and opens the folder again to compare it with the policy.
+
+        Returns:
+            What was compared, on the rank that saved.
 
         Raises:
+            ExportError: The folder is not the policy; nothing is put there.
             ValueError: There is no room for it; what was there before is left as it was.
         """
-        export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.own == 0)
+        return export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.own == 0)
 
     # ---- training ---------------------------------------------------------------------------------
 

@@ -27,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         exit_with(f"{str(options.folder)!r} is there already; give a folder that is new or empty.")
     try:
-        _export(checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
+        compared = _export(checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
     except ValueError as error:
         exit_with(str(error))
-    print(f"The policy is in {options.folder}.")
+    print(f"The policy is in {options.folder}: {compared}.")
 
 
-def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> None:
+def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> Any:
     from lit_grpo.module import GRPOModule
 
     try:
@@ -50,4 +50,4 @@ def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> None:
         module.load_state_dict(saved["state_dict"], strict=module.strict_loading)
     except (RuntimeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run: {str(error).splitlines()[0]}") from error
-    module.export(folder)
+    return module.export(folder)

@@ -1,8 +1,9 @@
-"""Whether checkpoints can be written, read again, and have room."""
+"""Whether checkpoints and exports can be written, read again, and have room."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 
 from lit_grpo.doctor.patient import Patient
 from lit_grpo.doctor.report import Finding
+from lit_grpo.doctor.trial import disturb, undone
 from lit_grpo.policy.weights import digest
 
 NUM_CHECKPOINTS = 3
@@ -41,6 +43,26 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
     remedy = "make room, or choose another disk with run.dir"
     verdict = "fail" if needed > free else "warn" if needed > free / 2 else "pass"
     yield Finding(verdict, "disk", figure, "" if verdict == "pass" else remedy)
+
+
+def check_export(patient: Patient) -> Iterator[Finding]:
+    """Change every trained weight visibly, export the policy where the run would, open that again, and compare.
+
+    Raises:
+        ExportError: It is another policy.
+    """
+    if patient.folder is None:
+        yield Finding("skip", "export", patient.folder_error)
+        return
+    folder, start = patient.folder.with_name("export"), time.perf_counter()
+    try:
+        with undone(patient.module), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            disturb(patient.module.policy)
+            compared = patient.module.export(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    yield Finding("pass", "export", f"{compared}, every trained weight changed, in {time.perf_counter() - start:.1f} s")
 
 
 def _whole(module: Any, num_bytes: int) -> int:

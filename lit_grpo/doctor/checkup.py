@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
-from lit_grpo.doctor.checkpoint import check_checkpoint
+from lit_grpo.doctor.checkpoint import check_checkpoint, check_export
 from lit_grpo.doctor.logprobs import check_dropout, check_gap
 from lit_grpo.doctor.memory import check_memory
 from lit_grpo.doctor.patient import Patient
@@ -47,6 +47,7 @@ CHECKS = (
     Check("memory", check_memory, "generator"),
     Check("step", check_step, "samples"),
     Check("checkpoint", check_checkpoint),
+    Check("export", check_export),
 )
 
 

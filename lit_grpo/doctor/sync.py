@@ -9,10 +9,8 @@ import torch
 
 from lit_grpo.doctor.patient import Patient
 from lit_grpo.doctor.report import Finding
-from lit_grpo.doctor.trial import undone
+from lit_grpo.doctor.trial import disturb, undone
 from lit_grpo.rollout.generator import Scorer
-
-_NOISE = 0.05  # of a tensor's own spread: enough for log-probs to tell old weights from new ones
 
 
 def check_sync(patient: Patient) -> Iterator[Finding]:
@@ -28,18 +26,9 @@ def check_sync(patient: Patient) -> Iterator[Finding]:
     start = time.perf_counter()
     with undone(module), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        _disturb(module.policy)
+        disturb(module.policy)
         patient.sync.on_train_start(trainer, module)
         seconds = time.perf_counter() - start
     patient.sync.on_train_start(trainer, module)
     how = f"sent and proved in {seconds:.1f} s" if isinstance(module.generator, Scorer) else "the policy's own tensors"
     yield Finding("pass", "weight sync", f"{how}, every weight changed")
-
-
-@torch.no_grad()
-def _disturb(policy: torch.nn.Module) -> None:
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            spread = float(weight.float().std()) if weight.numel() > 1 else 0.0
-            noise = torch.randn(weight.shape, dtype=torch.float32) * (_NOISE * spread or 0.01)
-            weight.add_(noise.to(weight.device, weight.dtype))

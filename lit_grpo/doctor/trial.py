@@ -65,6 +65,22 @@ def undone(module: GRPOModule) -> Iterator[dict[str, torch.Tensor]]:
         module.policy.zero_grad()
 
 
+_NOISE = 0.05  # of a tensor's own spread: enough for log-probs to tell old weights from new ones
+
+
+@torch.no_grad()
+def disturb(policy: torch.nn.Module) -> None:
+    """Change every trained weight visibly."""
+    for weight in policy.parameters():
+        if weight.requires_grad:
+            spread = float(weight.float().std()) if weight.numel() > 1 else 0.0
+            noise = torch.randn(weight.shape, dtype=torch.float32) * (_NOISE * spread or _FIRST)
+            weight.add_(noise.to(weight.device, weight.dtype))
+
+
+_FIRST = 0.02  # of a tensor that is all the same, such as an adapter's second matrix at first
+
+
 def learn(patient: Patient, groups: Sequence[RolloutGroup], lr: float | None) -> dict[str, float]:
     """Take one step on rollouts as the run would; return what it logs."""
     module = patient.module

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from importlib import util
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from transformers.pytorch_utils import Conv1D
 
-from lit_grpo.policy.saving import written_as_a_whole
-from lit_grpo.policy.sharding import is_scattered, whole_state_dict
-from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.policy.weights import active_adapters, is_adapter, lora_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,11 @@ class LoraSettings:
     Args:
         r: The rank.
         alpha: The adapters' output is scaled by ``alpha / r``.
-        target_modules: The linear layers that get one, by name; ``all-linear`` is all but the head.
+        target_modules: The linear layers and embeddings that get one, by name; ``all-linear`` is all linear layers but
+            the head, and where transformers knows them from one to the next, the experts of a layer and their router.
+            Also the name of a module that holds all experts (``experts``), or of one of its parameters. Where the
+            head is tied to the embedding, an adapter of one of them unties them, for it is trained for that one
+            alone.
         rslora: Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732).
         base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes. The
             policy is then the rounded one with adapters: so it samples, and so it is exported.
@@ -52,97 +52,221 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
     """Give the policy adapters that change nothing yet, and freeze everything else.
 
     Raises:
-        ValueError: peft is not installed, or no layer has one of the names.
+        ValueError: peft is not installed, no layer has one of the names, or one of them cannot be trained so.
     """
     if util.find_spec("peft") is None:
         raise ValueError("model.lora needs peft; install the extra lit_grpo[lora].")
     from peft import LoraConfig
 
-    _check_targets(policy, settings.target_modules)
+    targets, parameters = _found(policy, settings.target_modules)
+    odd = _odd_linears(policy)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
-        target_modules=settings.target_modules,
+        target_modules=targets,
+        target_parameters=parameters or None,
+        exclude_modules=odd or None,
         use_rslora=settings.rslora,
         lora_dropout=0.0,  # the trainer's log-probs must be the generator's
         task_type="CAUSAL_LM",
     )
-    policy.add_adapter(config)
+    try:
+        policy.add_adapter(config)
+    except (ValueError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"lora.target_modules is {settings.target_modules!r}, which peft gives {type(policy).__name__} no adapters "
+            f"for ({' '.join(str(error).split())}); name other layers."
+        ) from error
+    check_adapters(policy)
 
 
-def _check_targets(policy: PreTrainedModel, targets: list[str] | str) -> None:
-    """Refuse a name that no layer has: peft leaves it out as long as another one has any."""
+def _found(policy: PreTrainedModel, targets: list[str] | str) -> tuple[list[str] | str, list[str]]:
+    """Tell the names of layers from those of parameters that are no layer's weight, such as all experts of a layer.
+
+    Raises:
+        ValueError: No layer has a name, which peft leaves out as long as another one has any, or a layer computes
+            something else with its weight than a linear layer does.
+    """
     if isinstance(targets, str):  # all-linear, or a regular expression of which peft says that nothing matches
-        return
-    modules = dict(policy.named_modules())
+        return targets, []
+    modules, odd = dict(policy.named_modules()), _odd_linears(policy)
+    layers, parameters = list[str](), list[str]()
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in modules):
-            linear = [name for name, module in modules.items() if isinstance(module, torch.nn.Linear | Conv1D)]
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        called = [module for name, module in modules.items() if _is_called(name, target)]
+        stacks = {kind for module in called for kind, one in module.named_parameters(recurse=False) if one.ndim == 3}
+        if refused := [name for name in odd if _is_called(name, target)]:
             raise ValueError(
-                f"lora.target_modules names {target!r}, which no layer of {type(policy).__name__} is called; "
-                f"its linear layers are {known}."
+                f"lora.target_modules names {target!r}, but {refused[0]} is a {type(modules[refused[0]]).__name__}, "
+                "which does more than multiply by its weight, so an adapter beside it would not be one of its weight; "
+                f"leave {target} out."
             )
+        if stacks:
+            parameters += [f"{target}.{kind}" for kind in sorted(stacks)]
+        elif called:
+            layers.append(target)
+        elif any(_is_called(name, target) for name, one in policy.named_parameters() if one.ndim == 3):
+            parameters.append(target)
+        else:
+            raise ValueError(_unknown_target(policy, target))
+    return layers, parameters
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _unknown_target(policy: PreTrainedModel, target: str) -> str:
+    linear = {name for name, module in policy.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+    stacks = sorted({name.rpartition(".")[2] for name, one in policy.named_parameters() if one.ndim == 3})
+    beside = f", and its parameters of all experts {', '.join(stacks)}" if stacks else ""
+    return (
+        f"lora.target_modules names {target!r}, which no layer of {type(policy).__name__} is called; its linear layers "
+        f"are {known}{beside}."
+    )
+
+
+def _odd_linears(policy: PreTrainedModel) -> list[str]:
+    """The layers derived from a linear one whose forward pass is another, such as a router that also chooses.
+
+    Those in four bits compute the same as what they are derived from.
+    """
+    return [
+        name
+        for name, module in policy.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and type(module).forward is not torch.nn.Linear.forward
+        and not type(module).__module__.startswith("bitsandbytes.")
+    ]
+
+
+def check_adapters(policy: PreTrainedModel) -> None:
+    """Refuse adapters that would be trained and are in no export, and untie a head that one of them stands at.
+
+    Raises:
+        ValueError: Something is trained that cannot be merged into the weights.
+    """
+    known: set[int] = set()
+    for _, layer in lora_layers(policy):
+        for name in active_adapters(layer):
+            for matrices in (layer.lora_A, layer.lora_B):
+                known |= {id(matrices[name].weight)} if name in matrices else set()
+            for matrices in (layer.lora_embedding_A, layer.lora_embedding_B):
+                known |= {id(matrices[name])} if name in matrices else set()
+    for name, weight in policy.named_parameters():
+        if weight.requires_grad and is_adapter(name) and id(weight) not in known:
+            raise ValueError(
+                f"The adapter trains {name}, which cannot be merged into the weights that a generator and an export "
+                "get; take an adapter of LoRA without DoRA, biases of its own (lora_bias) and trained tokens."
+            )
+    _untie(policy)
+
+
+def _untie(policy: PreTrainedModel) -> None:
+    """Give a head that is tied to the embedding a weight of its own, where one of the two has an adapter.
+
+    peft adds an adapter to what the embedding or the head computes, and not to the weight that they share.
+    """
+    embedding, head = cast("list[Any]", [policy.get_input_embeddings(), policy.get_output_embeddings()])
+    if head is None or embedding is head or not any(hasattr(end, "base_layer") for end in (embedding, head)):
+        return
+    bare_embedding, bare_head = (
+        end.get_base_layer() if hasattr(end, "base_layer") else end for end in (embedding, head)
+    )
+    if bare_head.weight is not bare_embedding.weight:
+        return
+    weight = bare_head.weight
+    bare_head.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    for config in {id(one): one for one in (policy.config, policy.config.get_text_config())}.values():
+        config.tie_word_embeddings = False
+    state: Any = policy
+    state.all_tied_weights_keys = {}
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
-    """Whether the policy has adapters of :func:`add_adapters`."""
+    """Whether the policy has adapters, of :func:`add_adapters` or its own."""
     return bool(getattr(policy, "_hf_peft_config_loaded", False))
 
 
-class Exported:
-    """The weights of a policy as Hugging Face's files have them, with adapters merged, and the adapters alone.
-
-    All ranks make it; where each has a shard, they put the weights together on their hosts.
-
-    Args:
-        policy: The model.
-        keep: Whether this rank is to save them.
-    """
-
-    def __init__(self, policy: PreTrainedModel, keep: bool = True) -> None:
-        self._policy = policy
-        self._weights = whole_state_dict(policy)
-        self._merged: dict[str, torch.Tensor] = {}
-        if has_adapters(policy):
-            on_host = is_scattered(policy)
-            merged = ((name, tensor.cpu() if on_host else tensor) for name, tensor in PolicyWeights(policy))
-            self._merged = {name: _in_own_storage(tensor) for name, tensor in merged if keep}
-
-    def save(self, folder: Path) -> None:
-        """Save them, and the adapters in ``adapter/``."""
-        policy = self._policy
-        if not has_adapters(policy):
-            policy.save_pretrained(folder, state_dict=self._weights)
-            return
-        policy.save_pretrained(folder / "adapter", state_dict=self._weights)
-        save_torch_state_dict(self._merged, folder)
-        config = deepcopy(policy.config)
-        vars(config).pop("quantization_config", None)  # the merged weights are numbers
-        config.save_pretrained(folder)
-        if policy.generation_config is not None:
-            policy.generation_config.save_pretrained(folder)
+def own_adapter(policy: PreTrainedModel) -> LoraConfig:
+    """Return the configuration of the one adapter that a policy computes with."""
+    settings: Any = policy
+    (name,) = policy.active_adapters()
+    return settings.peft_config[name]
 
 
-def export(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, keep: bool = True) -> None:
-    """Save policy and tokenizer, with adapters merged, and also alone in ``adapter/``; all ranks call it.
+def go_on_with(policy: PreTrainedModel, settings: LoraSettings | None) -> None:
+    """Get the adapter ready to be trained that a policy has come with.
 
     Args:
-        policy: The model.
-        tokenizer: Its own.
-        folder: Where to.
-        keep: Whether this rank is to save them.
+        policy: With its adapter.
+        settings: Of the adapter that is wanted; none takes the one that is there.
 
     Raises:
-        ValueError: There is no room for it; what was there before is left as it was.
+        ValueError: ``settings`` ask for another one, or it is of a kind that is not trained here.
     """
-    weights = Exported(policy, keep)
-    if keep:
-        with written_as_a_whole(folder) as aside:
-            weights.save(aside)
-            tokenizer.save_pretrained(aside)
+    names, state = policy.active_adapters(), cast(Any, policy)
+    if len(names) != 1:
+        raise ValueError(f"model.policy has the active adapters {', '.join(names)}; activate the one to be trained.")
+    config = own_adapter(policy)
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ValueError(
+            f"model.policy is an adapter of peft_type {kind}, and only LORA can be trained; merge it into its base "
+            "with peft's merge_and_unload, save that, and give the folder as model.policy."
+        )
+    if any(layer.merged for _, layer in lora_layers(policy)):
+        raise ValueError(
+            "model.policy has its adapter merged into its weights; call unmerge_adapter first, or merge_and_unload to "
+            "train the result."
+        )
+    if settings is not None:
+        _check_same(policy, config, settings)
+    config.inference_mode = False
+    for name, weight in policy.named_parameters():
+        weight.requires_grad_(is_adapter(name) and f".{names[0]}" in name)
+    for module in policy.modules():
+        if hasattr(module, "modules_to_save") and names[0] in cast(Any, module).modules_to_save:
+            cast(Any, module).modules_to_save[names[0]].requires_grad_(True)
+    state.peft_config[names[0]] = config
+    check_adapters(policy)
 
 
-def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without the padding that gathering uneven shards leaves behind it."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSettings) -> None:
+    """Refuse settings of another adapter than the one that is there."""
+    there = {layer_name for layer_name, _ in lora_layers(policy)}
+    linear = {
+        name.replace(".base_layer", "")
+        for name, module in policy.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+    } - {name for name, module in policy.named_modules() if module is policy.get_output_embeddings()}
+    wanted = settings.target_modules
+    if wanted == "all-linear":
+        same = linear <= there
+    elif isinstance(wanted, str):
+        same = wanted == config.target_modules
+    else:
+        same = there == {name for name in _names_below(policy) if any(_is_called(name, one) for one in wanted)}
+    values = {
+        "r": (config.r, settings.r),
+        "alpha": (config.lora_alpha, settings.alpha),
+        "rslora": (config.use_rslora, settings.rslora),
+        "target_modules": ((targets := _told(config.target_modules)), targets if same else wanted),
+    }
+    if differing := {name: pair for name, pair in values.items() if pair[0] != pair[1]}:
+        own = ", ".join(f"{name} {pair[0]}" for name, pair in differing.items())
+        other = ", ".join(f"lora.{name} {pair[1]}" for name, pair in differing.items())
+        raise ValueError(
+            f"model.policy is an adapter with {own}, but model.lora asks for {other}; leave model.lora out to go on "
+            "training the adapter that is there, or merge it into its base (peft's merge_and_unload), save that, and "
+            "give the folder as model.policy for a new adapter."
+        )
+
+
+def _names_below(policy: PreTrainedModel) -> set[str]:
+    names = {name for name, _ in policy.named_modules() if ".lora_" not in name}
+    return {".".join(part for part in name.split(".") if part != "base_layer") for name in names}
+
+
+def _told(targets: Any) -> Any:
+    return targets if isinstance(targets, str) or targets is None else sorted(targets)

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.hub import hub_or_cache
-from lit_grpo.policy.loading import Given, resolve_policy
-from lit_grpo.policy.weights import digest
+from lit_grpo.policy.loading import Given, adapter_folder, resolve_policy
+from lit_grpo.policy.weights import digest, persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,16 +32,18 @@ def fingerprint(policy: PreTrainedModel, source: str | Given) -> str:
     files that they were loaded from; a model that is given with such weights has none.
 
     Args:
-        policy: As it was loaded, whole and without adapters.
+        policy: As it was loaded, whole; with the adapter that it came with, as that was then.
         source: What it was loaded from.
     """
     of, packs = blake2b(digest_size=16), False
-    for name, weight in policy.named_parameters():
+    for name, weight in (*policy.named_parameters(), *persistent_buffers(policy)):
         state: Any = getattr(weight, "quant_state", None)
         packs = packs or state is not None
         of.update(f"{name} {digest(weight) if state is None else tuple(state.shape)}\n".encode())
     if packs and isinstance(source, str):
-        of.update("\n".join(sorted(_in_files(resolve_policy(source)))).encode())
+        adapter = adapter_folder(source)
+        files = resolve_policy(source) if adapter is None else adapter.base
+        of.update("\n".join(sorted(_in_files(files))).encode())
     return of.hexdigest()
 
 
@@ -65,9 +67,16 @@ def _files(name: str) -> list[str]:
         return files
 
 
-def told_name(source: str | Given) -> str:
-    """What a checkpoint calls a policy: its name, or where a loaded model is from, which is empty where it was made."""
-    return source if isinstance(source, str) else source[0].name_or_path or ""
+def told_name(source: str | Given, is_adapter: bool) -> str:
+    """What a checkpoint calls a policy: its name, or where a loaded model is from, which is empty where it was made.
+
+    Args:
+        source: What it was loaded from.
+        is_adapter: Whether it came with an adapter, of which a loaded model does not tell where that is from.
+    """
+    if isinstance(source, str):
+        return source
+    return "" if is_adapter else source[0].name_or_path or ""  # which is its base's
 
 
 def check_base(checkpoint: Mapping[str, Any], own: str | None, name: str, dtype: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,9 +40,53 @@ def as_given(policy: Any) -> str | Given:
     model, tokenizer = policy if isinstance(policy, tuple) else (policy, None)
     if isinstance(model, str):
         return model
+    model = _with_adapters_inside(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"policy is of type {type(model).__name__}; give a name, a folder or a PreTrainedModel.")
     return model, tokenizer
+
+
+def _with_adapters_inside(model: Any) -> Any:
+    """Return the model in which a ``PeftModel`` has put its adapters, as transformers has one with adapters."""
+    if not (util.find_spec("peft") and isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model")):
+        return model
+    inner: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
+    if not getattr(inner, "_hf_peft_config_loaded", False):
+        inner.peft_config, inner._hf_peft_config_loaded = model.peft_config, True
+    return inner
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A policy that is an adapter of peft: where it is, and the base that it was trained on."""
+
+    name: str
+    base: str
+
+
+def adapter_folder(policy: str) -> AdapterFolder | None:
+    """Return the adapter that a folder or hub id is; ``None`` where it is a model.
+
+    Raises:
+        ValueError: It names no base.
+    """
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    name = resolve_policy(policy)
+    with hub_or_cache(name):
+        try:
+            path = find_adapter_config_file(name)
+        except OSError:  # loading the model says what is wrong
+            return None
+    if path is None:
+        return None
+    base = json.loads(Path(path).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"Policy {policy!r} is an adapter whose adapter_config.json names no base_model_name_or_path; put the name "
+            "or folder of the model there that it was trained on."
+        )
+    return AdapterFolder(name, resolve_policy(base))
 
 
 def resolve_policy(policy: str) -> str:
@@ -62,7 +109,7 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
         if not model.name_or_path:
             raise ValueError(f"policy is a {type(model).__name__} that was made, not loaded; give its tokenizer too.")
         policy = model.name_or_path
-    name = resolve_policy(policy)
+    name = _tokenizer_place(resolve_policy(policy))
     with hub_or_cache(name):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -73,6 +120,18 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
             _load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there."))
         )
     return _with_end(tokenizer, name)
+
+
+def _tokenizer_place(name: str) -> str:
+    """An adapter may have a tokenizer of its own; otherwise its base's is the one."""
+    from transformers.utils.hub import cached_file
+
+    adapter = adapter_folder(name)
+    if adapter is None:
+        return name
+    with hub_or_cache(name):
+        own = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    return adapter.base if own is None else name
 
 
 def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
@@ -97,8 +156,6 @@ def load_policy(
         ValueError: There is no such model, or it is not a causal language model with safetensors, or they are damaged
             or lack a weight, or it is of a kind that is not supported.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress bar: the trainer's
@@ -108,6 +165,23 @@ def load_policy(
         _switch_dropout_off(policy[0])
         attend_in_full(policy[0])
         return policy[0]
+    adapter = adapter_folder(policy)
+    model = _load_model(policy if adapter is None else adapter.base, dtype, nf4, outline)
+    if adapter is not None:
+        _load_adapter(model, adapter, outline)
+    context_length(model)
+    if nf4:
+        keep_as_it_is(model)
+    _switch_dropout_off(model)
+    if not outline:
+        attend_in_full(model)
+    return model
+
+
+def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrainedModel:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
     quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
     with hub_or_cache(name):
@@ -129,13 +203,46 @@ def load_policy(
             raise ValueError(_load_failure(name, "model", error)) from error
     model, report = loaded
     _check_weights(policy, name, model, report)
-    context_length(model)
-    if nf4:
-        keep_as_it_is(model)
-    _switch_dropout_off(model)
-    if not outline:
-        attend_in_full(model)
     return model
+
+
+def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool) -> None:
+    """Put an adapter on its base, from safetensors; an outline gets one without content.
+
+    Raises:
+        ValueError: peft is not installed, or the adapter's files lack something or do not fit the base.
+    """
+    if util.find_spec("peft") is None:
+        raise ValueError(f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
+    from peft import PeftConfig
+    from safetensors import SafetensorError
+    from transformers.utils.hub import cached_file
+
+    with hub_or_cache(adapter.name):
+        try:
+            config = PeftConfig.from_pretrained(adapter.name)
+            if outline:
+                model.add_adapter(config)
+                return
+            if cached_file(adapter.name, _ADAPTER, _raise_exceptions_for_missing_entries=False) is None:
+                raise ValueError(f"it has no {_ADAPTER}; save it with safetensors.")
+            conversions = getattr(model, "_weight_conversions", None)
+            report = model.load_adapter(adapter.name, is_trainable=True, use_safetensors=True)
+            cast(Any, model)._weight_conversions = conversions  # those of the model, which the adapter's have replaced
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
+            raise ValueError(
+                f"Policy {adapter.name!r} is an adapter that cannot be put on its base {adapter.base!r}: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+    if lacking := sorted(map(str, [*report.missing_keys, *report.unexpected_keys, *report.mismatched_keys])):
+        raise ValueError(
+            f"Policy {adapter.name!r} is an adapter that does not fit its base {adapter.base!r}: {len(lacking)} of its "
+            f"weights, such as {lacking[0]}, are on one side alone; set base_model_name_or_path in its "
+            "adapter_config.json to the model that it was trained on."
+        )
+
+
+_ADAPTER = "adapter_model.safetensors"
 
 
 def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:

@@ -1,13 +1,62 @@
-"""A policy's folder that is whole or not there."""
+"""A policy's folder: written from its full state, opened again and compared, and only then put in its place."""
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+import torch
+from huggingface_hub import save_torch_state_dict, split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from lit_grpo.memory import free_bytes
+from lit_grpo.policy.adapters import has_adapters, own_adapter
+from lit_grpo.policy.sharding import class_of, compute, whole
+from lit_grpo.policy.weights import PolicyWeights, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 5 * 10**9
+_NUM_TOKENS = 16
+_SHAKE = 0.01
+_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""The relative error of the embeddings that would move log-probs as far as rounding may; weights that are missing or
+another's move them a hundred times as far and more."""
+_LEAST_GAP = 1e-3
+"""In nats; less is rounding whatever the log-probs do."""
+
+
+class ExportError(ValueError):
+    """What has been written is not the policy that was trained."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a written folder has been compared with.
+
+    Args:
+        num_tensors: Whose digests on the disk are those of the policy's state.
+        gap: Between the log-probs of the policy and of the model that the folder loads as, at most, in nats; none where
+            there was no memory for a second model.
+    """
+
+    num_tensors: int
+    gap: float | None
+
+    def __str__(self) -> str:
+        files = f"{self.num_tensors} tensors on the disk have the digests of the policy's"
+        if self.gap is None:
+            return f"{files}, and transformers finds each of them a place (no memory to load a second model)"
+        return f"{files}, and opened again it computes the policy's log-probs to {self.gap:.1g} nats"
 
 
 @contextmanager
@@ -22,6 +71,7 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
+        _remove_others(folder, aside)
         for path in sorted(aside.rglob("*")):
             place = folder / path.relative_to(aside)
             if path.is_file():
@@ -35,3 +85,222 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_others(folder: Path, aside: Path) -> None:
+    """Remove weights of an earlier export in other files, which would be read beside or instead of these."""
+    for pattern in ("model*.safetensors", _INDEX):
+        for path in folder.glob(pattern):
+            if not (aside / path.name).exists():
+                path.unlink()
+
+
+def export(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, keep: bool = True
+) -> Comparison | None:
+    """Save policy and tokenizer, with adapters merged, and also alone in ``adapter/``; all ranks call it.
+
+    What has been written is opened again and compared with the policy: each tensor by its digest, and the log-probs of
+    some tokens where the host has memory for a second model.
+
+    Args:
+        policy: The model.
+        tokenizer: Its own.
+        folder: Where to.
+        keep: Whether this rank is to save them.
+
+    Returns:
+        What was compared, on the rank that saved.
+
+    Raises:
+        ExportError: What has been written is not the policy.
+        ValueError: There is no room for it; what was there before is left as it was.
+    """
+    logprobs = _Expected.of(policy)
+    adapter = _adapter_state(policy, keep)
+    weights = PolicyWeights(policy)
+    if not keep:
+        for _ in weights:
+            pass
+        return None
+    with written_as_a_whole(folder) as aside:
+        _write_weights(weights, aside)
+        save_settings(policy, aside)
+        tokenizer.save_pretrained(aside)
+        if adapter:
+            own_adapter(policy).save_pretrained(str(aside / "adapter"))
+            save_torch_state_dict(adapter, aside / "adapter", filename_pattern="adapter_model{suffix}.safetensors")
+        return _compared(weights, policy, logprobs, aside, folder)
+
+
+def save_settings(policy: Any, folder: Path) -> None:
+    """Save the configuration of a bare model, whose weights are numbers, and how it wants to be sampled.
+
+    The latter as it came, whatever transformers thinks of it: many a model names a temperature and no ``do_sample``.
+    """
+    config = copy.deepcopy(policy.config)
+    config.architectures = [class_of(policy).__name__]
+    config.dtype = str(policy.dtype).removeprefix("torch.")
+    vars(config).pop("quantization_config", None)
+    config.save_pretrained(folder)
+    if policy.generation_config is not None:
+        policy.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
+
+
+def _adapter_state(policy: PreTrainedModel, keep: bool) -> dict[str, torch.Tensor]:
+    """The adapter alone, by the names in peft's files, on the host."""
+    if not has_adapters(policy):
+        return {}
+    from peft.utils import get_peft_model_state_dict
+
+    (name,) = policy.active_adapters()
+    wanted = {key for key in dict(policy.named_parameters()) if f".{name}" in key}
+    state = {key: whole(one).detach().cpu() for key, one in policy.named_parameters() if key in wanted}
+    if not keep:
+        return {}
+    alone = get_peft_model_state_dict(policy, state, adapter_name=name, save_embedding_layers=False)
+    return {f"base_model.model.{key}": tensor.contiguous() for key, tensor in alone.items()}
+
+
+def _write_weights(weights: PolicyWeights, folder: Path) -> None:
+    """Write the state in files of some gigabytes, of which one at a time is in memory."""
+    outline = weights.outline
+    plan = split_torch_state_dict_into_shards(outline, max_shard_size=_SHARD_BYTES)
+    place_of = {name: file for file, names in plan.filename_to_tensors.items() for name in names}
+    waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in plan.filename_to_tensors}
+    for name, tensor in weights:
+        there = waiting[place_of[name]]
+        there[name] = _in_own_storage(tensor)
+        if len(there) == len(plan.filename_to_tensors[place_of[name]]):
+            save_file(there, folder / place_of[name], {"format": "pt"})
+            del waiting[place_of[name]]
+    assert not waiting, f"{sorted(waiting)} lack tensors"
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": place_of}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the host that shares its memory with no other that is to be saved."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class _Expected:
+    """The trained policy's log-probs of all tokens at some places, and how far they move by a small change.
+
+    Args:
+        ids_T: The tokens.
+        logprobs_TV: Of the policy.
+        moved: By how much, on average, embeddings that are off by one in a hundred move them.
+    """
+
+    def __init__(self, ids_T: torch.Tensor, logprobs_TV: torch.Tensor, moved: float) -> None:
+        self.ids_T, self.logprobs_TV, self.moved = ids_T, logprobs_TV, moved
+
+    @classmethod
+    def of(cls, policy: PreTrainedModel) -> _Expected:
+        """Compute them; all ranks call it."""
+        vocabulary = len(policy.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+        drawn = torch.Generator().manual_seed(0)
+        ids_T = torch.randint(0, vocabulary, (_NUM_TOKENS,), generator=drawn)
+        logprobs_TV = _logprobs(policy, ids_T)
+
+        def shake(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+            return output * (1 + _SHAKE * noise)
+
+        hook = policy.get_input_embeddings().register_forward_hook(shake)
+        try:
+            moved = float((_logprobs(policy, ids_T) - logprobs_TV).abs().mean())
+        finally:
+            hook.remove()
+        return cls(ids_T, logprobs_TV, moved)
+
+    def gap(self, model: PreTrainedModel, dtype: torch.dtype) -> float:
+        """Return the largest difference of another model's log-probs.
+
+        Raises:
+            ExportError: It is more than rounding makes it.
+        """
+        apart_TV = (_logprobs(model, self.ids_T) - self.logprobs_TV).abs()
+        allowed = max(_LEAST_GAP, _ROUNDING.get(dtype, 0.1) * self.moved / _SHAKE)
+        if not float(apart_TV.mean()) <= allowed:
+            raise ExportError(
+                f"its log-probs differ from the trained policy's by {float(apart_TV.max()):.2g} nats at most and "
+                f"{float(apart_TV.mean()):.2g} on average, where rounding explains {allowed:.1g}"
+            )
+        return float(apart_TV.max())
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
+    was_training = model.training
+    model.eval()
+    ids_BT = ids_T.to(model.device)[None]
+    logits_TV = compute(model, lambda: model(input_ids=ids_BT, use_cache=False).logits[0])
+    model.train(was_training)
+    return logits_TV.float().log_softmax(-1).cpu()
+
+
+def _compared(
+    weights: PolicyWeights, policy: PreTrainedModel, expected: _Expected, aside: Path, folder: Path
+) -> Comparison:
+    """Open a written folder again and compare it with the policy, tensor by tensor and in what it computes.
+
+    Raises:
+        ExportError: They differ.
+    """
+    try:
+        _check_files(weights.digests, aside)
+        return Comparison(len(weights.digests), _check_reopened(weights.digests, policy, expected, aside))
+    except ExportError as error:
+        raise ExportError(
+            f"The policy's export to {folder} was opened again and is not what was trained: {error}; nothing has been "
+            "put there, and what was trained is in the run's checkpoints; report this with the policy's config.json."
+        ) from error
+
+
+def _check_files(digests: Mapping[str, str], folder: Path) -> None:
+    """Read each tensor from the disk, one at a time."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    for name in [*digests, *found]:
+        if digests.get(name) != found.get(name):
+            raise ExportError(f"{name} on the disk is not what was to be written")
+
+
+def _check_reopened(
+    digests: Mapping[str, str], policy: PreTrainedModel, expected: _Expected, folder: Path
+) -> float | None:
+    """Load a folder as its user will, on the host, where that has the memory; else only look where tensors belong."""
+    from transformers import AutoModelForCausalLM
+
+    outline = PolicyWeights(policy).outline
+    fits = 1.2 * sum(tensor.nbytes for tensor in outline.values()) < free_bytes(torch.device("cpu"))
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=policy.dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            device_map=None if fits else "meta",
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ExportError(f"transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
+    model, report = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise ExportError(f"transformers tells of {kind} on loading it, {sorted(map(str, report[kind]))[0]} first")
+    if not fits:
+        return None
+    reopened = PolicyWeights(model)
+    for _ in reopened:
+        pass
+    for name in [*digests, *reopened.digests]:
+        if digests.get(name) != reopened.digests.get(name):
+            raise ExportError(f"{name} is not in the loaded model what it is on the disk")
+    return expected.gap(model, policy.dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -116,22 +116,6 @@ def rest(policy: PreTrainedModel) -> None:
 def is_scattered(policy: torch.nn.Module) -> bool:
     """Whether only a shard of the weights is there, so that every layer's forward pass takes all ranks."""
     return any(hasattr(weight, "full_tensor") for weight in policy.parameters())
-
-
-def whole_state_dict(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return whole weights by their names; of shards, which all ranks put together, on the first rank alone."""
-    if not is_sharded(policy):
-        return policy.state_dict()
-    if is_scattered(policy):
-        state_dict = get_model_state_dict(policy, options=_WHOLE_ON_HOST)
-        return tied_again(policy, cast("dict[str, torch.Tensor]", state_dict))
-    # torch's own function would scatter them
-    state: dict[str, torch.Tensor] = dict(policy.named_parameters(remove_duplicate=False))
-    for name, module in policy.named_modules():
-        passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-        kept = [pair for pair in module.named_buffers(recurse=False) if pair[0] not in passing]
-        state |= {f"{name}.{key}".removeprefix("."): buffer for key, buffer in kept}
-    return state
 
 
 def tied_again(module: torch.nn.Module, state: dict[str, T]) -> dict[str, T]:

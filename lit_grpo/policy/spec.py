@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 from lit_grpo.memory import update_bytes
 from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.policy.loading import eos_token_ids
+from lit_grpo.policy.saving import save_settings
 from lit_grpo.policy.sharding import class_of
-from lit_grpo.policy.weights import Adapters, PolicyWeights, checkpoint_name, find_adapters
+from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ class PolicySpec:
     def embeddings_name(self) -> str:
         """What the weight of the embeddings is called among :meth:`weights`."""
         weight: Any = self.embeddings.weight
-        return next(checkpoint_name(name) for name, each in self.module.named_parameters() if each is weight)
+        return self.weights().name_of(weight)
 
     @property
     def adapters(self) -> Adapters | None:
@@ -96,10 +96,5 @@ class PolicySpec:
         """Save everything but its weights, which are whole when they travel, for an engine to start from."""
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
-        config = copy.deepcopy(bare.config)
-        config.architectures = [class_of(bare).__name__]
-        config.__dict__.pop("quantization_config", None)
-        config.save_pretrained(folder)
-        if bare.generation_config is not None:
-            bare.generation_config.save_pretrained(folder)
+        save_settings(bare, folder)
         self.tokenizer.save_pretrained(folder)

@@ -36,7 +36,7 @@ from lit_grpo.update.budget import TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.measurements import measured
-from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference
+from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
@@ -69,7 +69,7 @@ class Learner:
         policy: PreTrainedModel,
         optimization: Optimization,
         settings: Settings,
-        reference: Reference | AdapterFreeReference | None = None,
+        reference: Reference | AdapterFreeReference | InitialAdapterReference | None = None,
         folder: Path | None = None,
     ) -> None:
         self.policy, self.optimization, self.settings, self.reference = policy, optimization, settings, reference

@@ -6,11 +6,12 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lit_grpo.policy.loading import Given, load_policy
+from lit_grpo.policy.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,14 +174,50 @@ class AdapterFreeReference:
             self.policy.enable_adapters()
 
 
+class InitialAdapterReference:
+    """The policy itself, with the adapter that it came with as that was: no second model, and it does not move.
+
+    Args:
+        policy: A model with that adapter, of which nothing has been trained yet.
+
+    Raises:
+        ValueError: Its weights are shards.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        if is_sharded(policy):
+            raise ValueError(
+                "objective.kl.beta is above 0 and model.policy an adapter, whose first weights are exchanged for "
+                "the reference, which trainer.strategy fsdp2 does not allow; take ddp, or set beta to 0."
+            )
+        self.policy = policy
+        self._first = {
+            name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
+        }
+
+    @contextmanager
+    def lend(self) -> Iterator[PreTrainedModel]:
+        """Give the policy with its first adapter."""
+        weights = {name: weight for name, weight in self.policy.named_parameters() if name in self._first}
+        now = {name: weight.data for name, weight in weights.items()}
+        try:
+            for name, weight in weights.items():
+                self._first[name] = self._first[name].to(weight.device)
+                weight.data = self._first[name]
+            yield self.policy
+        finally:
+            for name, weight in weights.items():
+                weight.data = now[name]
+
+
 def make_reference(
     policy: PreTrainedModel,
     source: str | Given,
     dtype: str,
     device: torch.device,
     settings: ReferenceSettings,
-    adapter_free: bool,
-) -> Reference | AdapterFreeReference:
+    began: Literal["full", "bare", "adapter"],
+) -> Reference | AdapterFreeReference | InitialAdapterReference:
     """Make the reference of a policy that has not been trained yet.
 
     Args:
@@ -189,9 +226,12 @@ def make_reference(
         dtype: Of its weights.
         device: Where the reference computes.
         settings: Where it lives, and whether it moves.
-        adapter_free: Whether it is the policy without its adapters.
+        began: What is trained: all weights, adapters that the run has put on the ``bare`` policy, or the ``adapter``
+            that the policy came with.
     """
-    if adapter_free:
+    if began == "bare":
         return AdapterFreeReference(policy)
+    if began == "adapter":
+        return InitialAdapterReference(policy)
     model = load_policy(source, dtype) if isinstance(source, str) else copy.deepcopy(policy)
     return Reference(model, device, settings)
