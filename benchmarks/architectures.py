@@ -29,7 +29,7 @@ from benchmarks.small_models import families, small_model
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import load_policy
-from lit_grpo.policy.saving import export
+from lit_grpo.policy.saving import ExportError, export
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
@@ -116,10 +116,9 @@ def _judge(row: Row, model: PreTrainedModel, folder: Path) -> None:
     try:
         adapted = load_policy(str(folder / "policy"))
         _or_refused(lambda: add_adapters(adapted, LoraSettings(r=4)))
-    except Refused as refusal:
-        row["adapted"] = str(refusal)
-    else:
         row["adapted"] = _adapted(policy, adapted, tokenizer, folder)
+    except (Refused, ExportError) as refusal:
+        row["adapted"] = str(refusal)
     prefix = _or_refused(lambda: prefix_refusal(policy))
     row["prefix"] = "shared" if prefix is None else prefix
     groups = _sampled(row, policy, plain, tokenizer)
@@ -160,7 +159,7 @@ def _adapted(
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in (each for each in adapted.parameters() if each.requires_grad):
-            weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.05)
+            weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.03)
     export(adapted, tokenizer, folder / "adapted")
     merged = load_policy(str(folder / "adapted"))
     assert _gap(policy, merged) > 1e-3, "adapters change nothing"
