@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lit_grpo.policy.loading import hidden_states, token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.scheduling.jobs import Job
 from lit_grpo.types import Prompt
 

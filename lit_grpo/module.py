@@ -32,15 +32,10 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
+from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
-from lit_grpo.policy.loading import (
-    as_given,
-    check_token_logits,
-    context_length,
-    embeddings,
-    load_policy,
-    load_tokenizer,
-)
+from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_tokenizer
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, rest
@@ -222,7 +217,9 @@ class GRPOModule(EvaluationModule):
         if getattr(self, "policy", None) is None:
             outline = isinstance(strategy, FSDP2Strategy) and self.ranks.own > 0
             self.ranks.together(lambda: self._load(outline))
-            self._base = self.ranks.gather(self._base)[0]
+            self._base, attention = self.ranks.gather((self._base, str(self.policy.config._attn_implementation)))[0]
+            if attention != self.policy.config._attn_implementation:  # an outline's, of which nothing is known
+                self.policy.set_attn_implementation(attention)
         if isinstance(strategy, FSDP2Strategy):
             check_can_be_shards(self.policy)
             strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
@@ -237,7 +234,7 @@ class GRPOModule(EvaluationModule):
         self._continues = has_adapters(self.policy)
         self.strict_loading = self.lora is None and not self._continues  # else a checkpoint has adapters alone
         if not outline:
-            check_token_logits(self.policy)
+            check_policy(self.policy)
             self._base = None if self.strict_loading else fingerprint(self.policy, self.policy_name)
         if self._continues:
             go_on_with(self.policy, self.lora)

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from conftest import random_policy
 
-from lit_grpo.policy.loading import hidden_states
+from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.rollout.slots.attention import use_slot_attention
 from lit_grpo.rollout.slots.binding import _NUM_TOKENS, _decode, check_slot_support
 from lit_grpo.rollout.slots.fused import FusedDecoder

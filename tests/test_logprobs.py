@@ -72,7 +72,7 @@ def test_a_linear_head_gives_values_and_gradients_of_the_definition_however_it_i
     theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
     upstream_N = torch.linspace(-1, 2, NUM_TOKENS)
 
-    head = LinearHead(weight_VD, bias_V, cap)
+    head = LinearHead(weight_VD, bias_V, cap=cap)
     logprobs_N, entropy_N = linear_logprobs(hidden_ND, targets_N, head, temperature, entropy_weight != 0)
     expected = categorical(theirs[0], theirs[1], theirs[2] if bias else None, cap, temperature)
     torch.testing.assert_close(logprobs_N.double(), expected.log_prob(targets_N), rtol=1e-6, atol=1e-6)
@@ -88,13 +88,16 @@ def test_a_linear_head_gives_values_and_gradients_of_the_definition_however_it_i
         assert error < 1e-6
 
 
-def test_a_linear_head_in_double_precision_is_exact() -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_linear_head_in_double_precision_is_exact(scale: float, cap: float | None) -> None:
     hidden_ND, targets_N, weight_VD = (
         tensor.detach().double() if tensor.is_floating_point() else tensor for tensor in make_inputs()
     )
     inputs = (hidden_ND.requires_grad_(), weight_VD.requires_grad_())
     assert torch.autograd.gradcheck(
-        lambda hidden, weight: linear_logprobs(hidden, targets_N, LinearHead(weight, cap=2.0), 0.8, True), inputs
+        lambda hidden, weight: linear_logprobs(hidden, targets_N, LinearHead(weight, scale=scale, cap=cap), 0.8, True),
+        inputs,
     )
 
 

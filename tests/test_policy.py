@@ -10,15 +10,14 @@ import torch
 import transformers
 from conftest import random_policy, save_tokenizer
 
+from lit_grpo.policy.architecture.decoder import context_length, hidden_states
+from lit_grpo.policy.architecture.logits import token_logits
+from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import (
     EMBEDDED,
-    check_token_logits,
-    context_length,
     eos_token_ids,
-    hidden_states,
     load_policy,
     load_tokenizer,
-    token_logits,
 )
 
 SIZES: dict[str, Any] = {
@@ -47,21 +46,6 @@ def test_head_on_hidden_states_is_the_model(policy_folder: Path) -> None:
         torch.testing.assert_close(token_logits(model, hidden_states(model, ids)), expected)
 
 
-def test_capped_logits_are_computed_as_the_model_does() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=0.5)
-    check_token_logits(Gemma2ForCausalLM(config).eval())
-
-
-def test_model_that_scales_its_logits_in_its_own_way_is_refused() -> None:
-    from transformers import CohereConfig, CohereForCausalLM
-
-    config = CohereConfig(**SIZES, logit_scale=0.01, initializer_range=1.0)
-    with pytest.raises(ValueError, match="CohereForCausalLM are not its output embedding"):
-        check_token_logits(CohereForCausalLM(config).eval())
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -69,6 +53,8 @@ def test_model_that_scales_its_logits_in_its_own_way_is_refused() -> None:
         ("GPT2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
         ("OPT", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "word_embed_proj_dim": 32}),
         ("Falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        ("Mixtral", {"router_jitter_noise": 0.5, "num_local_experts": 2}),
+        ("Phimoe", {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5, "num_local_experts": 2}),
         ("Bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5, "seq_length": 64}),
     ],
 )
@@ -76,7 +62,7 @@ def test_dropout_of_a_model_is_off(kind: str, settings: dict[str, Any], tmp_path
     config = getattr(transformers, f"{kind}Config")(**SIZES, bos_token_id=1, eos_token_id=1, **settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_policy(str(tmp_path)).train()
-    check_token_logits(model)
+    check_policy(model)
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(model(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=0)
 
@@ -144,7 +130,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("Mamba", "MambaForCausalLM is a state-space or recurrent model, which is not supported"),
+        ("Mamba", r"config of MambaForCausalLM names no longest sequence; add max_position_embeddings"),
         ("Bloom", r"config of BloomForCausalLM names no longest sequence; add max_position_embeddings"),
     ],
 )

@@ -9,8 +9,10 @@ import pytest
 import torch
 from conftest import random_policy
 
+from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.rollout.slots.attention import use_slot_attention
-from lit_grpo.rollout.slots.forward import AttentionProbe, prefill
+from lit_grpo.rollout.slots.binding import shape_of_calls
+from lit_grpo.rollout.slots.forward import prefill
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.shelves import KVShape
 
@@ -37,9 +39,7 @@ def reference(policy: Any, token_ids: list[int]) -> tuple[list[torch.Tensor], li
 
 
 def shape_of(policy: Any) -> KVShape:
-    probe = AttentionProbe()
-    prefill(policy, [(2, 3)], 8, probe)
-    return probe.shape
+    return shape_of_calls(attention_calls(policy, 256), policy.device)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 15, 1000])
@@ -83,5 +83,6 @@ def test_a_completion_that_is_put_back_is_the_one_that_was_copied(policy: Any) -
     cache.remove(0)
     cache.put_back("prompt", copies[0])  # behind the one that has moved
     for row, copy in ((1, copies[0]), (0, copies[1])):
-        assert copy.shape == (2 * cache.shape.num_layers, cache.shape.num_heads, 90, cache.shape.head_size)
-        assert torch.equal(cache.copy_completion(row, 90), copy)
+        heads, size = cache.shape.layers[0].num_heads, cache.shape.layers[0].key_size
+        assert [tuple(each.shape) for each in copy] == [(heads, 90, size)] * 2 * len(cache.shape.layers)
+        assert all(map(torch.equal, cache.copy_completion(row, 90), copy))

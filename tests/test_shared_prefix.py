@@ -19,6 +19,7 @@ from torch._higher_order_ops import inductor_compiled_code
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lit_grpo.policy.architecture.logits import logit_map
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_layers
@@ -193,6 +194,7 @@ def test_and_with_split_groups_checkpointing_and_lora(name: str, checkpointing: 
 
 def test_the_prompt_of_a_split_group_goes_through_the_model_twice_however_many_micro_batches_there_are() -> None:
     model, seen = family("qwen3"), []
+    logit_map(model)  # which is found out once, by a call of the decoder
     model.get_decoder().register_forward_pre_hook(
         lambda _, __, kwargs: seen.append((kwargs["input_ids"].shape[1], torch.is_grad_enabled())), with_kwargs=True
     )
@@ -335,6 +337,7 @@ def test_gradient_checkpointing_outside_of_the_switch_is_refused_rather_than_wro
 
 def test_the_prompt_goes_through_the_model_once() -> None:
     model, seen = random_policy(), []
+    logit_map(model)  # pyright: ignore[reportArgumentType]
     model.get_decoder().register_forward_pre_hook(  # pyright: ignore[reportCallIssue]
         lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )

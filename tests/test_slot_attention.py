@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.kv.shelves import KVShape
+from lit_grpo.rollout.slots.kv.shelves import KVLayer, KVShape
 
 ROWS, HEADS, KV_HEADS, SIZE, PROMPT, TOKENS = 8, 8, 4, 64, 100, 96
 SCALING = 0.1
@@ -24,9 +24,9 @@ def attend(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
         normal = torch.randn(rows, heads, tokens, SIZE, generator=generator, dtype=torch.float32)
         return (normal * scale).to(dtype)
 
-    cache = SlotCache(KVShape(1, KV_HEADS, SIZE, dtype, CPU), TOKENS, ROWS)
+    cache = SlotCache(KVShape((KVLayer(KV_HEADS, SIZE, SIZE),), dtype, CPU), TOKENS, ROWS)
     query, key, value = (random(1, heads, PROMPT) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    prompt = AttentionInputs(query, key, value, SCALING, None)
+    prompt = AttentionInputs(query, key, value, SCALING)
     cache.write_prompts(["prompt"], [PROMPT]).attend(0, prompt)
     cache.admit(["prompt"] * ROWS)
     keys, values = [prompt.key.expand(ROWS, -1, -1, -1)], [prompt.value.expand(ROWS, -1, -1, -1)]
@@ -34,7 +34,7 @@ def attend(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     for count in range(TOKENS):
         query, key, value = random(ROWS, HEADS, 1, 3.0), random(ROWS, KV_HEADS, 1), random(ROWS, KV_HEADS, 1)
         cache.prepare(np.full(ROWS, count))
-        output = cache.attend(0, AttentionInputs(query, key, value, SCALING, None))
+        output = cache.attend(0, AttentionInputs(query, key, value, SCALING))
         keys.append(key)
         values.append(value)
     return output, query, torch.cat(keys, 2), torch.cat(values, 2)
@@ -75,7 +75,7 @@ def test_a_new_layout_goes_to_the_device_in_two_copies(monkeypatch: pytest.Monke
         return original(array)
 
     monkeypatch.setattr(torch, "from_numpy", count)
-    cache = SlotCache(KVShape(1, KV_HEADS, SIZE, torch.float32, CPU), TOKENS, ROWS)
+    cache = SlotCache(KVShape((KVLayer(KV_HEADS, SIZE, SIZE),), torch.float32, CPU), TOKENS, ROWS)
     for prompt, length in ("one", 20), ("other", PROMPT):
         cache.write_prompts([prompt], [length])
     cache.admit(["one", "other", "one", "other"])

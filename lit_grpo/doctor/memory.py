@@ -12,7 +12,7 @@ from lit_grpo.doctor.patient import Patient
 from lit_grpo.doctor.report import Finding
 from lit_grpo.doctor.trial import learn, rewarded, undone
 from lit_grpo.memory import PeakMemory, free_bytes, is_out_of_memory
-from lit_grpo.policy.loading import context_length
+from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.budget import bytes_per_token, estimate_tokens, pending_bytes

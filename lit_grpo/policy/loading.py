@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lit_grpo.policy.architecture.attention import attention_calls
+from lit_grpo.policy.architecture.decoder import context_length
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 
@@ -161,6 +163,7 @@ def load_policy(
         if nf4:
             raise ValueError("lora.base is nf4, which a loaded model cannot be turned into; give policy by name.")
         _switch_dropout_off(policy[0])
+        attend_in_full(policy[0])
         return policy[0]
     adapter = adapter_folder(policy)
     model = _load_model(policy if adapter is None else adapter.base, dtype, nf4, outline)
@@ -170,6 +173,8 @@ def load_policy(
     if nf4:
         keep_as_it_is(model)
     _switch_dropout_off(model)
+    if not outline:
+        attend_in_full(model)
     return model
 
 
@@ -268,18 +273,40 @@ def _anew(policy: str, name: str) -> str:
     return f"download it again: hf download {name} --force-download"
 
 
-def _switch_dropout_off(model: PreTrainedModel) -> None:
-    """With dropout the trainer's log-probs would not be those of the generator.
+_NOISE = ("drop", "jitter", "noise")
 
-    Its probability is that of a module, or a number (``attention_dropout``, ``layerdrop``) of a module or the config.
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    """With dropout or noise in routing the trainer's log-probs would not be those of the generator.
+
+    How much there is of it is that of a module, or a number (``attention_dropout``, ``layerdrop``,
+    ``router_jitter_noise``) of a module or the config.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     for owner in (*model.modules(), model.config.get_text_config()):
         for name, value in vars(owner).items():
-            if "drop" in name and isinstance(value, float):
+            if any(noise in name for noise in _NOISE) and isinstance(value, float):
                 setattr(owner, name, 0.0)
+
+
+def attend_in_full(model: PreTrainedModel) -> None:
+    """Leave torch's attention where it would leave something out: caps of scores, and sinks, of which it has none.
+
+    Gemma 2's, for one: transformers computes it without its cap then, and generators with it.
+    """
+    if model.config._attn_implementation != "sdpa":
+        return
+    training = model.training
+    try:
+        calls = attention_calls(model.eval(), 2)
+    except ValueError:  # its attention is its own
+        return
+    finally:
+        model.train(training)
+    if any(call.cap is not None or call.has_sinks for call in calls):
+        model.set_attn_implementation("eager")
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -291,75 +318,10 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(sorted(ids))
 
 
-def context_length(model: PreTrainedModel) -> int:
-    """The most tokens, prompt and completion together, that the model takes.
-
-    Raises:
-        ValueError: Its config names no such number.
-    """
-    config, kind = model.config.get_text_config(), type(model).__name__
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "seq_length", None)
-    if length:
-        return int(length)
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{kind} is a state-space or recurrent model, which is not supported; take one with attention."
-        )
-    raise ValueError(
-        f"The config of {kind} names no longest sequence; add max_position_embeddings to the policy's config.json."
-    )
-
-
-def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
-    return model.get_decoder()(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
-
-
 def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
     """The weights that have a row for each token: of the embedding, and of the head where it has one of its own."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     return [cast(torch.Tensor, module.weight) for module in modules if module is not None]
-
-
-def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Apply the head to hidden states of any shape; the last axis becomes V, in float32 (float64 stays).
-
-    :func:`check_token_logits` makes sure that this is what the model itself computes.
-    """
-    return token_head(model)(hidden)
-
-
-def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return :func:`token_logits` of a model, for those who call it at every token.
-
-    Looking the head up takes longer than a small one does.
-    """
-    head = cast(torch.nn.Module, model.get_output_embeddings())
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-
-    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    return logits_of
-
-
-def check_token_logits(model: PreTrainedModel) -> None:
-    """Compare :func:`token_logits` with the model's own forward on a few tokens.
-
-    Raises:
-        ValueError: They differ, because the model scales its logits in some way of its own.
-    """
-    input_ids_BT = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
-        expected = model(input_ids=input_ids_BT, use_cache=False).logits.float()
-        actual = token_logits(model, hidden_states(model, input_ids_BT))
-    if not torch.allclose(actual, expected, rtol=1e-2, atol=1e-2):
-        raise ValueError(
-            f"The logits of {type(model).__name__} are not its output embedding applied to its last hidden state "
-            f"(they differ by up to {float((actual - expected).abs().max()):.3g}); this kind of model is not supported."
-        )
 
 
 def _load_failure(name: str, what: str, error: Exception) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.memory import update_bytes
-from lit_grpo.policy.loading import context_length, eos_token_ids
+from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.policy.loading import eos_token_ids
 from lit_grpo.policy.saving import save_settings
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lit_grpo.policy.loading import context_length, hidden_states
+from lit_grpo.policy.architecture.decoder import context_length, hidden_states
 from lit_grpo.policy.sharding import compute
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.update.logprobs.forward import head_logprobs

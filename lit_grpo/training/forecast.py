@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
 from lit_grpo.update.budget import kept_bytes
 
@@ -74,7 +75,7 @@ def _measure(text: Any, num_layers: int) -> tuple[int, float, int]:
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     with torch.random.fork_rng(devices=[]):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    layer = model.get_decoder().layers[0]
+    layer = decoder_of(model).layers[0]
     features = sum(one.in_features + one.out_features for one in layer.modules() if isinstance(one, torch.nn.Linear))
     return model.num_parameters(), kept_bytes(model, shares_prefix=False), features
 

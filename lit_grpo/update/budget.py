@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.update.logprobs.checkpointing import KeptBytes
 from lit_grpo.update.prefix.layout import PackedGroup
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
@@ -93,6 +94,6 @@ def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> float:
     switched = shared_prefixes(model) if shares_prefix else nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), switched:
         layout = {"shared_prefix": SharedPrefix([PackedGroup(0, _PROBE, ())])} if shares_prefix else {}
-        output = model.get_decoder()(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)
+        output = decoder_of(model)(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)
     del output
     return sum(kept.values()) / _PROBE

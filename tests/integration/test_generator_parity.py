@@ -11,7 +11,9 @@ import torch
 import transformers
 from conftest import random_policy
 
-from lit_grpo.policy.loading import hidden_states, load_tokenizer, token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.policy.architecture.logits import token_logits
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.policy.loading import hidden_states
-from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, use_slot_attention
-from lit_grpo.rollout.slots.kv.shelves import KVShape
+from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,43 +62,54 @@ def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Te
     """Attend with the queries, which are those of the last tokens, over all tokens so far.
 
     Args:
-        inputs: Queries, scaling and window; shape (rows, heads, T, head size).
-        key: Of all tokens, those of the queries last: shape (rows, KV heads, tokens, head size).
+        inputs: Queries, scaling and what they see; shape (rows, heads, T, key size).
+        key: Of all tokens, those of the queries last: shape (rows, KV heads, tokens, key size).
         value: Likewise.
 
     Returns:
-        The mixed values, shape (rows, heads, T, head size).
+        The mixed values, shape (rows, heads, T, value size).
     """
-    num_new, num_tokens, window = inputs.query.shape[2], key.shape[2], inputs.window
-    mask_NT = None
-    if num_new < num_tokens or (window is not None and window < num_tokens):
-        positions_T = torch.arange(num_tokens, device=key.device)
-        distance_NT = positions_T[-num_new:, None] - positions_T[None, :]
-        mask_NT = distance_NT >= 0 if window is None else (distance_NT >= 0) & (distance_NT < window)
-    return scaled_dot_product_attention(
-        inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling, enable_gqa=True
-    )
+    num_new, num_tokens, sight = inputs.query.shape[2], key.shape[2], inputs.sight
+    positions_T = torch.arange(num_tokens, device=key.device)
+    if inputs.is_plain:
+        mask_NT = None
+        if num_new < num_tokens or not sight.is_all(num_tokens):
+            mask_NT = sight.sees(positions_T[-num_new:, None], positions_T[None, :])
+        return scaled_dot_product_attention(
+            inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling,
+            enable_gqa=True,
+        )  # fmt: skip
+    rows, heads, _, size = inputs.query.shape
+    grouped = inputs.query.view(rows, key.shape[1], -1, num_new, size)
+    step, parts = max(1, _SCORES // (rows * heads * num_tokens)), []
+    for begin in range(0, num_new, step):
+        query, asking_N = grouped[:, :, :, begin : begin + step], positions_T[-num_new:][begin : begin + step]
+        scores = query @ key[:, :, None].transpose(-1, -2) * inputs.scaling
+        hidden_NT = ~sight.sees(asking_N[:, None], positions_T[None, :])
+        weights = attention_weights(
+            scores, inputs, torch.zeros_like(hidden_NT, dtype=torch.float32).masked_fill_(hidden_NT, -torch.inf)
+        )
+        parts.append((weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2))
+    return torch.cat(parts, 2)
 
 
-class AttentionProbe:
-    """Attends over the tokens of one forward, and notes what the layers hand over; it keeps no keys or values.
+_SCORES = 2**24  # at a time, where torch's attention cannot be used
 
-    ``windows`` and ``scalings`` have an entry a layer, ``shape`` is what the keys look like.
+
+def attention_weights(scores: torch.Tensor, inputs: AttentionInputs, mask: torch.Tensor) -> torch.Tensor:
+    """Cap scaled scores, shape (rows, KV heads, queries per KV head, T, columns), add a mask, and take the softmax.
+
+    A head's sink has a part in the sum, and none in what is returned.
     """
-
-    shape: KVShape
-
-    def __init__(self) -> None:
-        self.windows: list[int | None] = []
-        self.scalings: list[float] = []
-
-    def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
-        """Causal attention."""
-        self.windows.append(inputs.window)
-        self.scalings.append(inputs.scaling)
-        key = inputs.key
-        self.shape = KVShape(layer + 1, key.shape[1], key.shape[3], key.dtype, key.device)
-        return causal_attention(inputs, key, inputs.value)
+    scores = scores.float() if scores.dtype != torch.float64 else scores
+    if inputs.cap is not None:
+        scores = torch.tanh(scores / inputs.cap) * inputs.cap
+    scores = scores + mask
+    if inputs.sinks is None:
+        return scores.softmax(-1)
+    sinks = inputs.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
+    sinks = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
 def prefill(
@@ -135,7 +145,9 @@ def prefill(
     for begin in range(0, longest, step):
         piece_BT = input_ids_BT[:, begin : begin + step]
         positions_BT = torch.arange(begin, begin + piece_BT.shape[1], device=device).expand_as(piece_BT)
-        hidden_BTD = hidden_states(policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=cache)
+        hidden_BTD = hidden_states(
+            policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=Forward(cache)
+        )
         state_BD = hidden_BTD[rows_B, (last_B - begin).clamp(0, piece_BT.shape[1] - 1)]
         final_BD = state_BD if final_BD is None else torch.where((last_B >= begin)[:, None], state_BD, final_BD)
     assert final_BD is not None
@@ -168,5 +180,7 @@ def decode_step(
         The last hidden states, shape (rows, hidden size).
     """
     if fused is None:
-        return hidden_states(policy, tokens_B[:, None], position_ids=positions_B[:, None], slot_cache=cache)[:, 0]
+        return hidden_states(policy, tokens_B[:, None], position_ids=positions_B[:, None], slot_cache=Forward(cache))[
+            :, 0
+        ]
     return fused(tokens_B, positions_B, longest, cache)

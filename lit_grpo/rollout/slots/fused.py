@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear, rms_norm
 
+from lit_grpo.policy.architecture.attention import AttentionCall, Sight
+from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs
-from lit_grpo.rollout.slots.forward import AttentionProbe, compute_dtype
+from lit_grpo.rollout.slots.forward import compute_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,19 +26,19 @@ class LayerOperations:
     Args:
         layer: Of the decoder.
         scaling: What it multiplies its attention scores by.
-        window: How many tokens back it sees.
+        sight: Which tokens it sees.
 
     Raises:
         AttributeError: It is not built like Llama's.
         ValueError: It is, but with something in it that this does not know.
     """
 
-    def __init__(self, layer: Any, scaling: float, window: int | None) -> None:
+    def __init__(self, layer: Any, scaling: float, sight: Sight) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
         if unknown := {name for name, _ in layer.named_children()} - known:
             raise ValueError(f"layers with {sorted(unknown)}")
-        self.scaling, self.window = scaling, window
+        self.scaling, self.sight = scaling, sight
         self.attention_norm = norm_operation(layer.input_layernorm)
         self.mlp_norm = norm_operation(layer.post_attention_layernorm)
         self.query, self.key, self.value, self.output = (
@@ -106,15 +108,15 @@ class FusedDecoder:
 
     Args:
         model: The policy.
-        seen: What its layers handed to their attention in a forward.
+        calls: What its layers hand to their attention in a forward.
 
     Raises:
         AttributeError: The model is not built like Llama.
         ValueError: It is, but with something in it that this does not know.
     """
 
-    def __init__(self, model: PreTrainedModel, seen: AttentionProbe) -> None:
-        decoder: Any = model.get_decoder()
+    def __init__(self, model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
+        decoder: Any = decoder_of(model)
         config = model.config.get_text_config()
         rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope_type not in _ROPE_TYPES:
@@ -122,10 +124,14 @@ class FusedDecoder:
         self.embed: Operation = decoder.embed_tokens
         self._rotary = decoder.rotary_emb
         self._norm = norm_operation(decoder.norm)
-        self._head_size = seen.shape.head_size
+        sizes = {(call.num_heads, call.num_kv_heads, call.key_size, call.value_size) for call in calls}
+        if len(sizes) > 1 or any(call.cap is not None or call.has_sinks for call in calls):
+            raise ValueError("heads that differ by layer, capped scores or attention sinks")
+        _, _, self._head_size, value_size = next(iter(sizes))
+        if self._head_size != value_size:
+            raise ValueError("keys and values of different sizes")
         self._layers = [
-            LayerOperations(layer, scaling, window)
-            for layer, scaling, window in zip(decoder.layers, seen.scalings, seen.windows, strict=True)
+            LayerOperations(layer, call.scaling, call.sight) for layer, call in zip(decoder.layers, calls, strict=True)
         ]
         self.num_layers = len(self._layers)
         self.tables = (torch.empty((0, self._head_size), device=model.device),) * 2
@@ -166,7 +172,7 @@ class FusedDecoder:
         """Return what ``before`` has computed as a layer hands it to its attention."""
         own, num_queries = self._layers[layer], heads.shape[1] - value.shape[1]
         query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
-        return AttentionInputs(query, key, value[:, :, None], own.scaling, own.window)
+        return AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
 
     def after(self, layer: int, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Make ``hidden`` what goes into the next layer, after attention has returned ``attended``, of any shape."""

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
 from lit_grpo.memory import is_out_of_memory
-from lit_grpo.policy.loading import token_head
+from lit_grpo.policy.architecture.logits import token_head
 from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest

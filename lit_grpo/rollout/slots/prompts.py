@@ -111,7 +111,7 @@ class KeptCompletions:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._kept: dict[Key, torch.Tensor] = {}
+        self._kept: dict[Key, list[torch.Tensor]] = {}
 
     def keep(self, request: Request, row: int, cache: SlotCache, most_tokens: int) -> None:
         """Copy what a row holds of a prefix, if all that is kept stays within ``most_tokens``."""
@@ -138,8 +138,8 @@ class KeptCompletions:
         for request in requests:
             prompt, num_tokens = (*request.group, version), request.prefix.num_tokens - 1
             copy = self._kept.pop(request.key, None)
-            self.num_tokens -= 0 if copy is None else copy.shape[2]
-            if copy is not None and copy.shape[2] == num_tokens:
+            self.num_tokens -= 0 if copy is None else copy[0].shape[1]
+            if copy is not None and copy[0].shape[1] == num_tokens:
                 cache.put_back(prompt, copy)
                 yield [request]
             else:
@@ -155,12 +155,12 @@ class KeptCompletions:
         """Keep no more of these groups."""
         groups = set(groups)
         for key in [key for key in self._kept if key[:2] in groups]:
-            self.num_tokens -= self._kept.pop(key).shape[2]
+            self.num_tokens -= self._kept.pop(key)[0].shape[1]
 
     def fit(self, num_tokens: int) -> None:
         """Keep at most so many tokens; what came first goes first."""
         while self.num_tokens > max(num_tokens, 0):
-            self.num_tokens -= self._kept.pop(next(iter(self._kept))).shape[2]
+            self.num_tokens -= self._kept.pop(next(iter(self._kept)))[0].shape[1]
 
 
 def batches(missing: Missing, most_tokens: int) -> Iterator[Missing]:

@@ -10,13 +10,15 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from lit_grpo.policy.architecture.logits import logit_map
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Maps hidden states to logits: ``weight h + bias``, squashed to ``cap tanh(x / cap)`` where there is a cap.
+    """Maps hidden states to logits ``x = scale (weight h + bias)``, or where there is a cap to ``cap tanh(x / cap)``.
 
     With ``keeps_gradient`` the backward pass adds the weight's gradient to its ``.grad`` block by block, so that no
     second array of V x D exists; hooks on the weight run as ever. ``is_tied``: the weight is the input embedding as
@@ -25,6 +27,7 @@ class LinearHead:
 
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None = None
+    scale: float = 1.0
     cap: float | None = None
     keeps_gradient: bool = False
     is_tied: bool = False
@@ -35,11 +38,10 @@ def linear_head(model: PreTrainedModel) -> LinearHead | None:
     layer = model.get_output_embeddings()
     if type(layer) is not torch.nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return None
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    weight = layer.weight
+    finish, weight = logit_map(model), layer.weight
     is_leaf = type(weight) is torch.nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
     is_tied = getattr(model.get_input_embeddings(), "weight", None) is weight
-    return LinearHead(weight, layer.bias, cap, keeps_gradient=is_leaf, is_tied=is_tied)
+    return LinearHead(weight, layer.bias, finish.scale, finish.cap, keeps_gradient=is_leaf, is_tied=is_tied)
 
 
 TOKENS_PER_BLOCK = 2048
@@ -53,6 +55,7 @@ class LogitBlocks:
     hidden_ND: torch.Tensor
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None
+    scale: float
     cap: float | None
     temperature: float
 
@@ -67,18 +70,21 @@ class LogitBlocks:
         yield from _slices(len(self.weight_VD), columns)
 
     def logits(self, tokens: slice, vocabulary: slice) -> torch.Tensor:
-        """Return a block, capped and divided by the temperature, in the dtype that sums are kept in."""
+        """Return a block, scaled, capped and divided by the temperature, in the dtype that sums are kept in."""
         bias_v = None if self.bias_V is None else self.bias_V[vocabulary]
         logits_nv = linear(self.hidden_ND[tokens], self.weight_VD[vocabulary], bias_v).to(self.exact)
+        if self.scale != 1:
+            logits_nv = logits_nv.mul_(self.scale)
         if self.cap is not None:
             logits_nv = logits_nv.div_(self.cap).tanh_().mul_(self.cap)
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
     def slope(self, logits_nv: torch.Tensor) -> torch.Tensor | float | None:
         """Return the derivative of the logits with respect to what the matrix product gives; ``None`` for 1."""
+        slope = self.scale / self.temperature
         if self.cap is None:
-            return None if self.temperature == 1 else 1 / self.temperature
-        return (1 - (logits_nv * (self.temperature / self.cap)).square()) / self.temperature
+            return None if slope == 1 else slope
+        return (1 - (logits_nv * (self.temperature / self.cap)).square()) * slope
 
     @property
     def exact(self) -> torch.dtype:
@@ -196,7 +202,9 @@ def _sums(gradient_vD: torch.Tensor, exact: torch.dtype) -> torch.Tensor:
 
 def _blocks(ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> LogitBlocks:
     bias_V = None if bias_V is None else bias_V.to(ctx.dtype)
-    return LogitBlocks(hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), bias_V, ctx.head.cap, ctx.temperature)
+    return LogitBlocks(
+        hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), bias_V, ctx.head.scale, ctx.head.cap, ctx.temperature
+    )
 
 
 def _statistics(blocks: LogitBlocks, tokens: slice, target_ids_N: torch.Tensor) -> torch.Tensor:

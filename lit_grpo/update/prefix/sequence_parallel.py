@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from lit_grpo.policy.loading import hidden_states
+from lit_grpo.policy.architecture.decoder import hidden_states
 
 T = TypeVar("T")
 
@@ -38,15 +38,18 @@ class SequenceParallel:
         Raises:
             ValueError: The policy's rows cannot be packed, or its heads cannot be spread over so many.
         """
-        config = policy.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        if size > 1 and not shares_prefix:
+        if size == 1:
+            return cls(1)
+        if not shares_prefix:
             raise ValueError(f"model.sequence_parallel_size {size} needs packed rows, which this policy cannot have.")
-        if heads % size:
-            raise ValueError(
-                f"model.sequence_parallel_size is {size}, which does not divide the policy's {heads} heads of keys and "
-                "values; take a divisor."
-            )
+        config = policy.config.get_text_config()
+        counts = {name: value for name, value in config.to_dict().items() if name.endswith("key_value_heads") and value}
+        for heads in counts.values() or [config.num_attention_heads]:  # layers of several types have several of them
+            if heads % size:
+                raise ValueError(
+                    f"model.sequence_parallel_size is {size}, which does not divide the policy's {heads} heads of keys "
+                    "and values; take a divisor."
+                )
         return cls(size)
 
     def in_turn(self, own: Iterable[T]) -> Iterator[tuple[int, T]]:

@@ -46,8 +46,8 @@ class SharedPrefix:
         split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
         self._carried = [prompt for group, prompt in split if group.carried_at is not None]
         self._in_row = [(slice(g.start, g.start + g.prompt_tokens), p) for g, p in split if g.carried_at is None]
-        self.windows: set[int | None] = set()
-        """The sliding windows that layers have asked for so far, ``None`` for full attention."""
+        self.calls: list[tuple[Hashable, int | None]] = []
+        """The layers that have attended so far, each with its sliding window, ``None`` for full attention."""
         self._pieces: dict[int | None, list[Piece]] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
@@ -98,7 +98,7 @@ class SharedPrefix:
     ) -> torch.Tensor:
         """Let each prompt see itself, and each response its prompt and itself; return the shape of ``query``."""
         key, value = self._carry((layer, "key"), key), self._carry((layer, "value"), value)
-        self.windows.add(window)
+        self.calls.append((layer, window))
         if query.device.type != "cpu":
             if window not in self._masks:
                 self._masks[window] = prefix_block_mask(self.groups, window, query.shape[2], query.device)

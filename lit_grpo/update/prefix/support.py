@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_grpo.policy.loading import context_length, hidden_states
+from lit_grpo.policy.architecture.attention import attention_calls
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, first_line, hidden_states
 from lit_grpo.policy.sharding import compute
 from lit_grpo.update.prefix.layout import PackedGroup
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
@@ -24,30 +25,37 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
 
     A few tokens go through it both ways; that finds layers that mix tokens by other means than attention as well.
     """
-    config = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False):
-        return "it does not use transformers' attention interface"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if foreign := kinds - {"full_attention", "sliding_attention"}:
-        return f"it has {' and '.join(sorted(foreign)).replace('_', ' ')} layers"
+    config, training, context = model.config.get_text_config(decoder=True), model.training, context_length(model)
+    try:
+        calls = compute(model.eval(), lambda: attention_calls(model, context))
+    except ValueError as refusal:
+        return str(refusal)
+    finally:
+        model.train(training)
+    if any(call.sight.chunk for call in calls):
+        return "its attention is cut into chunks"
     rope = getattr(config, "rope_parameters", None) or {}
     if "longrope" in str(rope):
         return "its positions turn differently for a long row"
     layout = SharedPrefix([PackedGroup(0, _PROMPT, _RESPONSES)])
-    training = model.training
     try:
         with torch.no_grad():
             error = compute(model.eval(), lambda: _relative_error(model, layout))
-    except (ValueError, TypeError, RuntimeError) as refusal:  # its own arguments, or some other kind of attention
-        return str(refusal)
+    except RUN_FAILURES as failure:  # its own arguments, or some other kind of attention
+        return (
+            str(failure)
+            if isinstance(failure, ValueError)
+            else f"its attention cannot be replaced ({first_line(failure)})"
+        )
     finally:
         model.train(training)
     if not error < _TOLERANCES.get(model.dtype, 0.05):
         return f"its hidden states come out {error:.1%} off"
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds or not hasattr(config, "layer_types")
-    if window and slides and window < context_length(model) and not any(layout.windows):
-        return f"it does not tell its attention of its sliding window of {window} tokens"
+    told = [None if window is None or window >= context else window for _, window in layout.calls]
+    if told != [call.sight.window for call in calls]:
+        return "it does not tell its attention of its sliding window"
+    if len({layer for layer, _ in layout.calls}) < len(layout.calls):
+        return "some of its layers run several times"
     return None
 
 

@@ -12,8 +12,10 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from lit_grpo.policy.architecture.attention import ALL, Sight
 from lit_grpo.rollout.sampling import to_device
 from lit_grpo.rollout.slots.attention import AttentionInputs
+from lit_grpo.rollout.slots.forward import attention_weights
 from lit_grpo.rollout.slots.kv.shelves import KVShape, Shelf, ShelfReader
 from lit_grpo.rollout.slots.kv.writers import ShelfWriter, Stretch
 from lit_grpo.scheduling.layouts import TIGHT, piece_sizes, prompt_room
@@ -45,7 +47,7 @@ class SlotCache:
         self._prompts: dict[Hashable, tuple[int, int, int]] = {}  # its shelf, entry and length
         self._readers: list[ShelfReader] | None = None
         self._goes_on = False  # whether the next token of each row is all that the next step can bring
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[Sight, torch.Tensor] = {}
 
     # ---- prompts ----------------------------------------------------------------------------------
 
@@ -107,19 +109,20 @@ class SlotCache:
         before = Stretch(self._prompt_shelves[room], range(entry, entry + 1), length)
         return ShelfWriter(self._stretches(first, count, num_tokens), [before])
 
-    def copy_completion(self, row: int, num_tokens: int) -> torch.Tensor:
-        """Return a row's first keys by layer, then its values, shape (2 x layers, KV heads, tokens, head size)."""
-        parts = [torch.stack(part.rows(0)) for part in self._stretches(row, 1, num_tokens)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    def copy_completion(self, row: int, num_tokens: int) -> list[torch.Tensor]:
+        """Return a row's first keys by layer, then its values, shape (KV heads, tokens, key or value size) each."""
+        parts = [part.rows(0) for part in self._stretches(row, 1, num_tokens)]
+        return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
 
-    def put_back(self, prompt: Hashable, kept: torch.Tensor) -> None:
+    def put_back(self, prompt: Hashable, kept: Sequence[torch.Tensor]) -> None:
         """Open a row for a completion of which ``copy_completion`` has been kept."""
-        row = self.num_rows
-        self.write_completions(prompt, 1, kept.shape[2])
-        parts = self._stretches(row, 1, kept.shape[2])
-        for part, copy in zip(parts, kept.split([part.num_tokens for part in parts], 2), strict=True):
-            for there, values in zip(part.rows(0), copy, strict=True):
-                there.copy_(values)
+        row, num_tokens = self.num_rows, kept[0].shape[1]
+        self.write_completions(prompt, 1, num_tokens)
+        start = 0
+        for part in self._stretches(row, 1, num_tokens):
+            for there, values in zip(part.rows(0), kept, strict=True):
+                there.copy_(values[:, start : start + part.num_tokens])
+            start += part.num_tokens
 
     def _stretches(self, row: int, count: int, num_tokens: int) -> list[Stretch]:
         """Where the first tokens of rows lie whose entries are neighbours on each shelf, piece by piece."""
@@ -220,23 +223,28 @@ class SlotCache:
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write each token's key and value, then attend over its row's prompt and its completion so far."""
         rows, heads, _, size = inputs.query.shape
-        kv_heads = self.shape.num_heads
+        kv_heads = self.shape.layers[layer].num_heads
         # The query heads that share a KV head stand together, so keys are not repeated.
         query = inputs.query.reshape(rows * kv_heads, heads // kv_heads, size)
-        key, value = inputs.key.reshape(-1, size), inputs.value.reshape(-1, size)
+        key, value = inputs.key.reshape(-1, size), inputs.value.reshape(-1, inputs.value.shape[-1])
         assert self._readers is not None
         for reader in self._readers:
             reader.write(layer, key, value)
         scores = torch.cat([reader.scores(layer, query) for reader in self._readers], -1)
         scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
-        torch.add(self._mask(inputs.window), scores, alpha=inputs.scaling, out=scores)
-        weights = scores.softmax(-1).to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
+        mask = self._mask(inputs.sight)
+        if inputs.is_plain:
+            torch.add(mask, scores, alpha=inputs.scaling, out=scores)
+            weights = scores.softmax(-1)
+        else:
+            weights = attention_weights(scores[..., None, :] * inputs.scaling, inputs, mask[..., None, :])
+        weights = weights.to(query.dtype).view(rows * kv_heads, heads // kv_heads, -1)
         first, *others = self._readers
         of_first, *of_others = weights.split([reader.width for reader in self._readers], -1)
         output = first.mix(layer, of_first)
         for reader, its_weights in zip(others, of_others, strict=True):
             reader.add_mix(layer, its_weights, output)
-        return output.to(query.dtype).view(rows, heads, 1, size)
+        return output.to(query.dtype).view(rows, heads, 1, -1)
 
     def _read_anew(self, positions_N: np.ndarray, rows_N: np.ndarray, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
@@ -278,21 +286,21 @@ class SlotCache:
         self._masks.clear()
 
     def _see_next(self) -> None:
-        """Let each token attend to one position more; what slides is computed anew."""
-        self._masks = {window: mask for window, mask in self._masks.items() if window is None}
+        """Let each token attend to one position more; what slides, or is cut, is computed anew."""
+        self._masks = {sight: mask for sight, mask in self._masks.items() if sight == ALL}
         for mask in self._masks.values():
             mask[:, 0, 0].scatter_(1, self._positions_N[:, None], 0.0)
 
-    def _mask(self, window: int | None) -> torch.Tensor:
+    def _mask(self, sight: Sight) -> torch.Tensor:
         """What each token adds to its attention scores in this step: shape (tokens, 1, 1, columns)."""
-        if window not in self._masks:
+        if sight not in self._masks:
             positions_N1 = self._positions_N[:, None]
             valid_NL = torch.cat([self._completion_L <= positions_N1, self._prompt_valid_NL], -1)
-            if window is not None:
+            if sight != ALL:
                 lengths_N1 = self._prompt_lengths_N[:, None]
                 prompt_NL = self._prompt_L.expand(len(valid_NL), -1)
                 absolute_NL = torch.cat([self._completion_L + lengths_N1, prompt_NL], -1)
-                valid_NL &= lengths_N1 + positions_N1 - absolute_NL < window
+                valid_NL &= sight.sees(lengths_N1 + positions_N1, absolute_NL)
             mask_NL = torch.zeros(valid_NL.shape, dtype=torch.float32, device=valid_NL.device)
-            self._masks[window] = mask_NL.masked_fill_(~valid_NL, -torch.inf)[:, None, None]
-        return self._masks[window]
+            self._masks[sight] = mask_NL.masked_fill_(~valid_NL, -torch.inf)[:, None, None]
+        return self._masks[sight]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lit_grpo.policy.architecture.attention import ALL, Sight
 from lit_grpo.scheduling.layouts import FEW, TIGHT, Pieces
 
 _CAST_NUMBERS = 2**18
@@ -15,19 +16,36 @@ _TIGHT_FROM_BYTES = 2**14  # a token
 
 
 @dataclass(frozen=True)
-class KVShape:
-    """What the keys of one token look like, and where they live."""
+class KVLayer:
+    """What the keys and values of one token are in one attention call: heads, and the numbers of each.
 
-    num_layers: int
+    ``sight`` says which tokens a token sees there.
+    """
+
     num_heads: int
-    head_size: int
+    key_size: int
+    value_size: int
+    sight: Sight = ALL
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the keys and values of one token look like, by the attention calls of a forward, and where they live."""
+
+    layers: tuple[KVLayer, ...]
     dtype: torch.dtype
     device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_heads * self.head_size * self.dtype.itemsize
+        numbers = sum(layer.num_heads * (layer.key_size + layer.value_size) for layer in self.layers)
+        return numbers * self.dtype.itemsize
+
+    @property
+    def head_counts(self) -> list[int]:
+        """The numbers of KV heads that there are, ascending."""
+        return sorted({layer.num_heads for layer in self.layers})
 
     @property
     def pieces(self) -> Pieces:
@@ -41,8 +59,8 @@ class KVShape:
 class Shelf:
     """Entries of ``num_tokens`` tokens each. Entries in use are the first ones, without holes.
 
-    ``keys[layer]`` and ``values[layer]`` have shape (room, KV heads, num_tokens, head size). They are separate tensors
-    so that growing, which copies, needs the memory of one layer twice and not of all.
+    ``keys[layer]`` and ``values[layer]`` have shape (room, KV heads, num_tokens, key or value size). They are separate
+    tensors so that growing, which copies, needs the memory of one layer twice and not of all.
 
     Args:
         num_tokens: The tokens of an entry.
@@ -55,10 +73,9 @@ class Shelf:
         self.shape = shape
         self.most_entries = most_entries
         self.num_entries = 0
-        size = (0, shape.num_heads, num_tokens, shape.head_size)
-        empty = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self.keys = [empty] * shape.num_layers
-        self.values = [empty] * shape.num_layers
+        like = torch.empty(0, dtype=shape.dtype, device=shape.device)
+        self.keys = [like.new_empty((0, each.num_heads, num_tokens, each.key_size)) for each in shape.layers]
+        self.values = [like.new_empty((0, each.num_heads, num_tokens, each.value_size)) for each in shape.layers]
 
     @property
     def room(self) -> int:
@@ -123,26 +140,28 @@ class ShelfReader:
     """
 
     def __init__(self, shelf: Shelf, entries_B: np.ndarray, width: int, columns_B: np.ndarray | None = None) -> None:
-        self.width, self._shelf, self._heads = width, shelf, shelf.shape.num_heads
-        num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind them that nobody reads yet
-        self._lines, self._per_entry = num_entries * self._heads, 1
-        self.layout: dict[str, np.ndarray] = {}
-        self._indices: dict[str, torch.Tensor] = {}
+        self.width, self._shelf = width, shelf
+        self._num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind that nobody reads yet
+        self._per_entry = 1
+        self.layout: dict[tuple[str, int], np.ndarray] = {}
+        """By name and number of KV heads."""
+        self._indices: dict[tuple[str, int], torch.Tensor] = {}
         if columns_B is not None:
             self._aim(entries_B, columns_B)
-        if len(entries_B) != num_entries or (entries_B != np.arange(num_entries)).any():
-            self._order(entries_B, num_entries)  # else row n reads entry n
+        if len(entries_B) != self._num_entries or (entries_B != np.arange(self._num_entries)).any():
+            self._order(entries_B, self._num_entries)  # else row n reads entry n
 
     def _aim(self, entries_B: np.ndarray, columns_B: np.ndarray) -> None:
         """Lay out which rows write their next token to this shelf, and where."""
         writers = np.flatnonzero((columns_B >= 0) & (columns_B < self.width))
         if not len(writers):
             return
-        head = np.arange(self._heads)
-        lines = entries_B[writers, None] * self._heads + head
-        self.layout["targets"] = lines * self._shelf.num_tokens + columns_B[writers, None]
-        if len(writers) < len(columns_B):
-            self.layout["writers"] = writers[:, None] * self._heads + head
+        for heads in self._shelf.shape.head_counts:
+            head = np.arange(heads)
+            lines = entries_B[writers, None] * heads + head
+            self.layout["targets", heads] = lines * self._shelf.num_tokens + columns_B[writers, None]
+            if len(writers) < len(columns_B):
+                self.layout["writers", heads] = writers[:, None] * heads + head
 
     def _order(self, entries_B: np.ndarray, num_entries: int) -> None:
         """Lay out how the queries of the rows come to stand beside what they read, and their results back."""
@@ -156,14 +175,15 @@ class ShelfReader:
         places[members[by_entry]] = its_entries[by_entry] * per_entry + ranks
         order = np.zeros((num_entries, 1, per_entry), dtype=np.int64)  # places left over read what row 0 reads
         order.reshape(-1)[places[members]] = members
-        head = np.arange(self._heads)
         entry, rank = np.divmod(places[:, None], per_entry)
-        back = (entry * self._heads + head) * per_entry + rank
-        self.layout["there"] = order * self._heads + head[:, None]  # place -> line
-        self.layout["back"] = back  # line -> place
-        if len(members) < len(entries_B):
-            self.layout["members"] = members[:, None] * self._heads + head  # lines that read here
-            self.layout["member_back"] = back[members]
+        for heads in self._shelf.shape.head_counts:
+            head = np.arange(heads)
+            back = (entry * heads + head) * per_entry + rank
+            self.layout["there", heads] = order * heads + head[:, None]  # place -> line
+            self.layout["back", heads] = back  # line -> place
+            if len(members) < len(entries_B):
+                self.layout["members", heads] = members[:, None] * heads + head  # lines that read here
+                self.layout["member_back", heads] = back[members]
 
     def settle(self, parts: Iterator[torch.Tensor]) -> None:
         """Take the ``layout``, one part after another, as it has come to the device."""
@@ -171,52 +191,59 @@ class ShelfReader:
 
     def advance(self) -> None:
         """Go on to the next token of those that write here."""
-        if "targets" in self._indices:
-            self._indices["targets"] += 1
+        for (name, _), places in self._indices.items():
+            if name == "targets":
+                places += 1
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the new keys and values, shape (lines, head size), of the rows that stand here."""
-        targets, writers = self._indices.get("targets"), self._indices.get("writers")
+        """Write the new keys and values, shape (lines, key or value size), of the rows that stand here."""
+        targets, writers = self._index("targets", layer), self._index("writers", layer)
         if targets is None:
             return
         if writers is not None:
             keys, values = keys.index_select(0, writers), values.index_select(0, writers)
-        size = keys.shape[-1]
-        self._shelf.keys[layer].view(-1, size).index_copy_(0, targets, keys)
-        self._shelf.values[layer].view(-1, size).index_copy_(0, targets, values)
+        self._shelf.keys[layer].view(-1, keys.shape[-1]).index_copy_(0, targets, keys)
+        self._shelf.values[layer].view(-1, values.shape[-1]).index_copy_(0, targets, values)
 
     def scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Return the products of ``query``, shape (lines, queries, head size), with the keys: (lines, queries, width).
+        """Return the products of ``query``, shape (lines, queries, key size), with the keys: (lines, queries, width).
 
         They are in float32, whatever the keys are in. Lines that read nothing here get those of another.
         """
-        queries = query.shape[1]
-        if "there" in self._indices:
-            query = query.index_select(0, self._indices["there"])
-        keys = self._shelf.keys[layer].flatten(0, 1)[: self._lines, : self.width]
+        queries, there, back = query.shape[1], self._index("there", layer), self._index("back", layer)
+        if there is not None:
+            query = query.index_select(0, there)
+        keys = self._read(self._shelf.keys[layer])
         scores = _product(query.view(-1, self._per_entry * queries, query.shape[2]), keys.transpose(1, 2))
         scores = scores.view(-1, queries, self.width)
-        return scores.index_select(0, self._indices["back"]) if "back" in self._indices else scores
+        return scores if back is None else scores.index_select(0, back)
 
     def mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
         """Return the values, weighted by ``weights`` of shape (lines, queries, width), where every line reads here."""
-        mixed = self._mix(layer, weights)
-        return mixed.index_select(0, self._indices["back"]) if "back" in self._indices else mixed
+        mixed, back = self._mix(layer, weights), self._index("back", layer)
+        return mixed if back is None else mixed.index_select(0, back)
 
     def add_mix(self, layer: int, weights: torch.Tensor, output: torch.Tensor) -> None:
         """Add the values, weighted by ``weights`` of shape (lines, queries, width), to ``output``."""
-        if "members" in self._indices:
-            mixed = self._mix(layer, weights)
-            output.index_add_(0, self._indices["members"], mixed.index_select(0, self._indices["member_back"]))
-        else:
+        members, back = self._index("members", layer), self._index("member_back", layer)
+        if members is None or back is None:
             output.add_(self.mix(layer, weights))
+        else:
+            output.index_add_(0, members, self._mix(layer, weights).index_select(0, back))
 
     def _mix(self, layer: int, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted values in the order of their places."""
-        places = weights.index_select(0, self._indices["there"]) if "there" in self._indices else weights
-        values = self._shelf.values[layer].flatten(0, 1)[: self._lines, : self.width]
-        mixed = _product(places.view(self._lines, -1, self.width), values)
+        there, values = self._index("there", layer), self._read(self._shelf.values[layer])
+        places = weights if there is None else weights.index_select(0, there)
+        mixed = _product(places.view(len(values), -1, self.width), values)
         return mixed.view(len(places), weights.shape[1], -1)
+
+    def _read(self, kept: torch.Tensor) -> torch.Tensor:
+        """What is read of the keys or values of a layer, shape (lines, width, size)."""
+        return kept[: self._num_entries].flatten(0, 1)[:, : self.width]
+
+    def _index(self, name: str, layer: int) -> torch.Tensor | None:
+        return self._indices.get((name, self._shelf.shape.layers[layer].num_heads))
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

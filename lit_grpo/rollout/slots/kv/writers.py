@@ -9,7 +9,7 @@ import torch
 
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.forward import causal_attention
-from lit_grpo.rollout.slots.kv.shelves import Shelf
+from lit_grpo.rollout.slots.kv.shelves import KVShape, Shelf
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class ShelfWriter:
     def __init__(self, pieces: Sequence[Stretch], before: Sequence[Stretch] = ()) -> None:
         self._pieces, self._before = pieces, before
         self._begin = self._end = 0
+
+    @property
+    def shape(self) -> KVShape:
+        """What keys and values look like."""
+        return self._pieces[0].shelf.shape
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write the new keys and values, and attend over what is before them and all so far."""

@@ -1,0 +1,140 @@
+"""What a model makes of its last hidden states: a head, and perhaps one number or a cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_KNOWN = "_lit_grpo_logit_map"
+_LARGE, _SMALL = 2.0**30, 2.0**-20
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """Logits are ``scale x head(h)``, and with a cap ``cap tanh(scale x head(h) / cap)``."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Turn what the head gives into logits."""
+        scaled = outputs if self.scale == 1 else outputs * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+def logit_map(model: PreTrainedModel) -> LogitMap:
+    """Find out what a model does with its hidden states and with its head's outputs, by its own ``forward``.
+
+    Decoder and head are made to return known numbers for a moment, so neither weights nor a device are needed, and what
+    is found is exact. It is kept with the model.
+
+    Raises:
+        ValueError: It does something else than multiply by one number and cap.
+    """
+    known = vars(model).get(_KNOWN)
+    if known is None:
+        known = _found_out(model)
+        object.__setattr__(model, _KNOWN, known)
+    return known
+
+
+def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply the head to hidden states of any shape; the last axis becomes V, in float32 (float64 stays)."""
+    return token_head(model)(hidden)
+
+
+def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return :func:`token_logits` of a model, for those who call it at every token.
+
+    Looking the head up takes longer than a small one does.
+    """
+    head, finish = cast(torch.nn.Module, model.get_output_embeddings()), logit_map(model)
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        return finish(logits if logits.dtype == torch.float64 else logits.float())
+
+    return logits_of
+
+
+class _Decoded(BaseModelOutputWithPast):
+    """A decoder's output that has whatever else a model asks for: nothing."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _found_out(model: PreTrainedModel) -> LogitMap:
+    kind = type(model).__name__
+    head = model.get_output_embeddings()
+    weight: Any = getattr(head, "weight", None)
+    if head is None or weight is None or weight.dim() != 2:
+        raise ValueError(f"{kind} has no output embedding of its own, so it is not supported; take another policy.")
+    vocab_size, hidden_size = weight.shape
+    hidden_1TD = torch.tensor([1.0, -2.0, 0.5, -0.25]).repeat(2 * hidden_size)[: 2 * hidden_size].view(1, 2, -1)
+    outputs_1TV = torch.linspace(-64, 64, 2 * vocab_size).view(1, 2, -1).clone()
+    outputs_1TV[..., 0], outputs_1TV[..., -1] = _LARGE, _SMALL
+    seen: list[torch.Tensor] = []
+
+    def decode(*_: Any, **__: Any) -> _Decoded:
+        return _Decoded(last_hidden_state=cast(Any, hidden_1TD))
+
+    def project(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        seen.append(hidden)
+        return outputs_1TV.clone()
+
+    input_ids_1T = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        with torch.no_grad(), _instead(decoder_of(model), decode), _instead(head, project):
+            logits_1TV = model.forward(input_ids=input_ids_1T, use_cache=False).logits
+    except RUN_FAILURES as error:
+        raise ValueError(
+            f"{kind} cannot be a policy: a forward over token ids alone fails ({first_line(error)}); take another."
+        ) from error
+    refusal = ValueError(
+        f"The logits of {kind} are not its output embedding applied to its last hidden state, times a number, so it is "
+        "not supported; take another policy."
+    )
+    if len(seen) != 1 or seen[0].shape != hidden_1TD.shape or logits_1TV.shape != outputs_1TV.shape:
+        raise refusal
+    before = float(seen[0].flatten()[0])
+    if not torch.allclose(seen[0], hidden_1TD * before, rtol=1e-6, atol=0):
+        raise refusal
+    if before != 1 and getattr(head, "bias", None) is not None:
+        raise refusal
+    logits_1TV = logits_1TV.float()
+    slope, limit = float(logits_1TV[0, 0, -1]) / _SMALL, float(logits_1TV[0, 0, 0])
+    found = LogitMap(slope, None if limit > 1e-3 * slope * _LARGE else limit)
+    if not torch.allclose(found(outputs_1TV), logits_1TV, rtol=1e-5, atol=1e-6 * max(slope, 1)):
+        raise refusal
+    return LogitMap(_plain(slope * before), found.cap)
+
+
+def _plain(number: float) -> float:
+    """One where float32 cannot tell a number from it."""
+    return 1.0 if abs(number - 1) < 1e-7 else number
+
+
+@contextmanager
+def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a module answer by another function for a moment."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

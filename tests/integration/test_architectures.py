@@ -1,0 +1,38 @@
+"""One family of each kind through all that a run does, beside plain Hugging Face forwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.architectures import judge
+
+pytestmark = pytest.mark.integration
+
+DECODED = (
+    *("cohere2", "gpt2", "granite", "minicpm3"),  # scaled logits, learnt positions, and latent attention
+    *("gemma2", "gpt_oss", "granite_swa"),  # capped scores, sinks, windows
+    *("gemma4_text", "gemma3n_text", "llama4_text"),  # heads that differ by layer, shared keys and values, chunks
+    *("qwen2_moe", "hrm_text", "diffllama"),  # experts, layers that run several times or attend twice
+)
+UPDATED = ("bloom", "falcon_mamba", "lfm2", "nemotron", "qwen3_5_text", "recurrent_gemma", "rwkv")
+REFUSED = ("bert", "bert-generation", "prophetnet", "xlnet")
+
+
+@pytest.mark.parametrize("family", DECODED)
+def test_a_family_that_the_slots_decode_is_exact(family: str, tmp_path: Path) -> None:
+    row = judge(family, tmp_path)
+    assert (row["outcome"], row["slots"]) == ("exact", "decode"), row
+
+
+@pytest.mark.parametrize("family", UPDATED)
+def test_a_family_that_they_do_not_is_learnt_from_exactly(family: str, tmp_path: Path) -> None:
+    row = judge(family, tmp_path)
+    assert row["outcome"] == "exact" and "let vLLM decode it" in str(row["slots"]), row
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_no_policy_is_refused_in_a_sentence(family: str, tmp_path: Path) -> None:
+    row = judge(family, tmp_path)
+    assert row["outcome"] == "refused" and str(row["detail"]).endswith("."), row
