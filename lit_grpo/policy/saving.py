@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
-from lit_grpo.policy.loading import hidden_states, token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.sharding import class_of, compute, whole
 from lit_grpo.policy.weights import PolicyWeights, digest
 

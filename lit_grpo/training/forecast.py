@@ -75,7 +75,8 @@ def _measure(text: Any, num_layers: int) -> tuple[int, float, int]:
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     with torch.random.fork_rng(devices=[]):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    layer = decoder_of(model).layers[0]
+    layers: Any = decoder_of(model).layers
+    layer = layers[0]
     features = sum(one.in_features + one.out_features for one in layer.modules() if isinstance(one, torch.nn.Linear))
     return model.num_parameters(), kept_bytes(model, shares_prefix=False), features
 

@@ -22,6 +22,7 @@ from lit_grpo.cli.command_line import GRPOCLI, run
 from lit_grpo.cli.parsing.errors import one_sentence
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.training.run_folder import RunConfig
 
 pytestmark = pytest.mark.integration
 
@@ -95,9 +96,9 @@ class SetUp(GRPOCLI):
     def subcommands() -> dict[str, set[str]]:
         return {"fit": GRPOCLI.subcommands()["fit"]}
 
-    def _claim(self, folder: Path, resumes: bool) -> str:
-        inside = folder.resolve().is_relative_to(Path.cwd())  # nothing is written elsewhere
-        return super()._claim(folder, resumes) if inside else folder.name
+    def _claim(self, run: RunConfig, resumes: bool) -> str:
+        inside = run.folder.resolve().is_relative_to(Path.cwd())  # nothing is written elsewhere
+        return super()._claim(run, resumes) if inside else run.name
 
     def _run_subcommand(self, subcommand: str) -> None:
         ckpt_path = self._settings.get("ckpt_path")

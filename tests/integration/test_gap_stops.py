@@ -26,7 +26,7 @@ Cause = Callable[[Any], None]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random_policy().save_pretrained(tmp_path)
+    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
     save_tokenizer(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "3+4="}\n')
     return tmp_path

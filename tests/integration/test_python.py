@@ -122,7 +122,7 @@ class Counter(pl.Callback):
     def __init__(self) -> None:
         self.batches = 0
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.batches += 1
 
 
