@@ -65,7 +65,7 @@ def context_length(model: PreTrainedModel) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     for name in _LENGTHS:
-        if length := getattr(config, name, None):
+        if (length := getattr(config, name, None)) and length > 0:  # XLNet says -1 for none
             return int(length)
     raise ValueError(
         f"The config of {type(model).__name__} names no longest sequence; add max_position_embeddings to the policy's "
