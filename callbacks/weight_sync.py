@@ -76,7 +76,7 @@ class WeightSync(pl.Callback):
 
     def _token_limit(self, trainer: pl.Trainer, module: GRPOModule) -> float:
         """Return the limit of one token's gap, by what both sides compute in where it is left open."""
-        if self.max_token_gap != "auto":
+        if not isinstance(self.max_token_gap, str):
             return self.max_token_gap
         exact = module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32")
         nf4 = module.lora is not None and module.lora.base == "nf4"

@@ -32,7 +32,7 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
-from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, told_name, without_frozen
 from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_tokenizer
@@ -217,8 +217,8 @@ class GRPOModule(EvaluationModule):
         if getattr(self, "policy", None) is None:
             outline = isinstance(strategy, FSDP2Strategy) and self.ranks.own > 0
             self.ranks.together(lambda: self._load(outline))
-            self._base, attention = self.ranks.gather((self._base, str(self.policy.config._attn_implementation)))[0]
-            if attention != self.policy.config._attn_implementation:  # an outline's, of which nothing is known
+            self._base, attention = self.ranks.gather((self._base, attention_name(self.policy)))[0]
+            if attention != attention_name(self.policy):  # an outline's, of which nothing is known
                 self.policy.set_attn_implementation(attention)
         if isinstance(strategy, FSDP2Strategy):
             check_can_be_shards(self.policy)

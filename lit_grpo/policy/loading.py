@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 
@@ -296,7 +296,7 @@ def attend_in_full(model: PreTrainedModel) -> None:
 
     Gemma 2's, for one: transformers computes it without its cap then, and generators with it.
     """
-    if model.config._attn_implementation != "sdpa":
+    if attention_name(model) != "sdpa":
         return
     training = model.training
     try:

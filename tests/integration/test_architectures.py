@@ -14,7 +14,7 @@ DECODED = (
     *("cohere2", "gpt2", "granite", "minicpm3"),  # scaled logits, learnt positions, and latent attention
     *("gemma2", "gpt_oss", "granite_swa"),  # capped scores, sinks, windows
     *("gemma4_text", "gemma3n_text", "llama4_text"),  # heads that differ by layer, shared keys and values, chunks
-    *("qwen2_moe", "hrm_text", "diffllama"),  # experts, layers that run several times or attend twice
+    *("qwen2_moe", "hrm_text", "diffllama", "got_ocr2"),  # experts, layers that run or attend twice, pictures
 )
 UPDATED = ("bloom", "falcon_mamba", "lfm2", "nemotron", "qwen3_5_text", "recurrent_gemma", "rwkv")
 REFUSED = ("bert", "bert-generation", "prophetnet", "xlnet")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, first_line, hidden_states
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, first_line, hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +103,7 @@ def _probed(model: PreTrainedModel, context: int) -> Iterator[None]:
         setattr(marked, _SIGHT, _sight_of(mask_function, min(context, _FARTHEST), model.device))
         return marked
 
-    before = str(model.config._attn_implementation)
+    before = attention_name(model)
     AttentionInterface.register(_NAME, _probe)
     AttentionMaskInterface.register(_NAME, mask)
     model.set_attn_implementation(_NAME)

@@ -44,6 +44,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
+def attention_name(model: PreTrainedModel) -> str:
+    """Return the attention that the decoder is switched to; parts beside it, which see pictures, may have another."""
+    return str(decoder_of(model).config._attn_implementation)
+
+
 def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
     return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
@@ -60,7 +65,7 @@ def context_length(model: PreTrainedModel) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     for name in _LENGTHS:
-        if length := getattr(config, name, None):
+        if (length := getattr(config, name, None)) and length > 0:  # XLNet says -1 for none
             return int(length)
     raise ValueError(
         f"The config of {type(model).__name__} names no longest sequence; add max_position_embeddings to the policy's "

@@ -82,8 +82,12 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
     if head is None or weight is None or weight.dim() != 2:
         raise ValueError(f"{kind} has no output embedding of its own, so it is not supported; take another policy.")
     vocab_size, hidden_size = weight.shape
-    hidden_1TD = torch.tensor([1.0, -2.0, 0.5, -0.25]).repeat(2 * hidden_size)[: 2 * hidden_size].view(1, 2, -1)
-    outputs_1TV = torch.linspace(-64, 64, 2 * vocab_size).view(1, 2, -1).clone()
+    hidden_1TD = (
+        torch.tensor([1.0, -2.0, 0.5, -0.25], dtype=torch.float32)
+        .repeat(2 * hidden_size)[: 2 * hidden_size]
+        .view(1, 2, -1)
+    )
+    outputs_1TV = torch.linspace(-64, 64, 2 * vocab_size, dtype=torch.float32).view(1, 2, -1).clone()
     outputs_1TV[..., 0], outputs_1TV[..., -1] = _LARGE, _SMALL
     seen: list[torch.Tensor] = []
 
@@ -109,7 +113,7 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
     if len(seen) != 1 or seen[0].shape != hidden_1TD.shape or logits_1TV.shape != outputs_1TV.shape:
         raise refusal
     before = float(seen[0].flatten()[0])
-    if not torch.allclose(seen[0], hidden_1TD * before, rtol=1e-6, atol=0):
+    if not torch.allclose(seen[0].float(), hidden_1TD * before, rtol=1e-6, atol=0):
         raise refusal
     if before != 1 and getattr(head, "bias", None) is not None:
         raise refusal

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from lit_grpo.policy.architecture.attention import ALL, Sight
+from lit_grpo.policy.architecture.decoder import attention_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,6 +119,6 @@ def use_slot_attention(model: PreTrainedModel) -> str:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
-    before = str(model.config._attn_implementation)
+    before = attention_name(model)
     model.set_attn_implementation(ATTENTION_NAME)
     return before

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lit_grpo.policy.architecture.attention import AttentionCall, OwnAttention, attention_calls
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, first_line, hidden_states
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, context_length, first_line, hidden_states
 from lit_grpo.rollout.slots.attention import INSTEAD, use_slot_attention
 from lit_grpo.rollout.slots.forward import compute_dtype, decode_step, prefill
 from lit_grpo.rollout.slots.fused import FusedDecoder
@@ -37,7 +37,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
         ValueError: The model cannot be decoded, or comes out otherwise than by its own forward.
     """
     config = model.config.get_text_config(decoder=True)
-    training, before = model.training, str(model.config._attn_implementation)
+    training, before = model.training, attention_name(model)
     input_ids_BT = torch.arange(_NUM_TOKENS, device=model.device)[None] % config.vocab_size
     try:
         calls = attention_calls(model.eval(), slot_context(model))

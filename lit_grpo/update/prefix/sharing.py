@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from lit_grpo.policy.architecture.decoder import attention_name
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
@@ -154,7 +155,7 @@ def shared_prefix_attention(
 
 def shares_prefix(model: PreTrainedModel) -> bool:
     """Whether ``model`` is switched to :func:`shared_prefix_attention` now."""
-    return model.config._attn_implementation == ATTENTION_NAME
+    return attention_name(model) == ATTENTION_NAME
 
 
 @contextmanager
@@ -165,7 +166,7 @@ def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
     """
     from transformers import AttentionInterface
 
-    before = str(model.config._attn_implementation)
+    before = attention_name(model)
     if before == ATTENTION_NAME:
         yield
         return
