@@ -7,9 +7,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from lit_grpo.rollout.vllm.guard import OWNER_PATH, STATE_HEADER
 from lit_grpo.rollout.vllm.http import Chunk, EventLoop, ServerClient, ServerError, StreamPump
 
 STATE = "process:0"
+BARE: Mapping[str, str] = MappingProxyType({})
+UNGUARDED = {STATE_HEADER: ""}
 
 
 class Hostile(BaseHTTPRequestHandler):
@@ -27,7 +30,9 @@ class Hostile(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     behave: Callable[[Hostile], None]
 
-    def answer(self, content: bytes, status: int = 200, kind: str = "application/json", **headers: str) -> None:
+    def answer(
+        self, content: bytes, status: int = 200, kind: str = "application/json", headers: Mapping[str, str] = BARE
+    ) -> None:
         """Answer as a guarded server does, unless headers say otherwise."""
         self.send_response(status)
         for name, value in {"content-type": kind, STATE_HEADER: STATE, **headers}.items():
@@ -124,21 +129,21 @@ def sample(client: ServerClient, num_tokens: int = 4) -> list[Chunk | ServerErro
 HTML = b"<html>Welcome to nginx</html>"
 COMPLETIONS: dict[str, tuple[Callable[[Hostile], None], str]] = {
     "a page of another program": (
-        lambda self: self.answer(HTML, kind="text/html", **{STATE_HEADER: ""}),
+        lambda self: self.answer(HTML, kind="text/html", headers=UNGUARDED),
         r"answers /v1/completions with '200 <html>Welcome.*another program, or a proxy, is at its address",
     ),
     "a proxy's error": (
-        lambda self: self.answer(b"upstream", 502, "text/plain", **{STATE_HEADER: ""}),
+        lambda self: self.answer(b"upstream", 502, "text/plain", headers=UNGUARDED),
         r"answers /v1/completions with '502 upstream'.*a proxy, is at its address",
     ),
     "an error of its own": (lambda self: self.answer(b"oh", 500), r"answers /v1/completions with: 500 oh"),
     "another token": (lambda self: self.answer(b"", 401), r"does not take this run's token; set LIT_GRPO_SERVER_TOKEN"),
     "a redirect": (
-        lambda self: self.answer(b"", 307, location="http://evil.example/"),
+        lambda self: self.answer(b"", 307, headers={"location": "http://evil.example/"}),
         r"sends /v1/completions on to 'http://evil.example/', which is not followed",
     ),
     "another state": (
-        lambda self: self.answer(b"", **{STATE_HEADER: "process:1"}),
+        lambda self: self.answer(b"", headers={STATE_HEADER: "process:1"}),
         r"began anew, or somebody else has changed its weights",
     ),
     "JSON that breaks off": (lambda self: self.stream(b'data: {"choices": [{"tok\n\n'), r"sends '.*JSONDecodeError"),
@@ -178,7 +183,7 @@ def test_a_completion_of_a_hostile_server_is_a_failure_of_that_server(
 ) -> None:
     monkeypatch.setattr(http, "_MAX_LINE", 1024)
     behave, said = COMPLETIONS[name]
-    server.RequestHandlerClass.behave = behave  # pyright: ignore[reportAttributeAccessIssue]
+    server.RequestHandlerClass.behave = behave  # pyright: ignore
     failure = sample(client)[-1]
     assert isinstance(failure, ServerError)  # what ends no run: others go on with what was asked of it
     assert failure.args[0].startswith(f"The vLLM server at {client.url} ")
@@ -186,14 +191,14 @@ def test_a_completion_of_a_hostile_server_is_a_failure_of_that_server(
 
 
 CONTROL: dict[str, tuple[Callable[[Hostile], None], str]] = {
-    "a page": (lambda self: self.answer(HTML, **{STATE_HEADER: ""}), r"answers /version with '200 <html>"),
+    "a page": (lambda self: self.answer(HTML, headers=UNGUARDED), r"answers /version with '200 <html>"),
     "JSON that breaks off": (lambda self: self.answer(b'{"version": "0.3'), r"answers /version with .*JSONDecodeError"),
     "another form": (lambda self: self.answer(b"[]"), r"answers /version with '200 \[\]', in which TypeError"),
     "text": (lambda self: self.answer(b"0.32", kind="text/plain"), r"answers /version with '200 0.32', in which TypeE"),
     "an endless body": (lambda self: drip(self, b"x" * 1024), r"answers /version with more than 4096 bytes"),
     "a drip": (lambda self: drip(self, b"x"), r"has hung: 5 time-outs of 0.3 s without progress"),
     "a redirect": (
-        lambda self: self.answer(b"", 302, location="http://evil.example/"),
+        lambda self: self.answer(b"", 302, headers={"location": "http://evil.example/"}),
         r"sends /version on to 'http://evil.example/', which is not followed, for the token would go there",
     ),
 }
@@ -205,7 +210,7 @@ def test_an_answer_of_a_hostile_server_is_a_failure_of_that_server(
 ) -> None:
     monkeypatch.setattr(http, "_MAX_ANSWER", 4096)
     behave, said = CONTROL[name]
-    server.RequestHandlerClass.behave = behave  # pyright: ignore[reportAttributeAccessIssue]
+    server.RequestHandlerClass.behave = behave  # pyright: ignore
     with pytest.raises(ServerError, match=said):
         client.get("/version", lambda answer: str(answer["version"]))
 

@@ -191,16 +191,11 @@ class Fleet:
         process of ours that did not answer before, and does not now, is ended and started again.
         """
         were_up = set(self.alive)
-        for shortest_s in (min(_LOOK_S, self.timeout_s), self.timeout_s):
-            with ThreadPoolExecutor(len(self._servers)) as pool:
-                looks = [
-                    pool.submit(server.look, self._introduction, self.timeout_s if server in were_up else shortest_s)
-                    for server in self._servers
-                ]
-            for look in looks:
-                look.result()
-            if self.alive:
-                break
+        were_down = [server for server in self._servers if server not in were_up]
+        short_s = min(_LOOK_S, self.timeout_s)
+        self._look_at({server: self.timeout_s if server in were_up else short_s for server in self._servers})
+        if not self.alive:
+            self._look_at(dict.fromkeys(were_down, self.timeout_s))
         self._starting_again = [server for server in self._starting_again if not server.up]
         for server in self._servers:
             if server.up:
@@ -214,6 +209,15 @@ class Fleet:
             if said := self.restart(server, server.hung and server not in were_up):
                 warnings.warn(f"The vLLM server at {server.client.url} has ended or hung.{said}", stacklevel=2)
         self._wait_for_restarted()
+
+    def _look_at(self, timeouts_s: Mapping[Server, float]) -> None:
+        """Look at servers, all at the same time, each with its own time to answer."""
+        with ThreadPoolExecutor(max(len(timeouts_s), 1)) as pool:
+            looks = [
+                pool.submit(server.look, self._introduction, timeout_s) for server, timeout_s in timeouts_s.items()
+            ]
+        for look in looks:
+            look.result()
 
     def restart(self, server: Server, hung: bool = False) -> str:
         """Start a server of ours again that has ended or ``hung``, and go on meanwhile; return what to say of it."""
@@ -231,9 +235,10 @@ class Fleet:
             return f" It is not started again: {error}"
         weakref.finalize(self, server.process.stop)
         if server.process.url != server.client.url:
-            server.client.release()
+            server.client.leave()  # another program is at the address, and would hear the token
             server.client = self._client(server.process.url)
-        self._starting_again.append(server)
+        if server not in self._starting_again:
+            self._starting_again.append(server)
         return f" It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are left)."
 
     def _wait_for_restarted(self) -> None:

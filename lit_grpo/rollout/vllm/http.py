@@ -213,11 +213,16 @@ class ServerClient:
 
     def release(self) -> None:
         """Let other runs have the server."""
-        if self._beats is not None:
-            self._beats.cancel()
-            self._beats = None
+        if self.leave():
             with suppress(ServerError):
                 self._loop.run(self._request("DELETE", OWNER_PATH, timeout=_LOOK_S))
+
+    def leave(self) -> bool:
+        """Say nothing more to whatever is at its address now; return whether it was taken."""
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.cancel()
+        return beats is not None
 
     async def _beat(self) -> None:
         """Let the server hear of the run, also while it does something else."""
