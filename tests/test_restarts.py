@@ -15,7 +15,7 @@ from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet
-from lit_grpo.rollout.vllm.http import Arrival, Chunk, ServerClient
+from lit_grpo.rollout.vllm.http import Arrival, Chunk, ServerClient, ServerError
 from lit_grpo.rollout.vllm.members import Server
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -79,7 +79,7 @@ class Client:
         self.url, self.well = url, well
         self.given_s: list[float] = []
 
-    def answers(self, timeout_s: float) -> bool:
+    def answers(self, timeout_s: float = 5.0) -> bool:
         self.given_s.append(timeout_s)
         return self.well
 
@@ -223,3 +223,34 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
         generator._begin_anew([], "It has died.")
     with pytest.raises(GenerationError):
         generator._begin_anew([], "It has died.")
+
+
+def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = VLLMServerGenerator(2)
+    policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
+    generator._policy, generator._streams, generator._version = policy, Streams(policy), 0
+    generator._fleet = fleet_of(server_of("http://one", well=False), server_of("http://two", well=False))
+    monkeypatch.setattr(generator, "load_weights", lambda weights, version, in_flight: None)
+    asked: list[int] = []
+    generator._pump = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        begin=lambda ticket, client, prompt, fields: asked.append(ticket),
+        cancel=lambda ticket: None,
+        arrivals=lambda timeout_s: arrivals,
+    )
+    for sample in range(2):
+        request = Request(Prompt("a", (2, 3), ""), (sample,), SamplingParams())
+        generator._send(generator._streams.open(request, 1.0, ""))
+    arrivals = [
+        Arrival(ticket, ServerError(f"http://{name} broke off."))
+        for ticket, name in zip(asked, ("one", "two"), strict=True)
+    ]
+    asked_before = len(asked)
+    events = StepEvents(num_active=2)
+    generator._receive(events)
+    assert events.message == (
+        "http://one broke off. Its 1 completions go on from there on the 1 servers that are left. "
+        "http://two broke off. Its 2 completions go on from there on a server that began anew."
+    )
+    assert len(asked) == asked_before + 1  # the first on the second, before that was lost too

@@ -235,12 +235,15 @@ class VLLMServerGenerator(EngineGenerator):
             server.lose()
             lost = [other for other, at in self._at.items() if at is server]
             alive = len(self._fleet.alive)
-            events.message = f"{error}{server.log} Its {len(lost)} completions go on from there "
-            if not alive:
+            said = f"{error}{server.log} Its {len(lost)} completions go on from there "
+            if alive:
+                said += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
+            else:
                 self._begin_anew(lost, f"{error}{server.log}")
-                events.message += "on a server that began anew."
+                said += "on a server that began anew."
+            events.message = f"{events.message} {said}".strip()  # another may have failed in the same step
+            if not alive:
                 return
-            events.message += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
         self._withdraw(lost)
         for each in lost:
             self._send(each)
