@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.generator import GenerationError
+from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet
-from lit_grpo.rollout.vllm.http import ServerClient
+from lit_grpo.rollout.vllm.http import Arrival, Chunk, ServerClient, ServerError
 from lit_grpo.rollout.vllm.members import Server
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.vllm.streams import Streams
 from lit_grpo.rollout.vllm.transports import transport_of
 from lit_grpo.rollout.weights.tensors import WeightSyncError
+from lit_grpo.types import Prompt, Request, SamplingParams
 
 
 def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
@@ -28,8 +34,8 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
     monkeypatch.setattr("sys.executable", str(fake))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where logs stay
     fleet = Fleet(1, 1, None, None, False, transport_of("files", None), 0.5, 20.0, None, restarts=2)
-    client = ServerClient("http://127.0.0.1:9", "t", "run", 0.5, fleet.loop)
-    server = Server(client, ServerProcess(tmp_path, {}, {}, "t" * 32))
+    process = ServerProcess(tmp_path, {}, {}, "t" * 32)
+    server = Server(ServerClient(process.url, "t", "run", 0.5, fleet.loop), process)
     fleet._servers, fleet._introduction = [server], None  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(server.process, ServerProcess)
     server.process.process.wait()
@@ -61,3 +67,190 @@ def test_a_rollout_does_not_go_on_with_a_policy_that_has_changed_since_it_was_se
     arrives = "b"
     with pytest.raises(GenerationError, match=r"It has died\. No vLLM server is left; start them again"):
         generator._begin_anew([], "It has died.")
+
+
+# ---- looks -----------------------------------------------------------------------------------------
+
+
+class Client:
+    """Answers, or does not, and notes how long it was given."""
+
+    def __init__(self, url: str, well: bool) -> None:
+        self.url, self.well = url, well
+        self.given_s: list[float] = []
+
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        self.given_s.append(timeout_s)
+        return self.well
+
+    def is_ours(self) -> bool:
+        return True
+
+    def release(self) -> None: ...
+
+
+def fleet_of(*servers: Server, restarts: int = 2) -> Fleet:
+    """A fleet that has been started, and gives its servers 10 seconds."""
+    fleet = Fleet(1, len(servers), None, None, False, transport_of("files", None), 10.0, 20.0, None, restarts=restarts)
+    fleet._servers, fleet._introduction, fleet._run = list(servers), None, "run"  # pyright: ignore[reportAttributeAccessIssue]
+    return fleet
+
+
+def server_of(url: str, well: bool, up: bool = True) -> Any:
+    return Server(Client(url, well), up=up)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_look_waits_long_for_servers_that_were_up_alone_as_long_as_one_answers() -> None:
+    well, lost = server_of("http://well", well=True), server_of("http://lost", well=False, up=False)
+    fleet = fleet_of(well, lost)
+    fleet._look()  # says nothing: the server that is lost was told of when it was
+    assert (well.client.given_s, lost.client.given_s) == ([10.0], [3.0])
+    assert fleet.alive == [well] and lost.hung
+
+    well.client.well = False
+    with pytest.warns(
+        UserWarning, match=r"http://well is left out: it, or its engine, has not answered for 10 s"
+    ) as said:
+        fleet._look()
+    assert len(said) == 1 and not fleet.alive
+    assert (well.client.given_s, lost.client.given_s) == ([10.0, 10.0], [3.0, 3.0, 10.0])
+
+    lost.client.well = True
+    fleet._look()
+    assert fleet.alive == [lost]
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    """One that goes on, and never answers."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nexec sleep 600\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fake))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    process = ServerProcess(tmp_path, {}, {}, "t" * 32)
+    yield process
+    process.kill()
+
+
+def test_a_process_of_ours_that_hangs_over_two_looks_is_killed_and_started_again_and_then_left_to_start(
+    process: ServerProcess,
+) -> None:
+    well, hung = server_of("http://well", well=True), server_of(process.url, well=False)
+    hung.process = process
+    fleet = fleet_of(well, hung)
+    with pytest.warns(UserWarning, match="is left out: it, or its engine, has not answered for 10 s. What it said is"):
+        fleet._look()
+    assert process.runs and hung.process is process and fleet.restarts == 2  # it may only be slow
+
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match=r"has ended or hung\. It is started again, .* \(1 restarts are left\)"):
+        fleet._look()
+    assert time.monotonic() - began < 5.0  # nobody waits for it
+    assert not process.runs and hung.process is not process and hung.process.runs
+    assert hung.process.url == process.url and fleet.alive == [well]
+
+    again = hung.process
+    fleet._look()  # it takes as long as it takes
+    assert hung.process is again and again.runs and fleet.restarts == 1 and fleet._starting_again == [hung]
+
+    hung.client.well = True
+    fleet._look()
+    assert fleet.alive == [well, hung] and fleet._starting_again == []
+    fleet._stop()
+    assert not again.runs
+
+
+def test_a_process_without_restarts_that_hangs_is_left_alone(process: ServerProcess) -> None:
+    well, hung = server_of("http://well", well=True), server_of(process.url, well=False, up=False)
+    hung.process = process
+    fleet = fleet_of(well, hung, restarts=0)
+    fleet._look()
+    assert process.runs and fleet.alive == [well]
+
+
+def test_a_process_whose_port_is_taken_when_it_starts_again_is_asked_at_its_new_one(
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_grpo.rollout.vllm.http._BEAT_S", 0.05)
+    hung: Any = server_of(process.url, well=False, up=False)
+    hung.process = process
+    fleet = fleet_of(hung)
+    old = hung.client = fleet._client(process.url)
+    process.kill()
+    old._beats = fleet.loop.begin(old._beat())  # as one that was taken
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", int(process.url.rpartition(":")[2])))
+        other.listen()
+        said = fleet.restart(hung)
+        other.settimeout(0.3)
+        while True:  # what was said before it was left
+            try:
+                other.accept()[0].close()
+            except TimeoutError:
+                break
+    assert "It is started again" in said and old._beats is None
+    assert hung.process is not process and hung.process.url != process.url
+    assert isinstance(hung.client, ServerClient) and hung.client.url == hung.process.url
+    fleet._stop()
+
+
+# ---- rollouts that begin again ---------------------------------------------------------------------
+
+
+def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_run(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = VLLMServerGenerator(2)
+    policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
+    generator._policy, generator._streams = policy, Streams(policy)
+    monkeypatch.setattr(generator, "load_weights", lambda weights, version, in_flight: None)
+    stream = generator._streams.open(Request(Prompt("a", (2, 3), ""), (0,), SamplingParams()), 1.0, "")
+    generator._streams.give_ticket(stream)
+    assert stream.ticket is not None
+    arrivals = [Arrival(stream.ticket, Chunk([5], [-1.0], None)), Arrival(stream.ticket, Chunk([6], [-1.0], "stop"))]
+    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: [arrivals.pop(0)])  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in range(3):
+        generator._begin_anew([], "It has died.")
+    generator._receive(StepEvents(num_active=1))  # a token is not enough
+    with pytest.raises(GenerationError, match=r"It has died\. No vLLM server is left; start them again and resume"):
+        generator._begin_anew([], "It has died.")
+    events = StepEvents(num_active=1)
+    generator._receive(events)
+    assert [completion.token_ids_T.tolist() for completion in events.finished] == [[5, 6]]
+    for _ in range(3):  # it makes progress
+        generator._begin_anew([], "It has died.")
+    with pytest.raises(GenerationError):
+        generator._begin_anew([], "It has died.")
+
+
+def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = VLLMServerGenerator(2)
+    policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
+    generator._policy, generator._streams, generator._version = policy, Streams(policy), 0
+    generator._fleet = fleet_of(server_of("http://one", well=False), server_of("http://two", well=False))
+    monkeypatch.setattr(generator, "load_weights", lambda weights, version, in_flight: None)
+    asked: list[int] = []
+    generator._pump = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        begin=lambda ticket, client, prompt, fields: asked.append(ticket),
+        cancel=lambda ticket: None,
+        arrivals=lambda timeout_s: arrivals,
+    )
+    for sample in range(2):
+        request = Request(Prompt("a", (2, 3), ""), (sample,), SamplingParams())
+        generator._send(generator._streams.open(request, 1.0, ""))
+    arrivals = [
+        Arrival(ticket, ServerError(f"http://{name} broke off."))
+        for ticket, name in zip(asked, ("one", "two"), strict=True)
+    ]
+    asked_before = len(asked)
+    events = StepEvents(num_active=2)
+    generator._receive(events)
+    assert events.message == (
+        "http://one broke off. Its 1 completions go on from there on the 1 servers that are left. "
+        "http://two broke off. Its 2 completions go on from there on a server that began anew."
+    )
+    assert len(asked) == asked_before + 1  # the first on the second, before that was lost too

@@ -28,11 +28,15 @@ class App:
 
     def __init__(self) -> None:
         self.work_s, self.well, self.status = 0.0, True, 200
+        self.engine_s = 0.0  # in which the engine says that it is well
         self.meanwhile = lambda: None  # between the headers of an answer and its body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
             await self._answer(send, 200 if self.well else 503, b"application/json", b"")
+            return
+        if scope["path"] == "/is_paused":
+            await self._answer(send, 200, b"application/json", b"{}", self.engine_s)
             return
         streams = scope["path"] == "/v1/completions"
         kind = b"text/event-stream" if streams else b"application/json"
@@ -94,7 +98,7 @@ def test_a_run_that_goes_on_keeps_its_server_and_a_dead_one_does_not(
     monkeypatch.setattr(http, "_BEAT_S", 0.05)
     one, two = client_of(guard, loop, "one"), client_of(guard, loop, "two")
     one.take()
-    with pytest.raises(ServerError, match=r"belongs to another run, heard of \d+ s ago; end that run, or start"):
+    with pytest.raises(ServerError, match=r"another run \(process \d+ on .*, in /.*\), heard of \d+ s ago; end that"):
         two.take()
     assert one._beats is not None
     one._beats.cancel()  # as a kill does
@@ -165,6 +169,28 @@ def test_a_server_without_progress_is_given_up(guard: Guard, loop: EventLoop, ap
     assert time.monotonic() - begun >= (http._PATIENCE if well else 1) * client.timeout_s
     failure = sample(client, loop)
     assert failure.hung
+    client.release()
+
+
+def test_a_server_whose_engine_alone_hangs_is_given_up_early_and_its_user_is_told(
+    guard: Guard, loop: EventLoop, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_TELL_S", 0.05)
+    client = client_of(guard, loop, "one")
+    client.take()
+    app.work_s = app.engine_s = 600.0
+    begun = time.monotonic()
+    with (
+        pytest.warns(UserWarning, match=r"Waiting for the vLLM server at http://127.0.0.1:8000: /pause has not been "),
+        pytest.raises(ServerError, match=r"1 time-outs of 0.2 s without progress, and it answers, but its engine"),
+    ):
+        client.post("/pause")
+    assert time.monotonic() - begun < 4 * client.timeout_s
+    with pytest.warns(UserWarning, match=r"it is left out at 0.2 s\."):
+        assert not client.answers(client.timeout_s)
+    with pytest.raises(ServerError, match=f"has hung: {http._PATIENCE} time-outs"):  # while it takes weights
+        client.post("/update_weights")
+    assert "its engine does not" in str(sample(client, loop))
     client.release()
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def policy(folder: Path) -> Any:
 def generator(policy: Any, folder: Path, forked_servers: None) -> Iterator[VLLMServerGenerator]:
     """Two servers; the tests use them up one after another."""
     generator = VLLMServerGenerator(
-        2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS, restarts=2
+        2, num_servers=2, transfer="changes", transport="gloo", timeout_s=5.0, server_args=SERVER_ARGUMENTS, restarts=3
     )
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(PolicyWeights(policy), 0)
@@ -224,11 +225,60 @@ def test_a_server_that_hangs_is_left_out_and_comes_back(
     assert tokens == expected
     assert len(messages) == 1 and "has hung: 1 time-outs of 5 s without progress" in messages[0]
     assert pids(generator) == before[1:]
-    sync(generator, policy, 3)
-    assert pids(generator) == before[1:]
-    os.killpg(before[0], signal.SIGCONT)
+    os.killpg(before[0], signal.SIGCONT)  # or the next sync would start it again
     sync(generator, policy, 3)
     assert pids(generator) == before
+    assert collect(generator) == (expected, [])
+
+
+def test_a_server_whose_engine_hangs_is_left_out_and_started_again_while_it_says_that_it_is_well(
+    generator: Any, policy: Any, expected: dict[Any, list[int]]
+) -> None:
+    fleet, before = generator._fleet, pids(generator)
+    hung, timeout_s = fleet._servers[0], fleet.timeout_s
+
+    def hang() -> None:
+        """Stop the engine, which is a process of its own, and let the one that answers ``/health`` go on."""
+        children = psutil.Process(hung.process.process.pid).children(recursive=True)
+        max(children, key=psutil.Process.num_threads).suspend()
+        assert hung.client._loop.run(hung.client._request("GET", "/health", timeout=5.0)).is_success
+
+    def timed_sync(version: int) -> tuple[float, list[str]]:
+        began = time.monotonic()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sync(generator, policy, version)
+        return time.monotonic() - began, [str(each.message) for each in said]
+
+    # Within a rollout: the other goes on with all that it had, and the next sync starts it again without waiting.
+    hung.process.log.unlink()
+    tokens, messages = collect(generator, hang)
+    assert tokens == expected
+    assert len(messages) == 1 and "and it answers, but its engine does not. " in messages[0]
+    assert "completions go on from there on the 1 servers that are left." in messages[0]
+    waited_s, said = timed_sync(3)
+    assert waited_s < 3 * timeout_s
+    assert [text for text in said if "It is started again, and decodes after a sync that finds it up (2 " in text], said
+    assert pids(generator) == before[1:] and hung.process.process.pid != before[0]
+    assert not psutil.pid_exists(before[0])
+    assert collect(generator) == (expected, [])
+    hung.process.wait(time.monotonic() + 300.0)
+    sync(generator, policy, 3)
+    assert pids(generator) == [hung.process.process.pid, *before[1:]]  # it has taken the weights
+    assert collect(generator) == (expected, [])
+
+    # Before a sync: which says what it waits for, and goes on with the other.
+    hang()
+    waited_s, said = timed_sync(4)
+    assert waited_s < 4 * timeout_s
+    url = hung.client.url
+    assert any(text.startswith(f"Waiting for the vLLM server at {url}: whether it is well has not") for text in said)
+    assert any(text.startswith(f"The vLLM server at {url} is left out: it, or its engine, has not") for text in said)
+    assert pids(generator) == before[1:]
+    for child in psutil.Process(hung.process.process.pid).children(recursive=True):
+        child.resume()  # it is slow, and not dead: what it holds is not what it is asked for, and it takes the weights
+    sync(generator, policy, 3)
+    assert len(pids(generator)) == 2 and fleet.restarts == 2
     assert collect(generator) == (expected, [])
 
 

@@ -82,6 +82,7 @@ class VLLMGenerator(EngineGenerator):
         self.sleep_level = sleep_level
         self._engine: Any = None
         self._keyed = False  # it draws random numbers by position
+        self._is_half_stepped = False  # a step broke off, and the engine may have half of it
         self._asleep: set[str] = set()  # what has been given back
         self._holds_base = False  # the weights that adapters alone stand beside
         self._num_adapters = 0
@@ -114,6 +115,7 @@ class VLLMGenerator(EngineGenerator):
         kv_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * block  # one block stands for none
         self._engine_room = Room(int(config.model_config.max_model_len), [kv_tokens], block)
         self._asleep.clear()
+        self._is_half_stepped = False
         try:
             answers = self._engine.collective_rpc("draw_by_position")
         except NotImplementedError:  # the user's own worker_extension_cls
@@ -143,7 +145,22 @@ class VLLMGenerator(EngineGenerator):
         self._engine.engine_core.shutdown()
         self._engine, self._adapter, self._made_for, self._version = None, None, "", -1
 
+    def _check_whole(self) -> None:
+        if self._is_half_stepped:
+            raise WeightSyncError(
+                "vLLM's engine broke off in the middle of a step and may hold half of it, so it decodes no more; call "
+                "start again, as the next trainer.fit does, and the generator begins with a new engine."
+            )
+
+    def _check_weights(self) -> None:
+        self._check_whole()
+        super()._check_weights()
+
     # ---- weights ----------------------------------------------------------------------------------
+
+    def _expect_weights(self, num_requests: int, in_flight: str) -> None:
+        self._check_whole()
+        super()._expect_weights(num_requests, in_flight)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Reload all weights in place, one after another."""
@@ -177,16 +194,17 @@ class VLLMGenerator(EngineGenerator):
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        for number, token_ids in enumerate(sequences):
-            prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=self._salt)
-            self._engine.add_request(str(number), prompt, params, lora_request=self._adapter)
         outputs: list[Any] = []
         try:
+            for number, token_ids in enumerate(sequences):
+                prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=self._salt)
+                self._engine.add_request(str(number), prompt, params, lora_request=self._adapter)
             while len(outputs) < len(sequences):
-                outputs += [output for output in self._engine.step() if output.finished]
+                outputs += [output for output in self._step_engine() if output.finished]
         except Exception as error:
-            self._engine.abort_request([str(number) for number in range(len(sequences))])
             raise WeightSyncError(f"vLLM could not score given tokens: {error}") from error
+        finally:
+            self._stop(str(number) for number in range(len(sequences)))
         outputs.sort(key=lambda output: int(output.request_id))
         return {"vLLM's engine": [_prompt_logprobs(output) for output in outputs]}
 
@@ -216,7 +234,8 @@ class VLLMGenerator(EngineGenerator):
 
     def sleep(self) -> dict[str, float]:
         """On a GPU, give back what ``sleep_level`` says; what stays with the process is measured."""
-        if not self._engine.vllm_config.model_config.enable_sleep_mode or self._asleep or len(self._streams):
+        is_busy = len(self._streams) > 0 or self._is_half_stepped
+        if not self._engine.vllm_config.model_config.enable_sleep_mode or self._asleep or is_busy:
             return {}
         start = time.perf_counter()
         before = torch.cuda.mem_get_info()[0]
@@ -260,11 +279,29 @@ class VLLMGenerator(EngineGenerator):
         self._engine.add_request(str(ticket), prompt, params, priority=ticket, lora_request=self._adapter)
 
     def _withdraw(self, streams: Sequence[Stream]) -> None:
-        if streams:
-            self._engine.abort_request([str(self._streams.take_ticket(stream)) for stream in streams])
+        self._stop([str(self._streams.take_ticket(stream)) for stream in streams])
+
+    def _stop(self, request_ids: Iterable[str]) -> None:
+        """Let the engine forget requests; one with half a step in it is asked for nothing any more."""
+        if (ids := list(request_ids)) and not self._is_half_stepped:
+            self._engine.abort_request(ids)
+
+    def _step_engine(self) -> list[Any]:
+        """Let the engine take a step; one that breaks off, by an interrupt too, makes the engine unfit.
+
+        vLLM's scheduler counts what it schedules as computed before it is: the keys and values of a prompt that no
+        step has computed would be found by the next request with the same prompt.
+        """
+        try:
+            return self._engine.step()
+        except BaseException:
+            self._is_half_stepped = True
+            self._made_for = ""  # the next start makes another
+            self.distrust()
+            raise
 
     def _receive(self, events: StepEvents) -> None:
-        for output in self._engine.step():
+        for output in self._step_engine():
             if (stream := self._streams.of_ticket(int(output.request_id))) is None:
                 continue
             sampled = output.outputs[0]
@@ -322,8 +359,9 @@ def _end_engines() -> None:
     """
     if _of_ranks:
         raise ValueError(
-            "This process has a vLLM engine of another policy already, and as one of several ranks it cannot end it; "
-            "begin another run for this policy, or take lit_grpo.rollout.vllm.VLLMServerGenerator."
+            "This process has a vLLM engine of another policy, or one that broke off in a step, and as one of several "
+            "ranks it cannot end it; begin another run for this policy, or take "
+            "lit_grpo.rollout.vllm.VLLMServerGenerator."
         )
     for generator in list(_with_engine):
         generator._end_engine()

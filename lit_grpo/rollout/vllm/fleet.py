@@ -185,23 +185,48 @@ class Fleet:
             server.version, server.holds_base = -1, False
 
     def _look(self) -> None:
-        """See which servers are up, all at the same time: shortly, or, where none answers, with the whole time-out."""
-        for timeout_s in (min(_LOOK_S, self.timeout_s), self.timeout_s):
-            with ThreadPoolExecutor(len(self._servers)) as pool:
-                looks = [pool.submit(server.look, self._introduction, timeout_s) for server in self._servers]
-            for look in looks:
-                look.result()
-            if self.alive:
-                break
+        """See which servers are up, all at the same time.
+
+        Those that were have the whole time-out to answer, and those that were not a short one, unless none answers. A
+        process of ours that did not answer before, and does not now, is ended and started again.
+        """
+        were_up = set(self.alive)
+        were_down = [server for server in self._servers if server not in were_up]
+        short_s = min(_LOOK_S, self.timeout_s)
+        self._look_at({server: self.timeout_s if server in were_up else short_s for server in self._servers})
+        if not self.alive:
+            self._look_at(dict.fromkeys(were_down, self.timeout_s))
+        self._starting_again = [server for server in self._starting_again if not server.up]
         for server in self._servers:
-            if not server.up and (said := self.restart(server)):
-                warnings.warn(f"The vLLM server at {server.client.url} has ended.{said}", stacklevel=2)
+            if server.up:
+                continue
+            if server.hung and server in were_up:
+                warnings.warn(
+                    f"The vLLM server at {server.client.url} is left out: it, or its engine, has not answered for "
+                    f"{self.timeout_s:g} s.{server.log}",
+                    stacklevel=2,
+                )
+            if said := self.restart(server, server.hung and server not in were_up):
+                warnings.warn(f"The vLLM server at {server.client.url} has ended or hung.{said}", stacklevel=2)
         self._wait_for_restarted()
 
-    def restart(self, server: Server) -> str:
-        """Start a server of ours again that has ended, and go on meanwhile; return what is to be said of it."""
+    def _look_at(self, timeouts_s: Mapping[Server, float]) -> None:
+        """Look at servers, all at the same time, each with its own time to answer."""
+        with ThreadPoolExecutor(max(len(timeouts_s), 1)) as pool:
+            looks = [
+                pool.submit(server.look, self._introduction, timeout_s) for server, timeout_s in timeouts_s.items()
+            ]
+        for look in looks:
+            look.result()
+
+    def restart(self, server: Server, hung: bool = False) -> str:
+        """Start a server of ours again that has ended or ``hung``, and go on meanwhile; return what to say of it."""
         process = server.process
-        if not isinstance(process, ServerProcess) or self.restarts < 1 or not process.has_ended(_ENDING_S):
+        if not isinstance(process, ServerProcess) or self.restarts < 1:
+            return ""
+        if hung and server not in self._starting_again:
+            process.kill()
+        if not process.has_ended(_ENDING_S):
             return ""
         self.restarts -= 1
         try:
@@ -209,7 +234,11 @@ class Fleet:
         except ValueError as error:
             return f" It is not started again: {error}"
         weakref.finalize(self, server.process.stop)
-        self._starting_again.append(server)
+        if server.process.url != server.client.url:
+            server.client.leave()  # another program is at the address, and would hear the token
+            server.client = self._client(server.process.url)
+        if server not in self._starting_again:
+            self._starting_again.append(server)
         return f" It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are left)."
 
     def _wait_for_restarted(self) -> None:

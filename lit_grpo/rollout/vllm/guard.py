@@ -15,13 +15,14 @@ from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from urllib.parse import unquote
 
 from lit_grpo.rollout.weights.files import WEIGHTS_PREFIX, is_private
 
 GUARD = "lit_grpo.rollout.vllm.guard.Guard"
 TOKEN_VARIABLE = "LIT_GRPO_SERVER_TOKEN"
 HOST_VARIABLE = "LIT_GRPO_SERVER_HOST"  # the name that it was told to listen on
-RUN_HEADER, STATE_HEADER = "lit-grpo-run", "lit-grpo-state"
+RUN_HEADER, NAME_HEADER, STATE_HEADER = "lit-grpo-run", "lit-grpo-name", "lit-grpo-state"
 OWNER_PATH = "/lit_grpo/owner"
 LEASE_S = 15.0  # without a word from the run that it belongs to, another may take it
 
@@ -73,7 +74,7 @@ class Guard:
         self._token = f"Bearer {token}".encode()
         self._names = {"localhost", socket.gethostname(), os.environ.get(HOST_VARIABLE, "localhost")}
         self._process, self._num_changes = token_hex(8), 0
-        self._owner, self._heard = "", 0.0
+        self._owner, self._owner_name, self._heard = "", "", 0.0
 
     @property
     def state(self) -> str:
@@ -89,9 +90,9 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            run = self._admit(scope)
+            run, name = self._admit(scope)
             if scope["path"] == OWNER_PATH:
-                await _answer(send, 200, self._own(scope["method"], run), self.state)
+                await _answer(send, 200, self._own(scope["method"], run, name), self.state)
                 return
             if controls(scope["method"], scope["path"]):
                 receive = await self._check_change(scope["path"], run, receive)
@@ -103,8 +104,8 @@ class Guard:
 
     # ---- who --------------------------------------------------------------------------------------
 
-    def _admit(self, scope: Message) -> str:
-        """Return the run that asks, if it says so.
+    def _admit(self, scope: Message) -> tuple[str, str]:
+        """Return the run that asks, if it says so, and what it calls itself to people.
 
         Raises:
             Refusal: A page in a browser asks, or somebody without the token.
@@ -123,7 +124,8 @@ class Guard:
         run = headers.get(RUN_HEADER, [b""])[0].decode("latin-1")
         if run and run == self._owner:
             self._heard = time.monotonic()
-        return run
+        name = unquote(headers.get(NAME_HEADER, [b""])[0].decode("latin-1")[:300])
+        return run, "".join(filter(str.isprintable, name))
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host header is an address, which no name server can redirect, or a name of this machine."""
@@ -136,7 +138,7 @@ class Guard:
 
     # ---- whose ------------------------------------------------------------------------------------
 
-    def _own(self, method: str, run: str) -> dict[str, Any]:
+    def _own(self, method: str, run: str, name: str) -> dict[str, Any]:
         """Take the server for a run (``POST``), give it back (``DELETE``), or tell whose it is.
 
         Raises:
@@ -144,7 +146,7 @@ class Guard:
         """
         if method == "POST":
             self._check_owner(run, takes=True)
-            self._owner, self._heard = run, time.monotonic()
+            self._owner, self._owner_name, self._heard = run, name, time.monotonic()
         elif method == "DELETE" and run == self._owner:
             self._owner = ""
         return {"pid": os.getpid(), "owned": bool(run) and run == self._owner}
@@ -153,11 +155,12 @@ class Guard:
         heard_s = time.monotonic() - self._heard
         if not run:
             raise Refusal(409, f"A request that changes the server must name its run in the header {RUN_HEADER}.")
+        named = f" ({self._owner_name})" if self._owner_name else ""
         if self._owner not in ("", run) and not (takes and heard_s > LEASE_S):
             raise Refusal(
                 409,
-                f"The server belongs to another run, heard of {heard_s:.0f} s ago; end that run, or start a server of "
-                "your own with python -m lit_grpo serve --port PORT.",
+                f"The server belongs to another run{named}, heard of {heard_s:.0f} s ago; end that run, or start a "
+                "server of your own with python -m lit_grpo serve --port PORT.",
                 heard_s=heard_s,
             )
         if not takes and self._owner != run:

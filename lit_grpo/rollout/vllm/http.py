@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
+import socket
+import ssl
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 
-from lit_grpo.rollout.vllm.guard import LEASE_S, OWNER_PATH, RUN_HEADER, STATE_HEADER, TOKEN_VARIABLE, counts
+from lit_grpo.rollout.vllm.guard import (
+    LEASE_S,
+    NAME_HEADER,
+    OWNER_PATH,
+    RUN_HEADER,
+    STATE_HEADER,
+    TOKEN_VARIABLE,
+    counts,
+)
 
 _LOOK_S = 5.0  # in which a server that is well answers
 _BEAT_S = LEASE_S / 5
 _PATIENCE = 5  # time-outs without progress, of a server that says that it is well
+_TELL_S = 5.0  # of silence after which the user hears what is waited for
+_ENGINE_PATH = "/is_paused"  # which the engine answers, where the front end alone answers /health
+_MAX_ANSWER, _MAX_LINE = 2**28, 2**24  # bytes
+_MAX_LINES_AFTER = 16  # of a completion's last token
+_SURE = 1e-3  # what rounding may put a log-prob above 0
 _T = TypeVar("_T")
 
 
 class ServerError(RuntimeError):
-    """A server does not answer, or answers with an error; ``hung`` where it did nothing for too long."""
+    """A server does not answer, or answers with an error.
 
-    hung = False
+    ``hung`` where it did nothing for too long, and ``nonsense`` where it answered what no vLLM server answers.
+    """
+
+    hung = nonsense = False
 
 
 @dataclass(frozen=True)
@@ -105,12 +129,14 @@ class ServerClient:
 
     Attributes:
         model: What it calls the weights to sample with.
+        vocab_size: Above all ids of its tokens.
     """
 
     def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.model = ""
+        self.vocab_size = 2**31
         self._loop = loop
         self._state = ""
         self._num_heard = 0  # answers and lines
@@ -119,10 +145,12 @@ class ServerClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {token}", RUN_HEADER: run},
+            headers={"Authorization": f"Bearer {token}", RUN_HEADER: run, NAME_HEADER: _own_name()},
             timeout=httpx.Timeout(None, connect=timeout_s),
             limits=limits,
-            trust_env=False,  # no proxy in between
+            trust_env=False,  # no proxy in between, which would see the token
+            follow_redirects=False,  # nor another host, which would get it
+            verify=_certificates(),
         )
         loop.at_end(self._http.aclose)
 
@@ -134,13 +162,13 @@ class ServerClient:
         Raises:
             ValueError: It does not, or it does not answer.
         """
+        unnamed = {"Authorization": "none"}
         try:
-            response = httpx.get(f"{self.url}{OWNER_PATH}", timeout=self.timeout_s, trust_env=False)
-        except httpx.HTTPError as error:
-            raise ValueError(
-                f"The vLLM server at {self.url} does not answer: {_named(error)}. Start it with python -m lit_grpo "
-                "serve, or correct urls."
-            ) from error
+            response = self._loop.run(self._request("GET", OWNER_PATH, timeout=self.timeout_s, headers=unnamed))
+            if response.is_redirect:
+                raise self._redirected(response, OWNER_PATH)
+        except ServerError as error:
+            raise ValueError(f"{error} Start it with python -m lit_grpo serve, or correct urls.") from error
         guarded = STATE_HEADER in response.headers
         if guarded and response.status_code != 401:
             raise ValueError(f"The vLLM server at {self.url} does not let us in: {_message(response)}")
@@ -159,10 +187,11 @@ class ServerClient:
         deadline = time.monotonic() + LEASE_S + _BEAT_S
         heard_s = 0.0
         while True:
-            response = self._loop.run(self.patiently(self._request("POST", OWNER_PATH)))
+            response = self._wait(self.patiently(self._request("POST", OWNER_PATH)), OWNER_PATH)
+            self._check_guard(response, OWNER_PATH)
             if response.status_code != 409 or time.monotonic() > deadline:
                 break
-            silent_s = float(response.json()["heard_s"])
+            silent_s = self._read(response, OWNER_PATH, lambda answer: float(answer["heard_s"]))
             if silent_s < heard_s:  # a word since the last time: that run goes on
                 break
             heard_s = silent_s
@@ -176,17 +205,24 @@ class ServerClient:
         """Whether it is still ours, and as we left it."""
         try:
             response = self._loop.run(self._request("GET", OWNER_PATH, timeout=_LOOK_S))
+            if not response.is_success or response.headers.get(STATE_HEADER) != self._state:
+                return False
+            return self._read(response, OWNER_PATH, lambda answer: answer["owned"] is True)
         except ServerError:
             return False
-        return response.is_success and response.json()["owned"] and response.headers[STATE_HEADER] == self._state
 
     def release(self) -> None:
         """Let other runs have the server."""
-        if self._beats is not None:
-            self._beats.cancel()
-            self._beats = None
+        if self.leave():
             with suppress(ServerError):
                 self._loop.run(self._request("DELETE", OWNER_PATH, timeout=_LOOK_S))
+
+    def leave(self) -> bool:
+        """Say nothing more to whatever is at its address now; return whether it was taken."""
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.cancel()
+        return beats is not None
 
     async def _beat(self) -> None:
         """Let the server hear of the run, also while it does something else."""
@@ -198,38 +234,83 @@ class ServerClient:
     # ---- control ----------------------------------------------------------------------------------
 
     def answers(self, timeout_s: float = _LOOK_S) -> bool:
-        """Whether the server is well, by its own account."""
-        return self._loop.run(self._answers(timeout_s))
+        """Whether the server is well by its own account: what answers requests, and the engine, each in that time."""
+        return not self._wait(self._ailment(timeout_s), "whether it is well", timeout_s)
 
-    def get(self, path: str, **query: Any) -> Any:
-        """Ask for something; return the decoded answer, ``None`` where it is not JSON."""
-        return self._call("GET", path, params=query)
+    def get(self, path: str, read: Callable[[Any], _T] = lambda answer: answer, **query: Any) -> _T:
+        """Ask for something; return what ``read`` finds in the decoded answer (``None`` where it is not JSON).
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Tell or ask something."""
-        return self._call("POST", path, json=body)
+        Raises:
+            ServerError: It does not answer, or not what can be read so.
+        """
+        return self._call("GET", path, read, params=query)
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, read: Callable[[Any], _T] = lambda answer: answer
+    ) -> _T:
+        """Tell or ask something; as :meth:`get`."""
+        return self._call("POST", path, read, json=body)
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
         """Return the log-probs of all tokens after the first of each sequence."""
         body = {"model": self.model, "prompt": sequences, "max_tokens": 1, "prompt_logprobs": 0, "cache_salt": salt}
-        choices = sorted(self.post("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
-        return [
-            [at[str(token)]["logprob"] for token, at in zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)]
-            for token_ids, choice in zip(sequences, choices, strict=True)
-        ]
+
+        def read(answer: Any) -> list[list[float]]:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            return [
+                [
+                    float(at[str(token)]["logprob"])
+                    for token, at in zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+                ]
+                for token_ids, choice in zip(sequences, choices, strict=True)
+            ]
+
+        return self.post("/v1/completions", body, read)
 
     def ask_workers(self, method: str, *arguments: str) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
-        return self.post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+        body = {"method": method, "args": list(arguments)}
+        return self.post("/collective_rpc", body, lambda answer: list(answer["results"]))
 
-    def _call(self, method: str, path: str, **options: Any) -> Any:
-        response = self._loop.run(self.patiently(self._request(method, path, **options)))
+    def _call(self, method: str, path: str, read: Callable[[Any], _T], **options: Any) -> _T:
+        works = counts(method, path)  # the engine, which answers nothing else meanwhile
+        response = self._wait(
+            self.patiently(self._request(method, path, **options), not works),
+            path,
+            _PATIENCE * self.timeout_s,
+            max(_TELL_S, self.timeout_s) if works else _TELL_S,
+        )
         self._num_heard += 1
-        if not self._follows(response, counts(method, path)):
+        self._check_guard(response, path)
+        if not self._follows(response, works):
             raise self._changed()
         self._state = response.headers[STATE_HEADER]
         self._check(response, path)
-        return response.json() if "json" in response.headers.get("content-type", "") and response.content else None
+        return self._read(response, path, read)
+
+    def _read(self, response: httpx.Response, path: str, read: Callable[[Any], _T]) -> _T:
+        """Return what ``read`` finds in the decoded answer."""
+        is_json = "json" in response.headers.get("content-type", "") and response.content
+        try:
+            return read(response.json() if is_json else None)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise self._nonsense(f"answers {path} with {_message(response)!r}, in which {error!r}") from error
+
+    def _wait(
+        self, work: Coroutine[Any, Any, _T], path: str, limit_s: float | None = None, tell_s: float | None = None
+    ) -> _T:
+        """Wait for what the server does, and say so where it takes long."""
+        future, began, tell_s = self._loop.begin(work), time.monotonic(), tell_s or _TELL_S
+        while not wait_for([future], timeout=tell_s).done:
+            waited_s = time.monotonic() - began
+            left_out = "" if limit_s is None else f"; it is left out at {limit_s:g} s"
+            warnings.warn(
+                f"Waiting for the vLLM server at {self.url}: {path} has not been answered for {waited_s:.0f} s"
+                f"{left_out}.",
+                stacklevel=2,
+            )
+            tell_s = 2 * waited_s
+        return future.result()
 
     def _follows(self, response: httpx.Response, counted: bool) -> bool:
         """Whether an answer shows our own change, or none, and no other."""
@@ -237,17 +318,55 @@ class ServerClient:
         expected = {self._state} | ({f"{process}:{int(number) + 1}"} if counted and number else set())
         return response.headers.get(STATE_HEADER) in expected
 
-    async def _answers(self, timeout_s: float) -> bool:
+    async def _ailment(self, timeout_s: float, asks_engine: bool = True) -> str:
+        """What is wrong with it, if anything, as it shows within so many seconds."""
         try:
-            return (await self._request("GET", "/health", timeout=timeout_s)).is_success
+            if not (await self._request("GET", "/health", timeout=timeout_s)).is_success:
+                return "it says that it is not well"
         except ServerError:
-            return False
-
-    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+            return "it does not answer"
         try:
-            return await self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
+            if asks_engine:
+                await self._request("GET", _ENGINE_PATH, timeout=timeout_s)
+        except ServerError:
+            return "it answers, but its engine does not"
+        return ""
+
+    async def _request(self, method: str, path: str, timeout: float | None = None, **options: Any) -> httpx.Response:
+        """Return the whole answer, which comes within ``timeout`` seconds where there is one."""
+        content = bytearray()
+        try:
+            async with asyncio.timeout(timeout), self._http.stream(method, path, **options) as response:
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > _MAX_ANSWER:
+                        raise self._nonsense(f"answers {path} with more than {_MAX_ANSWER} bytes")
+        except (httpx.HTTPError, TimeoutError) as error:
             raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
+        told = {"content-encoding", "content-length", "transfer-encoding"}  # of how it travelled
+        headers = [(name, value) for name, value in response.headers.multi_items() if name not in told]
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
+
+    def _check_guard(self, response: httpx.Response, path: str) -> None:
+        """Check that it was the server that has answered, and not somebody else at its address."""
+        if response.is_redirect:
+            raise self._redirected(response, path)
+        if STATE_HEADER not in response.headers:
+            raise self._nonsense(
+                f"answers {path} with {_message(response)!r}, as no server of python -m lit_grpo serve does: another "
+                "program, or a proxy, is at its address"
+            )
+
+    def _redirected(self, response: httpx.Response, path: str) -> ServerError:
+        return self._nonsense(
+            f"sends {path} on to {response.headers.get('location', '')[:200]!r}, which is not followed, for the token "
+            "would go there; name the address that answers itself"
+        )
+
+    def _nonsense(self, what: str) -> ServerError:
+        error = ServerError(f"The vLLM server at {self.url} {what}.")
+        error.nonsense = True
+        return error
 
     def _check(self, response: httpx.Response, path: str) -> None:
         if response.status_code == 401:
@@ -261,8 +380,12 @@ class ServerClient:
     def _changed(self) -> ServerError:
         return ServerError(f"The vLLM server at {self.url} began anew, or somebody else has changed its weights.")
 
-    async def patiently(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def patiently(self, work: Coroutine[Any, Any, _T], asks_engine: bool = True) -> _T:
         """Wait for what the server does as long as it makes progress with anything, or says that it is well.
+
+        Args:
+            work: What waits for it.
+            asks_engine: Whether its engine is asked too, which answers nothing while it takes weights.
 
         Raises:
             ServerError: It has hung: it does not answer, or has made no progress for several time-outs.
@@ -273,10 +396,15 @@ class ServerClient:
             while not (await asyncio.wait({task}, timeout=self.timeout_s))[0]:
                 num_silent = num_silent + 1 if num_heard == self._num_heard else 0
                 num_heard = self._num_heard
-                if num_silent and (num_silent >= _PATIENCE or not await self._answers(self.timeout_s)):
+                if not num_silent:
+                    continue
+                ailment = await self._ailment(self.timeout_s, asks_engine)
+                if task.done():
+                    break
+                if ailment or num_silent >= _PATIENCE:
                     failure = ServerError(
                         f"The vLLM server at {self.url} has hung: {num_silent} time-outs of {self.timeout_s:g} s "
-                        "without progress."
+                        f"without progress, and {ailment or 'it says that it is well'}."
                     )
                     failure.hung = True
                     raise failure
@@ -297,31 +425,80 @@ class ServerClient:
         state = ""
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:
-                if response.headers.get(STATE_HEADER) != self._state:
-                    raise self._changed()
-                if not response.is_success:
-                    await response.aread()
-                    error = ValueError if response.is_client_error else ServerError
-                    raise error(f"The vLLM server at {self.url} refuses a prompt: {_message(response)}")
-                async for line in response.aiter_lines():
-                    self._num_heard += 1
+                await self._check_stream(response)
+                num_left, num_lines_left = int(fields.get("max_tokens") or 2**31), math.inf
+                async for line in self._lines(response):
                     if line.startswith(": "):
                         state = line.removeprefix(": ")
-                    elif line.startswith("data: {"):
+                    elif line.startswith("data: {") and num_lines_left == math.inf:
                         if state != self._state:
                             raise self._changed()
-                        yield self._chunk(json.loads(line[6:]))
+                        chunk = self._chunk(line[6:], num_left)
+                        self._num_heard += bool(chunk.token_ids)
+                        num_left -= len(chunk.token_ids)
+                        if chunk.finish_reason is not None:
+                            num_lines_left = _MAX_LINES_AFTER
+                        yield chunk
+                    num_lines_left -= 1
+                    if num_lines_left <= 0:
+                        return
         except httpx.HTTPError as error:
             raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
 
-    def _chunk(self, event: Mapping[str, Any]) -> Chunk:
-        if "choices" not in event:
-            raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
-        choice = event["choices"][0]
-        if choice["finish_reason"] not in (None, "stop", "length"):
-            raise ServerError(f"The vLLM server at {self.url} broke off a completion: {choice['finish_reason']}.")
-        logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
-        return Chunk(choice["token_ids"] or [], logprobs, choice["finish_reason"])
+    async def _check_stream(self, response: httpx.Response) -> None:
+        """Check that a completion is to follow, of our weights."""
+        if response.is_success and response.headers.get(STATE_HEADER) == self._state:
+            return
+        content = b""
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > 500:
+                break
+        answer = httpx.Response(response.status_code, headers=response.headers, text=content.decode(errors="replace"))
+        self._check_guard(answer, "/v1/completions")
+        if answer.headers[STATE_HEADER] != self._state:
+            raise self._changed()
+        if answer.status_code in (400, 404, 422):  # what no server would take
+            raise ValueError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}")
+        self._check(answer, "/v1/completions")
+
+    async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
+        """The lines of an answer, none of them without end."""
+        begun = b""
+        async for part in response.aiter_bytes():
+            *lines, begun = (begun + part).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace").rstrip("\r")
+            if len(begun) > _MAX_LINE:
+                raise self._nonsense(f"sends a line of more than {_MAX_LINE} bytes in a completion")
+        yield begun.decode(errors="replace")
+
+    def _chunk(self, text: str, num_left: int) -> Chunk:
+        """Read an event of a completion that may have so many more tokens."""
+        try:
+            event = json.loads(text)
+            if "choices" not in event:
+                raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
+            choice = event["choices"][0]
+            reason, token_ids = choice["finish_reason"], list(choice["token_ids"] or [])
+            logprobs = list((choice["logprobs"] or {}).get("token_logprobs") or [])
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, in which {error!r}") from error
+        if reason not in (None, "stop", "length"):
+            raise ServerError(f"The vLLM server at {self.url} broke off a completion: {reason}.")
+        if len(token_ids) != len(logprobs):
+            raise self._nonsense(f"sends {len(token_ids)} tokens with {len(logprobs)} log-probs")
+        if len(token_ids) > num_left:
+            raise self._nonsense(f"sends {len(token_ids) - num_left} tokens more than max_tokens")
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise self._nonsense(f"sends the token {token_id!r}, which is not among the {self.vocab_size} known")
+            if type(logprob) not in (int, float) or not -math.inf < logprob < _SURE:
+                raise self._nonsense(
+                    f"sends the log-prob {logprob!r}, which none can be; look for NaN weights or a learning rate that "
+                    "is too high where all servers do"
+                )
+        return Chunk(token_ids, logprobs, reason)
 
 
 @dataclass(frozen=True)
@@ -386,7 +563,17 @@ class StreamPump:
             self.cancel(ticket)
 
 
-def _named(error: httpx.HTTPError) -> str:
+def _own_name() -> str:
+    """Who this run is, to somebody who finds a server taken."""
+    return quote(f"process {os.getpid()} on {socket.gethostname()}, in {Path.cwd()}", safe=" /,.-_")[:300]
+
+
+def _certificates() -> ssl.SSLContext:
+    """Whom to believe a server's name: those of the environment, or else of the system."""
+    return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE"), capath=os.environ.get("SSL_CERT_DIR"))
+
+
+def _named(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()
 
 

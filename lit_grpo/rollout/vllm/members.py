@@ -63,12 +63,16 @@ class Introduction:
         """
         try:
             client.take()
-            check_version(f"The server at {client.url}", str(client.get("/version")["version"]))
-            config = client.get("/server_info", config_format="json")["vllm_config"]
+            version = client.get("/version", lambda answer: str(answer["version"]))
+            check_version(f"The server at {client.url}", version)
+            config = client.get("/server_info", lambda answer: dict(answer["vllm_config"]), config_format="json")
             _check_settings(client.url, config)
-            model = client.get("/v1/models")["data"][0]
-            client.model = model["id"]
-            tokens = client.post("/tokenize", {"prompt": self._text, "add_special_tokens": False})["tokens"]
+            client.model, context = client.get(
+                "/v1/models", lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"]))
+            )
+            client.vocab_size = int(self._fields["vocab_size"])
+            text = {"prompt": self._text, "add_special_tokens": False}
+            tokens = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
             client.post("/init_weight_transfer_engine", {"init_info": {"fields": self._fields}})
         except ServerError as error:
             raise ValueError(f"{error} Start it with the policy's model, as python -m lit_grpo serve does.") from error
@@ -80,7 +84,7 @@ class Introduction:
         cache = config["cache_config"]
         block = int(cache["block_size"])
         blocks = cache["num_gpu_blocks"]
-        return Offer(int(model["max_model_len"]), None if blocks is None else (int(blocks) - 1) * block, block)
+        return Offer(context, None if blocks is None else (int(blocks) - 1) * block, block)
 
     def _check_rank(self, client: ServerClient) -> None:
         try:
@@ -115,7 +119,8 @@ class Server:
 
     With adapters alone, ``holds_base`` tells whether it has the weights that they stand beside, and ``adapter`` what it
     calls the one that it decodes with. ``kv_tokens`` in blocks of ``block`` are its memory for keys and values, as far
-    as it tells, and ``keyed`` says that it draws random numbers by position.
+    as it tells, and ``keyed`` says that it draws random numbers by position. It has ``hung`` where the last look got no
+    answer.
     """
 
     client: ServerClient
@@ -128,6 +133,7 @@ class Server:
     kv_tokens: int | None = None
     block: int = 1
     keyed: bool = False
+    hung: bool = False
     link: Link | None = None
 
     def is_well(self) -> bool:
@@ -136,7 +142,9 @@ class Server:
 
     def look(self, introduction: Introduction, timeout_s: float) -> None:
         """Find out whether it is up, and still holds what it was sent last; introduce it anew where it began anew."""
-        self.up = (self.process is None or self.process.runs) and self.client.answers(timeout_s)
+        runs = self.process is None or self.process.runs
+        self.up = runs and self.client.answers(timeout_s)
+        self.hung = runs and not self.up
         try:
             if self.up and not self.client.is_ours():
                 self.introduce(introduction)
@@ -164,7 +172,9 @@ class Server:
 
     def join(self, point: MeetingPoint) -> Link:
         """Meet its workers."""
-        meeting = point.arrange(self.client.url, int(self.client.get("/get_world_size")["world_size"]))
+        meeting = point.arrange(
+            self.client.url, self.client.get("/get_world_size", lambda answer: int(answer["world_size"]))
+        )
         with ThreadPoolExecutor(1) as pool:
             coming = pool.submit(
                 self.client.post,
@@ -235,9 +245,16 @@ class Server:
         self.client.post("/pause?mode=abort&clear_cache=false")
         try:
             yield
-        finally:
-            with suppress(ServerError):  # it will not answer then either
+        except ServerError as error:
+            if not error.hung:
+                with suppress(ServerError):
+                    self.client.post("/resume")
+            raise
+        except BaseException:
+            with suppress(ServerError):
                 self.client.post("/resume")
+            raise
+        self.client.post("/resume")
 
     def _settle(self, version: int) -> None:
         """Compare versions, and see to random numbers, which a server that began anew draws in its own way."""

@@ -110,14 +110,21 @@ class ServerProcess:
             raise ValueError(self.failure())
 
     def again(self) -> ServerProcess:
-        """Start it anew at its address, once it has ended; it is up later.
+        """Start it anew once it has ended, at another port where its own is taken; it is up later."""
+        self.kill()  # workers that it has left behind
+        model, arguments, environment, token, host, port, flags = self._told
+        try:
+            return ServerProcess(model, arguments, environment, token, host, port, flags)
+        except ValueError:
+            return ServerProcess(model, arguments, environment, token, host, None, flags)
 
-        Raises:
-            ValueError: The port is taken.
-        """
+    def kill(self) -> None:
+        """End it and its workers at once; its log is kept."""
+        self._failed = True
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # workers that it has left behind
-        return ServerProcess(*self._told)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP_S)
 
     def failure(self) -> str:
         """What went wrong, in one sentence; the log will be kept."""
@@ -135,7 +142,10 @@ class ServerProcess:
             owner = httpx.get(f"{self.url}{OWNER_PATH}", headers=headers, timeout=2.0, trust_env=False)
         except httpx.HTTPError:
             return False
-        return owner.is_success and owner.json()["pid"] == self.process.pid
+        try:
+            return owner.is_success and owner.json()["pid"] == self.process.pid
+        except (ValueError, KeyError, TypeError):  # of another program
+            return False
 
     def stop(self) -> None:
         """End the server and its workers; its log goes too, unless it has failed."""

@@ -52,14 +52,16 @@ class VLLMServerGenerator(EngineGenerator):
             servers, for those on other machines: gloo from host to host, NCCL from GPU to GPU, of which no two may be
             the same.
         weights_folder: Where the files are put, readable by all servers; shared memory by default.
-        timeout_s: Seconds without an answer, or without a token of any completion, after which a server is asked
-            whether it is well. It counts as hung where it does not answer that either, or after five such times.
+        timeout_s: Seconds without an answer, or without a token of any completion, after which a server and its engine
+            are asked whether they are well. It counts as hung where one of them does not answer that in as long, or
+            after five such times. While the engine takes weights it is not asked.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
-        restarts: How often in a run servers that were started here, and have ended, are started again at their
-            addresses. The others decode meanwhile. A sync that finds none up waits for them, ``start_timeout_s`` at
-            most, and so does a rollout whose last server ends: what was open goes on there, as long as the policy is
-            still what had been sent. A policy in shards cannot be sent within a rollout, which then ends the run.
+        restarts: How often in a run servers that were started here are started again: those that have ended, and those
+            that have hung and still do not answer at the next sync. The others decode meanwhile. A sync that finds none
+            up waits for them, ``start_timeout_s`` at most, and so does a rollout whose last server ends: what was open
+            goes on there, as long as the policy is still what had been sent. A policy in shards cannot be sent within a
+            rollout, which then ends the run.
         ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
             ``{num_gpus: 1}``; an actor that dies is not started again. By default servers are processes on this
             machine.
@@ -126,6 +128,7 @@ class VLLMServerGenerator(EngineGenerator):
         )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}
+        self._num_anew = 0  # beginnings on a new server since a completion has ended
         self._num_due = 0.0  # steps that tokens of late stand for
 
     # ---- life -------------------------------------------------------------------------------------
@@ -217,6 +220,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._take(stream, chunk.token_ids, chunk.logprobs, chunk.finish_reason, events)
             if stream.ticket is None:
                 self._at.pop(stream, None)
+                self._num_anew = 0
         self._num_due += events.num_tokens / events.num_active
         events.num_steps = int(self._num_due)
         self._num_due -= events.num_steps
@@ -224,19 +228,22 @@ class VLLMServerGenerator(EngineGenerator):
     def _fail(self, stream: Stream, error: ServerError, events: StepEvents) -> None:
         """Go on from there: on the same server where only a connection broke, else elsewhere, with all it had."""
         server = self._at[stream]
-        if stream.num_failures < _RETRIES and not error.hung and server.is_well():
+        if stream.num_failures < _RETRIES and not (error.hung or error.nonsense) and server.is_well():
             stream.num_failures += 1
             lost = [stream]
         else:
             server.lose()
             lost = [other for other, at in self._at.items() if at is server]
             alive = len(self._fleet.alive)
-            events.message = f"{error}{server.log} Its {len(lost)} completions go on from there "
-            if not alive:
+            said = f"{error}{server.log} Its {len(lost)} completions go on from there "
+            if alive:
+                said += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
+            else:
                 self._begin_anew(lost, f"{error}{server.log}")
-                events.message += "on a server that began anew."
+                said += "on a server that began anew."
+            events.message = f"{events.message} {said}".strip()  # another may have failed in the same step
+            if not alive:
                 return
-            events.message += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
         self._withdraw(lost)
         for each in lost:
             self._send(each)
@@ -249,6 +256,9 @@ class VLLMServerGenerator(EngineGenerator):
         """
         assert self._policy is not None
         self._withdraw(lost)
+        self._num_anew += 1
+        if self._num_anew > _RETRIES:
+            raise GenerationError(f"{why} {_NONE_LEFT}")
         try:
             if is_scattered(self._policy.module):
                 raise WeightSyncError("other ranks have shards of it")

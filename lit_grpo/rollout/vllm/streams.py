@@ -104,11 +104,13 @@ class Stream:
     def so_far(self) -> Request:
         """The request that goes on from here."""
         prefix = self.request.prefix
-        num_new = len(self.token_ids) - prefix.num_tokens
+        num_whole = len(self.versions)  # which come last: an interrupt may have left tokens without
+        num_new = num_whole - prefix.num_tokens
         if not num_new:
             return self.request
         trained = [*prefix.trained_T.tolist(), *([True] * num_new)]
-        return self.request.after(Trajectory(self.token_ids, self.logprobs, self.versions, trained))
+        tokens, logprobs = self.token_ids[:num_whole], self.logprobs[:num_whole]
+        return self.request.after(Trajectory(tokens, logprobs, self.versions, trained))
 
 
 class Streams:

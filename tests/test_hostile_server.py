@@ -1,0 +1,241 @@
+"""What a server can answer that no vLLM server does: each time one sentence, and nothing of it is learnt from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from lit_grpo.rollout.vllm import http
+from lit_grpo.rollout.vllm.guard import OWNER_PATH, STATE_HEADER
+from lit_grpo.rollout.vllm.http import Chunk, EventLoop, ServerClient, ServerError, StreamPump
+
+STATE = "process:0"
+BARE: Mapping[str, str] = MappingProxyType({})
+UNGUARDED = {STATE_HEADER: ""}
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Lets a run take it, says that it is well, and answers everything else as ``behave`` does."""
+
+    protocol_version = "HTTP/1.1"
+    behave: Callable[[Hostile], None]
+
+    def answer(
+        self, content: bytes, status: int = 200, kind: str = "application/json", headers: Mapping[str, str] = BARE
+    ) -> None:
+        """Answer as a guarded server does, unless headers say otherwise."""
+        self.send_response(status)
+        for name, value in {"content-type": kind, STATE_HEADER: STATE, **headers}.items():
+            if value:
+                self.send_header(name, value)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def stream(self, *parts: bytes) -> None:
+        """Begin an answer without an end, which the first part is the state before."""
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header(STATE_HEADER, STATE)
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        for part in (f": {STATE}\n\n".encode(), *parts):
+            self.wfile.write(part)
+
+    def handle(self) -> None:
+        """Answer until the client has had enough."""
+        try:
+            super().handle()
+        except ConnectionError:
+            self.close_connection = True
+
+    def do_GET(self) -> None:
+        if self.path in (OWNER_PATH, "/health", "/is_paused"):
+            self.answer(b'{"owned": true}')
+        else:
+            type(self).behave(self)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == OWNER_PATH:
+            self.answer(b'{"owned": true}')
+        else:
+            type(self).behave(self)
+
+    do_DELETE = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Behaving", (Hostile,), {}))
+    server.daemon_threads, server.block_on_close = True, False
+    threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.01}).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def client(server: ThreadingHTTPServer) -> Iterator[ServerClient]:
+    loop = EventLoop()
+    client = ServerClient(f"http://127.0.0.1:{server.server_port}", "a-token", "one", 0.3, loop)
+    client.vocab_size = 32
+    client.take()
+    yield client
+    client.release()
+    loop.close()
+
+
+def event(token_ids: Any = (5,), logprobs: Any = (-1.0,), reason: Any = "stop", **more: Any) -> bytes:
+    choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason, **more}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+def drip(self: Hostile, part: bytes) -> None:
+    """Send a little, again and again."""
+    self.stream()
+    for _ in range(100):
+        self.wfile.write(part)
+        self.wfile.flush()
+        time.sleep(0.05)
+
+
+def sample(client: ServerClient, num_tokens: int = 4) -> list[Chunk | ServerError]:
+    """Return what comes of a completion of so many tokens at most, until it ends."""
+    pump = StreamPump(client._loop)
+    pump.begin(0, client, [1], {"max_tokens": num_tokens})
+    contents: list[Chunk | ServerError] = []
+    deadline = time.monotonic() + 20.0
+    while not contents or (isinstance(contents[-1], Chunk) and contents[-1].finish_reason is None):
+        assert time.monotonic() < deadline
+        contents += [arrival.content for arrival in pump.arrivals(1.0)]
+    pump.close()
+    return contents
+
+
+HTML = b"<html>Welcome to nginx</html>"
+COMPLETIONS: dict[str, tuple[Callable[[Hostile], None], str]] = {
+    "a page of another program": (
+        lambda self: self.answer(HTML, kind="text/html", headers=UNGUARDED),
+        r"answers /v1/completions with '200 <html>Welcome.*another program, or a proxy, is at its address",
+    ),
+    "a proxy's error": (
+        lambda self: self.answer(b"upstream", 502, "text/plain", headers=UNGUARDED),
+        r"answers /v1/completions with '502 upstream'.*a proxy, is at its address",
+    ),
+    "an error of its own": (lambda self: self.answer(b"oh", 500), r"answers /v1/completions with: 500 oh"),
+    "another token": (lambda self: self.answer(b"", 401), r"does not take this run's token; set LIT_GRPO_SERVER_TOKEN"),
+    "a redirect": (
+        lambda self: self.answer(b"", 307, headers={"location": "http://evil.example/"}),
+        r"sends /v1/completions on to 'http://evil.example/', which is not followed",
+    ),
+    "another state": (
+        lambda self: self.answer(b"", headers={STATE_HEADER: "process:1"}),
+        r"began anew, or somebody else has changed its weights",
+    ),
+    "JSON that breaks off": (lambda self: self.stream(b'data: {"choices": [{"tok\n\n'), r"sends '.*JSONDecodeError"),
+    "an event without a choice": (lambda self: self.stream(b'data: {"choices": []}\n\n'), r"IndexError"),
+    "another form": (lambda self: self.stream(b'data: {"choices": [{"text": "a"}]}\n\n'), r"KeyError\('finish_reason'"),
+    "fewer tokens than log-probs": (
+        lambda self: self.stream(event(logprobs=[-1.0, -2.0])),
+        r"sends 1 tokens with 2 log-probs",
+    ),
+    "no log-probs": (lambda self: self.stream(event(logprobs=None)), r"sends 1 tokens with 0 log-probs"),
+    "a log-prob that is none": (lambda self: self.stream(event(logprobs=[None])), r"sends the log-prob None, which"),
+    "a log-prob that is NaN": (
+        lambda self: self.stream(event(logprobs=[float("nan")])),
+        r"sends the log-prob nan, which none can be; look for NaN weights or a learning rate that is too high",
+    ),
+    "a log-prob above 0": (lambda self: self.stream(event(logprobs=[0.5])), r"sends the log-prob 0.5, which"),
+    "tokens beyond max_tokens": (
+        lambda self: self.stream(event([5] * 3, [-1.0] * 3, None), event([5] * 3, [-1.0] * 3)),
+        r"sends 2 tokens more than max_tokens",
+    ),
+    "a token beyond the vocabulary": (
+        lambda self: self.stream(event([32])),
+        r"sends the token 32, which is not among the 32 known",
+    ),
+    "a token that is text": (lambda self: self.stream(event(["a"])), r"sends the token 'a', which"),
+    "a reason of its own": (lambda self: self.stream(event(reason="tired")), r"broke off a completion: tired"),
+    "an end without a reason": (lambda self: self.stream(event(reason=None)), r"ended a completion without a reason"),
+    "a line without end": (lambda self: drip(self, b"data: {" + b"x" * 400), r"sends a line of more than 1024 bytes"),
+    "a drip of nothing": (lambda self: drip(self, b": still there\n\n"), r"has hung: 5 time-outs of 0.3 s without pro"),
+    "a drip of empty events": (lambda self: drip(self, event([], [], None)), r"has hung: 5 time-outs of 0.3 s"),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_a_completion_of_a_hostile_server_is_a_failure_of_that_server(
+    name: str, server: ThreadingHTTPServer, client: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_MAX_LINE", 1024)
+    behave, said = COMPLETIONS[name]
+    server.RequestHandlerClass.behave = behave  # pyright: ignore
+    failure = sample(client)[-1]
+    assert isinstance(failure, ServerError)  # what ends no run: others go on with what was asked of it
+    assert failure.args[0].startswith(f"The vLLM server at {client.url} ")
+    assert re.search(said, str(failure)), str(failure)
+
+
+CONTROL: dict[str, tuple[Callable[[Hostile], None], str]] = {
+    "a page": (lambda self: self.answer(HTML, headers=UNGUARDED), r"answers /version with '200 <html>"),
+    "JSON that breaks off": (lambda self: self.answer(b'{"version": "0.3'), r"answers /version with .*JSONDecodeError"),
+    "another form": (lambda self: self.answer(b"[]"), r"answers /version with '200 \[\]', in which TypeError"),
+    "text": (lambda self: self.answer(b"0.32", kind="text/plain"), r"answers /version with '200 0.32', in which TypeE"),
+    "an endless body": (lambda self: drip(self, b"x" * 1024), r"answers /version with more than 4096 bytes"),
+    "a drip": (lambda self: drip(self, b"x"), r"has hung: 5 time-outs of 0.3 s without progress"),
+    "a redirect": (
+        lambda self: self.answer(b"", 302, headers={"location": "http://evil.example/"}),
+        r"sends /version on to 'http://evil.example/', which is not followed, for the token would go there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_an_answer_of_a_hostile_server_is_a_failure_of_that_server(
+    name: str, server: ThreadingHTTPServer, client: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_MAX_ANSWER", 4096)
+    behave, said = CONTROL[name]
+    server.RequestHandlerClass.behave = behave  # pyright: ignore
+    with pytest.raises(ServerError, match=said):
+        client.get("/version", lambda answer: str(answer["version"]))
+
+
+def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTTPServer, client: ServerClient) -> None:
+    server.RequestHandlerClass.behave = lambda self: self.stream(event(), *[event()] * 10_000)  # pyright: ignore
+    assert sample(client) == [Chunk([5], [-1.0], "stop")]
+
+
+def test_a_thousand_completions_leave_no_socket_open(server: ThreadingHTTPServer, client: ServerClient) -> None:
+    server.RequestHandlerClass.behave = lambda self: self.answer(  # pyright: ignore
+        f": {STATE}\n\n".encode() + event(), kind="text/event-stream"
+    )
+    sample(client)
+    before = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(1000):
+        assert sample(client) == [Chunk([5], [-1.0], "stop")]
+    after = len(list(Path("/proc/self/fd").iterdir())) if os.path.isdir("/proc/self/fd") else 0
+    assert after <= before + 4
+
+
+def test_proxies_of_the_environment_are_passed_by(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    loop = EventLoop()
+    client = ServerClient(f"http://127.0.0.1:{server.server_port}", "a-token", "one", 0.3, loop)
+    assert client.answers()
+    loop.close()
