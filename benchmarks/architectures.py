@@ -29,7 +29,7 @@ from benchmarks.small_models import families, small_model
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import load_policy
-from lit_grpo.policy.saving import ExportError, export
+from lit_grpo.policy.saving import export
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
@@ -117,7 +117,7 @@ def _judge(row: Row, model: PreTrainedModel, folder: Path) -> None:
         adapted = load_policy(str(folder / "policy"))
         _or_refused(lambda: add_adapters(adapted, LoraSettings(r=4)))
         row["adapted"] = _adapted(policy, adapted, tokenizer, folder)
-    except (Refused, ExportError) as refusal:
+    except Refused as refusal:
         row["adapted"] = str(refusal)
     prefix = _or_refused(lambda: prefix_refusal(policy))
     row["prefix"] = "shared" if prefix is None else prefix

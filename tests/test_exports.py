@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lit_grpo.policy.saving as saving
+from benchmarks.small_models import small_model
 from lit_grpo.checkpoints import read_state
 from lit_grpo.cli.export import main as export_checkpoint
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import ExportError, export
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.weights import PolicyWeights
+from lit_grpo.policy.weights import PolicyWeights, lora_layers
 from lit_grpo.update.logprobs.reference import InitialAdapterReference
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
@@ -134,6 +135,17 @@ def test_a_layer_that_only_derives_from_a_linear_one_has_no_adapter(tmp_path: Pa
     policy: Any = load_policy(str(made("phimoe", tmp_path / "policy")))
     with pytest.raises(ValueError, match=r"lora\.target_modules names 'router', but .*router is a PhimoeTopKRouter"):
         add_adapters(policy, LoraSettings(target_modules=["q_proj", "router"]))
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("jamba", "dt_proj"), ("longcat_flash", "classifier")])
+def test_a_layer_that_no_forward_pass_calls_has_no_adapter(kind: str, layer: str, tmp_path: Path) -> None:
+    """Its weight is read elsewhere: an adapter there would be merged into exports and compute nothing."""
+    policy: Any = small_model(kind)
+    with pytest.raises(ValueError, match=rf"lora\.target_modules names '{layer}', but .* without calling it"):
+        add_adapters(policy, LoraSettings(target_modules=[layer]))
+    add_adapters(policy, LoraSettings(r=2))
+    adapted = {name.rpartition(".")[2] for name, _ in lora_layers(policy)}
+    assert layer not in adapted and len(adapted) > 2
 
 
 def test_experts_with_adapters_cannot_be_shards(tmp_path: Path) -> None:

@@ -48,6 +48,9 @@ class LoraSettings:
             raise ValueError(f"lora.base must be nf4 or left out, not {self.base!r}.")
 
 
+_PROBE_TOKENS = 4
+
+
 def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
     """Give the policy adapters that change nothing yet, and freeze everything else.
 
@@ -58,8 +61,9 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
         raise ValueError("model.lora needs peft; install the extra lit_grpo[lora].")
     from peft import LoraConfig
 
-    targets, parameters = _found(policy, settings.target_modules)
-    odd = _odd_linears(policy)
+    passed_over = _passed_over(policy)
+    targets, parameters = _found(policy, settings.target_modules, passed_over)
+    odd = [*_odd_linears(policy), *passed_over]
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -80,12 +84,14 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
     check_adapters(policy)
 
 
-def _found(policy: PreTrainedModel, targets: list[str] | str) -> tuple[list[str] | str, list[str]]:
+def _found(
+    policy: PreTrainedModel, targets: list[str] | str, passed_over: list[str]
+) -> tuple[list[str] | str, list[str]]:
     """Tell the names of layers from those of parameters that are no layer's weight, such as all experts of a layer.
 
     Raises:
         ValueError: No layer has a name, which peft leaves out as long as another one has any, or a layer computes
-            something else with its weight than a linear layer does.
+            something else with its weight than a linear layer does, or is ``passed_over``.
     """
     if isinstance(targets, str):  # all-linear, or a regular expression of which peft says that nothing matches
         return targets, []
@@ -99,6 +105,11 @@ def _found(policy: PreTrainedModel, targets: list[str] | str) -> tuple[list[str]
                 f"lora.target_modules names {target!r}, but {refused[0]} is a {type(modules[refused[0]]).__name__}, "
                 "which does more than multiply by its weight, so an adapter beside it would not be one of its weight; "
                 f"leave {target} out."
+            )
+        if unheard := [name for name in passed_over if _is_called(name, target)]:
+            raise ValueError(
+                f"lora.target_modules names {target!r}, but {type(policy).__name__} reads the weight of {unheard[0]} "
+                f"without calling it, so an adapter there would compute nothing; leave {target} out."
             )
         if stacks:
             parameters += [f"{target}.{kind}" for kind in sorted(stacks)]
@@ -138,6 +149,30 @@ def _odd_linears(policy: PreTrainedModel) -> list[str]:
         and type(module).forward is not torch.nn.Linear.forward
         and not type(module).__module__.startswith("bitsandbytes.")
     ]
+
+
+def _passed_over(policy: PreTrainedModel) -> list[str]:
+    """The linear layers that a forward pass never calls: their weights are read elsewhere, or not at all.
+
+    An adapter there would be merged into an export and take no part in the policy; so it is with the ``dt_proj`` of
+    Jamba. Experts that no token of the probe went to do not count, for another layer of their name was called. Of an
+    outline without weights nothing is known.
+    """
+    linear = {name: one for name, one in policy.named_modules() if isinstance(one, torch.nn.Linear | Conv1D)}
+    if not linear or any(weight.is_meta for weight in policy.parameters()):
+        return []
+    called = set[str]()
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: called.add(name.rpartition(".")[2]))
+        for name, module in linear.items()
+    ]
+    try:
+        with torch.no_grad():
+            policy(input_ids=torch.arange(_PROBE_TOKENS, device=policy.device)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name in linear if name.rpartition(".")[2] not in called]
 
 
 def check_adapters(policy: PreTrainedModel) -> None:
