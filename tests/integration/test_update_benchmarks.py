@@ -64,6 +64,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "overlap",
         "default_cost",
         "python_speed",
+        "startup",
         "update_peak",
         "budgets",
         "checkpoint_stall",
