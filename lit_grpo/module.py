@@ -86,7 +86,8 @@ class GRPOModule(EvaluationModule):
         eval_num_generations: Completions per prompt in validation and test.
         eval_sampling: How completions are sampled in validation, test and predict; as in training by default.
         pass_at_k: The k of the pass@k reported in validation; each at most ``eval_num_generations``.
-        pass_threshold: A completion passes when its first reward function gives at least this.
+        pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
+        pass_reward: The name of the reward function that decides who passes; by default the first of ``rewards``.
         advantages: How rewards become advantages.
         objective: What an optimizer step minimises.
         selection: Which rollouts are learnt from, of all that were sampled and rewarded, and which of their tokens.
@@ -134,6 +135,7 @@ class GRPOModule(EvaluationModule):
         eval_sampling: SamplingParams | None = None,
         pass_at_k: tuple[int, ...] = (1,),
         pass_threshold: float = 1.0,
+        pass_reward: str | None = None,
         advantages: Advantages = Advantages(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         selection: Selection = Selection(),  # noqa: B008 (frozen)
@@ -151,7 +153,7 @@ class GRPOModule(EvaluationModule):
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
     ) -> None:
-        super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold)
+        super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold, pass_reward)
         self.automatic_optimization = False
         self.policy_name = as_given(policy)
         self.generator: Generator = generator or SlotGenerator()
@@ -162,7 +164,7 @@ class GRPOModule(EvaluationModule):
         weights = {function.name: function.weight for function in self.rewards}
         what = objective, advantages, weights, sampling.temperature, sampling.max_tokens
         passes = num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, gradient_checkpointing
-        self.settings = Settings(*what, *passes, max_skipped_updates, selection, pass_threshold, sequence_parallel_size)
+        self.settings = Settings(*what, *passes, max_skipped_updates, selection, self.pass_rule, sequence_parallel_size)
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict

@@ -33,7 +33,7 @@ from hand_made import (
 
 from lit_grpo import module as module_file
 from lit_grpo.module import GRPOModule
-from lit_grpo.rewards import RewardError
+from lit_grpo.rewards import RewardError, RewardSpec
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
@@ -715,6 +715,34 @@ def test_validation_counts_who_passes_over_all_batches(policy_folder: Path) -> N
             "truncated": 1 / 3,
         }
         assert {name: logs[f"{stage}/{name}"] for name in expected} == pytest.approx(expected)
+
+
+def two_rewards(completion: str) -> float:
+    return float(completion.isdigit())
+
+
+TWO = [RewardSpec("format_match", args={"pattern": "."}), two_rewards]
+
+
+def test_the_named_reward_decides_who_passes_and_every_reward_is_logged(policy_folder: Path) -> None:
+    groups = as_groups([make_rollout([5], [6], 1.0, sample_id=sample) for sample in range(4)])
+    for rollout, correct in zip(groups[0].rollouts, (1.0, 0.0, None, 0.0), strict=True):
+        rollout.rewards = {"format_match": 1.0, "two_rewards": correct}
+    for chosen, passed in ((None, 1.0), ("format_match", 1.0), ("two_rewards", 0.25)):
+        module = make_module(policy_folder, rewards=TWO, eval_num_generations=4, pass_reward=chosen)
+        assert module.settings.pass_rule is module.pass_rule
+        (logs,) = make_trainer().validate(module, Batches([groups]), verbose=False)
+        assert logs["val/pass@1"] == passed
+        assert logs["val/rewards/format_match/mean"] == 1.0
+        assert logs["val/rewards/two_rewards/mean"] == pytest.approx(1 / 3)  # where it applies
+
+
+def test_a_reward_that_is_to_decide_and_is_not_there_is_refused(policy_folder: Path) -> None:
+    names = r"^model\.pass_reward 'corect' names no reward function: the names are format_match, two_rewards; write one"
+    with pytest.raises(ValueError, match=names):
+        make_module(policy_folder, rewards=TWO, pass_reward="corect")
+    with pytest.raises(ValueError, match=r"^model\.pass_reward 'corect' names no .*: model\.rewards has none; "):
+        make_module(policy_folder, rewards=[], pass_reward="corect")
 
 
 def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:
