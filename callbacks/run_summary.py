@@ -83,25 +83,27 @@ class RunSummary(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Print what came of it; all that the run leaves has been written."""
         if stage == "fit":
-            self._tell(trainer, "done")
+            self._tell(trainer, pl_module, "done")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Print what came of it, if anything did."""
         stopped = isinstance(exception, Stopped | KeyboardInterrupt)
         self._read(trainer)
         if self._rewards:
-            self._tell(trainer, "stopped" if stopped else "failed")
+            self._tell(trainer, pl_module, "stopped" if stopped else "failed")
 
-    def _tell(self, trainer: pl.Trainer, how: str) -> None:
+    def _tell(self, trainer: pl.Trainer, module: pl.LightningModule, how: str) -> None:
         if self._over or not trainer.is_global_zero:
             return
+        assert isinstance(module, GRPOModule)
         self._over = True
         folder = Path(trainer.default_root_dir)
         facts = {"updates": self._updates(trainer.global_step) if self._trains else _none(trainer)}
         if self._passed:
             best_update, best = max(self._passed, key=lambda each: each[1])
-            facts["pass@1"] = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
-            facts["pass@1"] += f" (best {best:.1%} at {best_update})" if len(self._passed) > 2 else ""
+            passed = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
+            passed += f" (best {best:.1%} at {best_update})" if len(self._passed) > 2 else ""
+            facts[f"pass@1 ({module.pass_rule})"] = passed
         if self._rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
         facts["folder"] = near(folder)

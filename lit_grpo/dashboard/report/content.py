@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -30,7 +31,7 @@ def report_content(run: RunRecords) -> dict[str, Any]:
         "axes": {name: title for name, title in AXES.items() if name in run.columns},
         "points": {"most": MAX_POINTS, "rows": len(run.steps)},
         "metrics": {name: points(values) for name, values in run.columns.items()},
-        "sections": [_section(section, run.columns) for section in sections()] + _own(run.columns),
+        "sections": [_section(section, run) for section in sections()] + _own(run.columns),
         "timelines": run.timelines,
         "num_timelines": run.num_timelines,
         "lengths": _lengths(run.lengths),
@@ -75,10 +76,22 @@ def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
     best, last = there[np.argmax(values[there])], there[-1]
     title = names[0].removeprefix("val/")
     form = "{:.1%}" if "pass" in title else "{:.3g}"
+    title += _passes(run) if "pass" in title else ""
     return [
         (f"Best {title}", form.format(values[best]), f"at update {run.steps[best]:,}"),
         (f"Last {title}", form.format(values[last]), f"at update {run.steps[last]:,}"),
     ]
+
+
+def _passes(run: RunRecords) -> str:
+    """`` (correct >= 1)``: when a completion passes; empty where the run's configuration does not tell."""
+    model = run.config.get("model") or {}
+    name, rewards = model.get("pass_reward"), model.get("rewards")
+    if name is None and isinstance(rewards, list) and rewards:
+        spec = rewards[0] if isinstance(rewards[0], dict) else {"function": rewards[0]}
+        name = spec.get("name") or re.split(r"[:.]", str(spec.get("function")))[-1]
+    threshold = model.get("pass_threshold", 1.0)
+    return f" ({visible(str(name))} >= {threshold:g})" if name and isinstance(threshold, int | float) else ""
 
 
 def _capacity(columns: Mapping[str, np.ndarray]) -> str:
@@ -104,8 +117,11 @@ def _duration(seconds: float) -> str:
 # ---- sections -----------------------------------------------------------------------------------------
 
 
-def _section(section: Section, columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _section(section: Section, run: RunRecords) -> dict[str, Any]:
+    columns = run.columns
     panels = [_panel(panel, columns) for panel in section.panels]
+    for panel in panels:
+        panel["title"] += _passes(run) if "val/pass@1" in panel["metrics"] else ""
     known = [name for name in columns if (found := explain(name)) is not None and found[0] is section]
     return {
         "title": section.title,
