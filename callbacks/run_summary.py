@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.budgets.lessons import LESSON, LessonCount
 from lit_grpo.data.module import loaded_prompts
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
@@ -40,6 +41,7 @@ class RunSummary(pl.Callback):
         self._passed: list[tuple[int, float]] = []  # (update, pass@1)
         self._rewards: list[tuple[int, float]] = []
         self._peak_gib = 0.0
+        self._lessons = LessonCount()
         self._began, self._version, self._read_at = time.monotonic(), 0, 0
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,6 +74,8 @@ class RunSummary(pl.Callback):
         if trainer.global_step == self._read_at:
             return
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
+        frac_uniform, max_advantage = (float(metrics.get(name, math.nan)) for name in LESSON)
+        self._lessons.add(frac_uniform, max_advantage)
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
         self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics.get("reward", math.nan)))]
 
@@ -106,6 +110,8 @@ class RunSummary(pl.Callback):
             facts[f"pass@1 ({module.pass_rule})"] = passed
         if self._rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
+        if self._lessons.is_worth_a_word:
+            facts["taught nothing"] = str(self._lessons)
         facts["folder"] = near(folder)
         if _offline(trainer) is not None:
             facts["W&B"] = "offline, nothing has been sent"

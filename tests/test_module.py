@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from inspect import signature
@@ -32,6 +33,7 @@ from hand_made import (
 )
 
 from lit_grpo import module as module_file
+from lit_grpo.callbacks import RunSummary
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError, RewardSpec
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
@@ -313,12 +315,43 @@ def test_a_run_without_any_reward_ends_after_three_batches_and_names_the_functio
     policy_folder: Path, policy: Any
 ) -> None:
     without, some = random_groups(policy, [[NAN] * 4]), random_groups(policy, [[NAN, 1.0, 0.0, NAN]])
-    fit(make_module(policy_folder), without, without, some, without, without)
+    fit(make_module(policy_folder), some, without, without, some, without, without)
     with pytest.raises(RewardError) as caught:
         fit(make_module(policy_folder), some, without, without, without)
     assert str(caught.value) == (
         "No rollout of 3 batches on end has a reward, so there is nothing to learn from: each of exact_match "
         "(lit_grpo.rewards.exact_match) returned None or failed; let one apply, and check its weight and the data."
+    )
+
+
+def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy_folder: Path, policy: Any) -> None:
+    def silent(completion: str) -> None: ...
+
+    rewards = [RewardSpec("exact_match"), silent]
+    without, some = scored(random_groups(policy, [[NAN] * 4])), scored(random_groups(policy, [[NAN, 1.0, 0.0, NAN]]))
+    with pytest.raises(RewardError) as caught:
+        fit(make_module(policy_folder, rewards=rewards), without)
+    assert str(caught.value) == (
+        "No completion of the first batch has a reward: exact_match (exact_match), silent (silent) returned None for "
+        "each of them; return a number, for None says that a function does not apply to a completion."
+    )
+    fit(make_module(policy_folder, rewards=rewards, on_reward_error="none"), without, some)  # they may have failed
+    with pytest.warns(
+        UserWarning, match=r"Of the first batch no completion has a value of silent \(silent\), which"
+    ) as w:
+        fit(make_module(policy_folder, rewards=rewards), some, some, without)
+    assert sum("no completion has a value of" in str(each.message) for each in w) == 1
+
+
+def test_a_run_that_teaches_nothing_says_so_once_and_on_its_card(
+    policy_folder: Path, policy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = scored(random_groups(policy, [[0.1] * 4, [1.0] * 4]))
+    with pytest.warns(UserWarning, match=r"The last 3 batches, up to update 2, taught nothing: ") as w:
+        fit(make_module(policy_folder), *[flat] * 7, callbacks=[RunSummary()])
+    assert sum("taught nothing" in str(each.message) for each in w) == 1
+    assert re.search(
+        r"^taught nothing +7 of 7 batches, where all rewards of every group", capsys.readouterr().out, re.M
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lit_grpo.budgets.lessons import LESSON, LessonCount
 from lit_grpo.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.dashboard.report.folder import RunRecords
 from lit_grpo.dashboard.specification import Panel, Section, explain, sections
@@ -51,7 +52,7 @@ def _heading(run: RunRecords) -> dict[str, Any]:
     wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
     state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
     facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
-    facts += _passed(run)
+    facts += _passed(run) + _taught_nothing(run.columns)
     if (seconds := _seconds(run.columns)) is not None:
         facts.append(("Time in steps", _duration(seconds), ""))
     peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
@@ -81,6 +82,17 @@ def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
         (f"Best {title}", form.format(values[best]), f"at update {run.steps[best]:,}"),
         (f"Last {title}", form.format(values[last]), f"at update {run.steps[last]:,}"),
     ]
+
+
+def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """How many batches have taught nothing, where several in a row have."""
+    if not all(name in columns for name in LESSON):
+        return []
+    frac_uniform, max_advantage = (columns[name] for name in LESSON)
+    lessons = LessonCount()
+    for row in np.flatnonzero(np.isfinite(frac_uniform)).tolist():
+        lessons.add(float(frac_uniform[row]), float(max_advantage[row]))
+    return [("Taught nothing", *str(lessons).split(", "))] if lessons.is_worth_a_word else []
 
 
 def _passes(run: RunRecords) -> str:
