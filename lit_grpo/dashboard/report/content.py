@@ -92,7 +92,8 @@ def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, s
     lessons = LessonCount()
     for row in np.flatnonzero(np.isfinite(frac_uniform)).tolist():
         lessons.add(float(frac_uniform[row]), float(max_advantage[row]))
-    return [("Taught nothing", *str(lessons).split(", "))] if lessons.is_worth_a_word else []
+    number, _, why = str(lessons).partition(", ")
+    return [("Taught nothing", number, why)] if lessons.is_worth_a_word else []
 
 
 def _passes(run: RunRecords) -> str:
