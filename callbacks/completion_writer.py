@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_grpo.display.cards import near
+from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults import json_line
 from lit_grpo.terminal import counted
 
@@ -34,6 +35,7 @@ class CompletionWriter(pl.Callback):
         self.path = path
         path.write_text("", encoding="utf-8")
         self._rewards: dict[str, list[float]] = {}
+        self._num_scored = self._num_passed = 0
 
     def on_predict_batch_end(
         self,
@@ -45,7 +47,11 @@ class CompletionWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Append the batch's completions."""
+        assert isinstance(pl_module, EvaluationModule)
         for row in outputs:
+            if "rewards" in row:
+                self._num_scored += 1
+                self._num_passed += pl_module.pass_rule.passes(row["rewards"])
             for name, value in {"reward": row.get("reward"), **row.get("rewards", {})}.items():
                 if value is not None:
                     self._rewards.setdefault(name, []).append(value)
@@ -59,3 +65,6 @@ class CompletionWriter(pl.Callback):
             means = [f"{name} {sum(values) / len(values):.3g}" for name, values in self._rewards.items()]
             num = len(self._rewards.get("reward", ()))
             print(f"Mean over {counted(num, 'completion')}: {', '.join(means)}.")
+            assert isinstance(pl_module, EvaluationModule)
+            share = f"{self._num_passed / self._num_scored:.1%}"
+            print(f"Passed ({pl_module.pass_rule}): {share} of {counted(self._num_scored, 'completion')}.")

@@ -43,10 +43,11 @@ class GRPOProgressBar(ProgressBar, Listener):
     pass@1 of held-out prompts and an estimate of the time left; then what else is logged with ``prog_bar=True``. The
     second follows the phases. Of a rollout, for training or validation, it has the completions that have ended, the
     slots in use, tokens per second and a rough estimate of the time to go; otherwise tokens per second of the last
-    update and its peak memory. Each line stays within the screen: in a narrow one the first sheds others' metrics, the
-    bar, pass@1, the reward and the time left, in this order, and the second the bar, memory, slots, tokens per second
-    and the time to go. Where nothing can live (a file, a pipe, a batch job, a notebook), there is a plain line an
-    update, and one a minute in a longer rollout. Each validation leaves a line in any case. Only the first rank prints.
+    update and its peak memory. Each line stays within the screen: in a narrow one the first sheds which reward passes,
+    others' metrics, the bar, pass@1, the reward and the time left, in this order, and the second the bar, memory,
+    slots, tokens per second and the time to go. Where nothing can live (a file, a pipe, a batch job, a notebook), there
+    is a plain line an update, and one a minute in a longer rollout. Each validation leaves a line in any case. Only the
+    first rank prints.
 
     It hears of rollouts as a :class:`lit_grpo.rollout.listeners.Listener`.
     """
@@ -80,8 +81,8 @@ class GRPOProgressBar(ProgressBar, Listener):
         """Yield the lines; the screen asks for them a few times a second."""
         counted = COUNTED.get(self.trainer.state.fn or TrainerFn.VALIDATING, "batches validated")
         width, ascii_only = options.max_width, options.ascii_only
-        yield as_text(run_fields(counted, self._updates, self._metrics), width, ascii_only)
         module, rollout, now = self.trainer.lightning_module, self._rollout, time.monotonic()
+        yield as_text(run_fields(counted, self._updates, self._metrics, _passes(module)), width, ascii_only)
         phase = module.phases.name if isinstance(module, GRPOModule) else ""
         if phase != self._phase:
             self._phase, self._phase_began = phase, now
@@ -215,8 +216,14 @@ class GRPOProgressBar(ProgressBar, Listener):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.is_enabled and (fitting or not trainer.validate_loop.verbose):
             scores = {"reward": metrics["val/reward"]} if "val/reward" in metrics else {}
-            texts = (f"validation at update {trainer.global_step}", pass_text(metrics), reward_text(scores))
+            passed = pass_text(metrics, _passes(pl_module))
+            texts = (f"validation at update {trainer.global_step}", passed, reward_text(scores))
             print("  ".join(filter(None, texts)), flush=True)
+
+
+def _passes(module: pl.LightningModule) -> str:
+    """When a completion passes, as a person reads it."""
+    return str(module.pass_rule) if isinstance(module, GRPOModule) else ""
 
 
 def _total(trainer: pl.Trainer, module: pl.LightningModule) -> int | None:

@@ -241,7 +241,7 @@ class RolloutScheduler(pl.Callback):
             needed = self._buffer.versions(pl_module.policy_version)
             pl_module.learner.snapshots.let_go(needed, pl_module.ranks)
         if self._pruner is not None:
-            self._pruner.learn(batch.groups, pl_module.pass_threshold)
+            self._pruner.learn(batch.groups, pl_module.pass_rule)
             pl_module.log_dict(self._pruner.quality())
         if self._lengths is not None:
             if self._choice is not None:
@@ -250,8 +250,8 @@ class RolloutScheduler(pl.Callback):
                 pl_module.log_dict(self._choice.metrics())
             self._lengths.end(commit=True)
             pl_module.log_dict(self._lengths.metrics())
-        of_batch = batch.groups, pl_module.pass_threshold, pl_module.policy_version, pl_module.ranks
-        pl_module.log_anew("hints", self._budget.learn(*of_batch))
+        version, ranks = pl_module.policy_version, pl_module.ranks
+        pl_module.log_anew("hints", self._budget.learn(batch.groups, pl_module.pass_rule, version, ranks))
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True  # so Lightning validates the final policy, whatever val_check_interval is
 
@@ -352,8 +352,8 @@ class RolloutScheduler(pl.Callback):
     def _listeners(self, trainer: pl.Trainer, module: GRPOModule, budget: Budget | None = None) -> list[Listener]:
         scoring: list[Listener] = []
         if self._rewards is not None:
-            rewards, threshold = self._rewards, module.pass_threshold
-            scoring = [Rewarding(rewards) if budget is None else budget.scoring(rewards, threshold)]
+            rewards, pass_rule = self._rewards, module.pass_rule
+            scoring = [Rewarding(rewards) if budget is None else budget.scoring(rewards, pass_rule)]
         moving = Stepped(lambda _: module.phases.move(), lambda: module.phases.begin("reward"))
         return [moving, *self._heard_by(trainer), *scoring]
 

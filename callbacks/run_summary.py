@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_grpo.budgets.lessons import LESSON, LessonCount
 from lit_grpo.data.module import loaded_prompts
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
@@ -40,6 +41,7 @@ class RunSummary(pl.Callback):
         self._passed: list[tuple[int, float]] = []  # (update, pass@1)
         self._rewards: list[tuple[int, float]] = []
         self._peak_gib = 0.0
+        self._lessons = LessonCount()
         self._began, self._version, self._read_at = time.monotonic(), 0, 0
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,6 +74,8 @@ class RunSummary(pl.Callback):
         if trainer.global_step == self._read_at:
             return
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
+        frac_uniform, max_advantage = (float(metrics.get(name, math.nan)) for name in LESSON)
+        self._lessons.add(frac_uniform, max_advantage)
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
         self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics.get("reward", math.nan)))]
 
@@ -83,27 +87,31 @@ class RunSummary(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Print what came of it; all that the run leaves has been written."""
         if stage == "fit":
-            self._tell(trainer, "done")
+            self._tell(trainer, pl_module, "done")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Print what came of it, if anything did."""
         stopped = isinstance(exception, Stopped | KeyboardInterrupt)
         self._read(trainer)
         if self._rewards:
-            self._tell(trainer, "stopped" if stopped else "failed")
+            self._tell(trainer, pl_module, "stopped" if stopped else "failed")
 
-    def _tell(self, trainer: pl.Trainer, how: str) -> None:
+    def _tell(self, trainer: pl.Trainer, module: pl.LightningModule, how: str) -> None:
         if self._over or not trainer.is_global_zero:
             return
+        assert isinstance(module, GRPOModule)
         self._over = True
         folder = Path(trainer.default_root_dir)
         facts = {"updates": self._updates(trainer.global_step) if self._trains else _none(trainer)}
         if self._passed:
             best_update, best = max(self._passed, key=lambda each: each[1])
-            facts["pass@1"] = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
-            facts["pass@1"] += f" (best {best:.1%} at {best_update})" if len(self._passed) > 2 else ""
+            passed = _from_to([f"{value:.1%} at update {update}" for update, value in self._passed])
+            passed += f" (best {best:.1%} at {best_update})" if len(self._passed) > 2 else ""
+            facts[f"pass@1 ({module.pass_rule})"] = passed
         if self._rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
+        if self._lessons.is_worth_a_word:
+            facts["taught nothing"] = str(self._lessons)
         facts["folder"] = near(folder)
         if _offline(trainer) is not None:
             facts["W&B"] = "offline, nothing has been sent"

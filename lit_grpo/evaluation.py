@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from lit_grpo.faults import Phases
 from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.types import PromptBatch
+from lit_grpo.types import PassRule, PromptBatch
 
 EVAL_MEANS = ("reward", "completion_length", "truncated")
 
@@ -22,21 +23,32 @@ class EvaluationModule(pl.LightningModule):
     """Counts which completions of held-out prompts pass, and hands rows to a writer.
 
     Args:
-        rewards: Reward functions; the first decides who passes.
+        rewards: Reward functions.
         pass_at_k: The k of the pass@k reported.
-        pass_threshold: A completion passes when its first reward function gives at least this.
+        pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
+        pass_reward: The name of the function that decides who passes; by default the first.
+
+    Raises:
+        ValueError: No function has the name ``pass_reward``.
     """
 
     policy_version: int
 
-    def __init__(self, rewards: Sequence[RewardFunction], pass_at_k: Sequence[int], pass_threshold: float) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[RewardFunction],
+        pass_at_k: Sequence[int],
+        pass_threshold: float,
+        pass_reward: str | None = None,
+    ) -> None:
         super().__init__()
         self.phases = Phases()
         self.rewards = rewards
-        self.pass_threshold = pass_threshold
+        self.pass_rule = PassRule.among([function.name for function in rewards], pass_reward, pass_threshold)
         self.pass_at_k = pass_at_k
         names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
         self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
+        self.reward_means = torch.nn.ModuleList([MeanMetric(nan_strategy="ignore") for _ in rewards])
 
     @property
     def ranks(self) -> Ranks:
@@ -46,23 +58,26 @@ class EvaluationModule(pl.LightningModule):
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Count which completions of held-out prompts pass."""
         for group in batch.groups:
-            values = [rollout.rewards[self.rewards[0].name] for rollout in group.rollouts]
-            num_passed = sum((value or 0.0) >= self.pass_threshold for value in values)
+            num_samples = len(group.rollouts)
+            num_passed = sum(self.pass_rule.passes(rollout.rewards) for rollout in group.rollouts)
             for k in self.pass_at_k:
-                if k <= len(values):
-                    self._count(f"pass@{k}", pass_at_k(len(values), num_passed, k))
+                if k <= num_samples:
+                    self._count(self.means[f"pass@{k}"], pass_at_k(num_samples, num_passed, k))
             for rollout in group.rollouts:
                 completion = rollout.completion
                 means = (rollout.reward, completion.num_tokens, completion.finish_reason == "length")
                 for name, value in zip(EVAL_MEANS, means, strict=True):
-                    self._count(name, value)
+                    self._count(self.means[name], value)
+                for function, mean in zip(self.rewards, self.reward_means, strict=True):
+                    value = rollout.rewards[function.name]
+                    self._count(mean, math.nan if value is None else value)
 
-    def _count(self, name: str, value: float) -> None:
-        cast(MeanMetric, self.means[name]).update(value)
+    def _count(self, mean: torch.nn.Module, value: float) -> None:
+        cast(MeanMetric, mean).update(value)
 
     def on_validation_epoch_start(self) -> None:
         """Begin the counts anew."""
-        for metric in self.means.values():
+        for metric in (*self.means.values(), *self.reward_means):
             cast(MeanMetric, metric).reset()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -83,6 +98,9 @@ class EvaluationModule(pl.LightningModule):
         for name, metric in self.means.items():
             value = cast(MeanMetric, metric).compute()
             self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
+        for function, metric in zip(self.rewards, self.reward_means, strict=True):
+            mean = cast(MeanMetric, metric).compute()
+            self.log(f"{prefix}/rewards/{function.name}/mean", mean, sync_dist=True)
         self.log("step", float(self.policy_version), sync_dist=True)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from lit_grpo.budgets.lessons import LessonWatch
 from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
@@ -41,7 +42,7 @@ from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
-from lit_grpo.rewards import RewardSpec, check_rewarded, load_rewards
+from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
 from lit_grpo.rewards.function import check_prompts
 from lit_grpo.rollout.generator import Generator, decodes_in_place, tells_entropies
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -86,7 +87,8 @@ class GRPOModule(EvaluationModule):
         eval_num_generations: Completions per prompt in validation and test.
         eval_sampling: How completions are sampled in validation, test and predict; as in training by default.
         pass_at_k: The k of the pass@k reported in validation; each at most ``eval_num_generations``.
-        pass_threshold: A completion passes when its first reward function gives at least this.
+        pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
+        pass_reward: The name of the reward function that decides who passes; by default the first of ``rewards``.
         advantages: How rewards become advantages.
         objective: What an optimizer step minimises.
         selection: Which rollouts are learnt from, of all that were sampled and rewarded, and which of their tokens.
@@ -134,6 +136,7 @@ class GRPOModule(EvaluationModule):
         eval_sampling: SamplingParams | None = None,
         pass_at_k: tuple[int, ...] = (1,),
         pass_threshold: float = 1.0,
+        pass_reward: str | None = None,
         advantages: Advantages = Advantages(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
         selection: Selection = Selection(),  # noqa: B008 (frozen)
@@ -151,7 +154,7 @@ class GRPOModule(EvaluationModule):
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
     ) -> None:
-        super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold)
+        super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold, pass_reward)
         self.automatic_optimization = False
         self.policy_name = as_given(policy)
         self.generator: Generator = generator or SlotGenerator()
@@ -162,7 +165,7 @@ class GRPOModule(EvaluationModule):
         weights = {function.name: function.weight for function in self.rewards}
         what = objective, advantages, weights, sampling.temperature, sampling.max_tokens
         passes = num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, gradient_checkpointing
-        self.settings = Settings(*what, *passes, max_skipped_updates, selection, pass_threshold, sequence_parallel_size)
+        self.settings = Settings(*what, *passes, max_skipped_updates, selection, self.pass_rule, sequence_parallel_size)
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
@@ -174,7 +177,9 @@ class GRPOModule(EvaluationModule):
         advantages.check(num_generations, objective.kl.place)
         selection.check(num_generations)
         reference.check(objective.kl.beta, lora is not None)
-        self.policy_version, self.batches_without_reward, self._collapse = 0, 0, CollapseWatch()
+        self.policy_version = 0
+        self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
+        self._lessons = LessonWatch()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
 
@@ -304,7 +309,8 @@ class GRPOModule(EvaluationModule):
         checkpoint |= {} if self._base is None else {"base": self._base}
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
-        checkpoint["logged"] = (names, self.batches_without_reward, self._collapse.state_dict())
+        watches = self._rewarded.state_dict(), self._collapse.state_dict(), self._lessons.state_dict()
+        checkpoint["logged"] = (names, *watches)
         settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint["hyper_parameters"] = {"policy": told_name(self.policy_name, self._continues), **settings}
         learner: Learner | None = getattr(self, "learner", None)
@@ -324,9 +330,11 @@ class GRPOModule(EvaluationModule):
         if learner is not None:
             check_format(checkpoint)
             learner.load_state_dict(checkpoint)
-            names, self.batches_without_reward, collapse = checkpoint["logged"]
+            names, rewarded, collapse, lessons = checkpoint["logged"]
             self._names_logged = {source: set(those) for source, those in names.items()}
+            self._rewarded.load_state_dict(rewarded)
             self._collapse.load_state_dict(collapse)
+            self._lessons.load_state_dict(lessons)
             self._told_before = checkpoint["told"]
 
     def check_base(self, checkpoint: Mapping[str, Any]) -> None:
@@ -368,16 +376,22 @@ class GRPOModule(EvaluationModule):
             )
         rewards, version = self.learner.rewards(batch.groups), self.policy_version - (update is not None)
         logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
-        if sentence := self._collapse.sentence(logs, version):
-            self.ranks.warn(sentence)
-        self._check_rewards(logs["frac_no_reward"])
+        collapsed = self._collapse.sentence(logs, version)
+        for sentence in (collapsed, self._rewarded.sentence(logs)):
+            if sentence is not None:
+                self.ranks.warn(sentence)
+        frac_uniform = logs["frac_reward_zero_std"]
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
         if batch.carried:
             self.log_dict(staleness_shares(batch.groups, version, self.ranks))
         else:
             check_minibatches(self.settings.num_minibatches, len(batch.groups))
-        self.log_anew("update", self.learner.learn(batch.groups) if update is None else update)
+        update = self.learner.learn(batch.groups) if update is None else update
+        sentence = self._lessons.sentence(frac_uniform, update["advantages/max_abs"], version)
+        if sentence is not None and collapsed is None:
+            self.ranks.warn(sentence)
+        self.log_anew("update", update)
         self.log("step", float(self.policy_version))
         batch.trained = True
 
@@ -386,14 +400,6 @@ class GRPOModule(EvaluationModule):
         names = self._names_logged.setdefault(source, set())
         names.update(values)
         self.log_dict(dict.fromkeys(names, math.nan) | dict(values))
-
-    def _check_rewards(self, frac_no_reward: float) -> None:
-        """Stop a run that has nothing to learn from: a batch may have no reward, but not several on end."""
-        self.batches_without_reward = self.batches_without_reward + 1 if frac_no_reward == 1.0 else 0
-        names = ", ".join(f"{function.name} ({function.path})" for function in self.rewards)
-        if self.batches_without_reward == 1:
-            self.ranks.warn(f"No rollout of this batch has a reward: each of {names} returned None or failed.")
-        check_rewarded(self.batches_without_reward, names)
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

@@ -38,6 +38,7 @@ __all__ = [
     "FinishReason",
     "GroupKey",
     "Key",
+    "PassRule",
     "Prompt",
     "PromptBatch",
     "Request",
@@ -266,6 +267,40 @@ class Rollout:
     replayed: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class PassRule:
+    """When a completion passes: the reward function named ``reward`` gives at least ``threshold``.
+
+    Written out it is ``correct >= 1``. The default names no function, and nothing passes.
+    """
+
+    reward: str = ""
+    threshold: float = 1.0
+
+    @classmethod
+    def among(cls, names: Sequence[str], chosen: str | None, threshold: float) -> PassRule:
+        """Return the rule of the chosen one of all reward functions' names, or of the first.
+
+        Raises:
+            ValueError: The chosen one is none of them.
+        """
+        if chosen is not None and chosen not in names:
+            known = f"the names are {', '.join(names)}" if names else "model.rewards has none"
+            raise ValueError(
+                f"model.pass_reward {chosen!r} names no reward function: {known}; write one of them, or leave it out "
+                "for the first."
+            )
+        return cls(next(iter(names), "") if chosen is None else chosen, threshold)
+
+    def passes(self, rewards: Mapping[str, float | None]) -> bool:
+        """Whether a completion with these values of reward functions, by name, passes; not where none is given."""
+        value = rewards.get(self.reward)
+        return value is not None and value >= self.threshold
+
+    def __str__(self) -> str:
+        return f"{self.reward} >= {self.threshold:g}"
 
 
 @dataclass

@@ -18,6 +18,10 @@ trainer:
   max_steps: {updates}
 model:
   policy: my/policy
+  rewards:
+  - function: exact_match
+    name: right
+  pass_threshold: 0.5
 run:
   name: made
 """

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from lit_grpo.display.cards import Card, folded
 from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
-from lit_grpo.display.progress import RolloutCount, UpdateCount, run_fields, update_fields
+from lit_grpo.display.progress import RolloutCount, UpdateCount, pass_text, run_fields, update_fields
+from lit_grpo.types import PassRule
 
 METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB": 0.5123, "mine": 3.0}
 
@@ -36,10 +37,10 @@ def test_no_line_is_longer_than_the_screen(width: int) -> None:
 def test_fields_are_shed_in_their_order() -> None:
     updates = UpdateCount(12, 60)
     updates.move(20)
-    order = ["mine", "━", "pass@1", "reward", "left"]
+    order = ["(right >= 1)", "mine", "━", "pass@1", "reward", "left"]
     shed = []
-    for width in range(129, 1, -1):
-        line = as_text(run_fields("updates", updates, METRICS), width).plain
+    for width in range(149, 1, -1):
+        line = as_text(run_fields("updates", updates, METRICS, "right >= 1"), width).plain
         shed += [name for name in order if name not in line and name not in shed]
     assert shed == order
     fields = at_work(92).fields("rollout", "0.51 GiB")
@@ -57,6 +58,11 @@ def test_a_plain_line_has_all_fields_and_no_bar() -> None:
     updates.move(60)
     line = as_plain(update_fields(updates, METRICS))
     assert line == "update 60/60  reward 0.812  pass@1 94.1%  2.31k tokens/s  0.512 GiB  mine 3"
+
+
+def test_a_line_of_validation_names_the_reward_that_decides() -> None:
+    assert pass_text(METRICS, str(PassRule("right", 0.5))) == "pass@1 (right >= 0.5) 94.1%"
+    assert "(right" not in as_text(run_fields("updates", UpdateCount(0, 9), {}, "right >= 1"), 120).plain
 
 
 def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:

@@ -23,7 +23,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
 from lit_grpo.rollout.budget import Budget
 from lit_grpo.rollout.rules import make_mode
-from lit_grpo.types import Prompt, RolloutGroup
+from lit_grpo.types import PassRule, Prompt, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 
 NAN = math.nan
@@ -132,7 +132,7 @@ def test_groups_tell_their_hint_to_history_and_advantages() -> None:
         rollout.rewards = {"one": rollout.reward}
     groups = [RolloutGroup(Prompt("a", (1,), "", hint=0.5), rollouts), RolloutGroup(Prompt("b", (1,), ""), rollouts)]
     rewards = GroupRewards.of(groups, ["one"])
-    assert [each.hint for each in rewards.visits(groups, 1.0, 0)] == [0.5, 0.0]
+    assert [each.hint for each in rewards.visits(groups, PassRule("one"), 0)] == [0.5, 0.0]
     assert GroupRewards.concatenate([rewards, rewards]).hinted == [True, False, True, False]
 
 
@@ -325,11 +325,11 @@ def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> N
     groups = [RolloutGroup(Prompt("train/0", (1,), "", hint=0.5), []), RolloutGroup(Prompt("train/1", (1,), ""), [])]
     history.note([visit([1.0, 0.0], 0.5), visit([0.0, 1.0], name="train/1")])
     history.commit()
-    logged = budget.learn(groups, 1.0, 1, Ranks())
+    logged = budget.learn(groups, PassRule("one"), 1, Ranks())
     assert chooser.state == {"easy": 0.51, "hard": 0.51}  # as if no group had been flat
     assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 0.5
     budget.begin(history, data_of(tokenizer, "none").train_dataloader(), make_mode("synchronous"))
-    assert budget.learn(groups, 1.0, 1, Ranks()) == {}
+    assert budget.learn(groups, PassRule("one"), 1, Ranks()) == {}
 
 
 def test_hints_need_whole_groups(tokenizer: str) -> None:

@@ -16,7 +16,7 @@ ROOMS: dict[str, set[str]] = {
     "terminal": set(),
     "process": set(),
     "dashboard": set(),
-    "dashboard.report": {"dashboard", "terminal"},
+    "dashboard.report": {"dashboard", "terminal", "budgets"},
     "display": {"terminal", "scheduling"},
     "ranks": set(),
     "budgets": {"types", "settings"},

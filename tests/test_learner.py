@@ -14,7 +14,7 @@ from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout
 
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import OBSERVED, Completion, Prompt, Rollout, RolloutGroup
+from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
 from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.learner import Learner
@@ -65,6 +65,7 @@ def make_learner(lr: float = 0.0, double: bool = True, **changes: Any) -> tuple[
         "temperature": 1.0,
         "max_tokens": MAX_TOKENS,
         "max_grad_norm": 0.0,
+        "pass_rule": PassRule("exact"),
     }
     steps = PlainSteps(policy, lr)
     return Learner(policy, steps, Settings(**(defaults | changes))), steps

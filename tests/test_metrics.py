@@ -10,6 +10,7 @@ import pytest
 import torch
 from hand_made import as_groups, make_rollout
 
+from lit_grpo.budgets.lessons import LessonCount, LessonWatch
 from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, staleness_shares
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
@@ -318,3 +319,26 @@ def test_a_policy_that_says_the_same_and_is_not_rewarded_for_it_is_called_collap
     assert sentence is not None and sentence.startswith("The policy collapsed at update 7: its completions of a prompt")
     assert "the best mean was 0.4" in sentence
     assert said(0.0) is None
+
+
+def test_three_batches_in_a_row_that_teach_nothing_are_told_once() -> None:
+    watch, count = LessonWatch(), LessonCount()
+
+    def said(uniform: float, advantage: float) -> str | None:
+        count.add(uniform, advantage)
+        return watch.sentence(uniform, advantage, 7)
+
+    others = [(1.0, 0.0), (1.0, 1e-9), (0.5, 1.2), (1.0, 0.7), (1.0, NAN), (1.0, 0.0), (1.0, 0.0)]
+    assert [said(*each) for each in others] == [None] * 7  # an estimator may learn from uniform groups
+    assert not count.is_worth_a_word
+    sentence = said(1.0, 0.0)
+    assert sentence == (
+        "The last 3 batches, up to update 7, taught nothing: in every group all rewards are alike; take easier prompts "
+        "where nobody passes and harder ones where everybody does, raise model.num_generations, or take another "
+        "reward, one with values in between."
+    )
+    resumed = LessonWatch()
+    resumed.load_state_dict(watch.state_dict())
+    watch = resumed
+    assert [said(1.0, 0.0) for _ in range(5)] == [None] * 5
+    assert count.is_worth_a_word and str(count).startswith("10 of 13 batches, where all rewards")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from inspect import signature
@@ -32,8 +33,9 @@ from hand_made import (
 )
 
 from lit_grpo import module as module_file
+from lit_grpo.callbacks import RunSummary
 from lit_grpo.module import GRPOModule
-from lit_grpo.rewards import RewardError
+from lit_grpo.rewards import RewardError, RewardSpec
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
@@ -313,12 +315,43 @@ def test_a_run_without_any_reward_ends_after_three_batches_and_names_the_functio
     policy_folder: Path, policy: Any
 ) -> None:
     without, some = random_groups(policy, [[NAN] * 4]), random_groups(policy, [[NAN, 1.0, 0.0, NAN]])
-    fit(make_module(policy_folder), without, without, some, without, without)
+    fit(make_module(policy_folder), some, without, without, some, without, without)
     with pytest.raises(RewardError) as caught:
         fit(make_module(policy_folder), some, without, without, without)
     assert str(caught.value) == (
         "No rollout of 3 batches on end has a reward, so there is nothing to learn from: each of exact_match "
         "(lit_grpo.rewards.exact_match) returned None or failed; let one apply, and check its weight and the data."
+    )
+
+
+def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy_folder: Path, policy: Any) -> None:
+    def silent(completion: str) -> None: ...
+
+    rewards = [RewardSpec("exact_match"), silent]
+    without, some = scored(random_groups(policy, [[NAN] * 4])), scored(random_groups(policy, [[NAN, 1.0, 0.0, NAN]]))
+    with pytest.raises(RewardError) as caught:
+        fit(make_module(policy_folder, rewards=rewards), without)
+    assert str(caught.value) == (
+        "No completion of the first batch has a reward: exact_match (exact_match), silent (silent) returned None for "
+        "each of them; return a number, for None says that a function does not apply to a completion."
+    )
+    fit(make_module(policy_folder, rewards=rewards, on_reward_error="none"), without, some)  # they may have failed
+    with pytest.warns(
+        UserWarning, match=r"Of the first batch no completion has a value of silent \(silent\), which"
+    ) as w:
+        fit(make_module(policy_folder, rewards=rewards), some, some, without)
+    assert sum("no completion has a value of" in str(each.message) for each in w) == 1
+
+
+def test_a_run_that_teaches_nothing_says_so_once_and_on_its_card(
+    policy_folder: Path, policy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = scored(random_groups(policy, [[0.1] * 4, [1.0] * 4]))
+    with pytest.warns(UserWarning, match=r"The last 3 batches, up to update 2, taught nothing: ") as w:
+        fit(make_module(policy_folder), *[flat] * 7, callbacks=[RunSummary()])
+    assert sum("taught nothing" in str(each.message) for each in w) == 1
+    assert re.search(
+        r"^taught nothing +7 of 7 batches, where all rewards of every group", capsys.readouterr().out, re.M
     )
 
 
@@ -715,6 +748,34 @@ def test_validation_counts_who_passes_over_all_batches(policy_folder: Path) -> N
             "truncated": 1 / 3,
         }
         assert {name: logs[f"{stage}/{name}"] for name in expected} == pytest.approx(expected)
+
+
+def two_rewards(completion: str) -> float:
+    return float(completion.isdigit())
+
+
+TWO = [RewardSpec("format_match", args={"pattern": "."}), two_rewards]
+
+
+def test_the_named_reward_decides_who_passes_and_every_reward_is_logged(policy_folder: Path) -> None:
+    groups = as_groups([make_rollout([5], [6], 1.0, sample_id=sample) for sample in range(4)])
+    for rollout, correct in zip(groups[0].rollouts, (1.0, 0.0, None, 0.0), strict=True):
+        rollout.rewards = {"format_match": 1.0, "two_rewards": correct}
+    for chosen, passed in ((None, 1.0), ("format_match", 1.0), ("two_rewards", 0.25)):
+        module = make_module(policy_folder, rewards=TWO, eval_num_generations=4, pass_reward=chosen)
+        assert module.settings.pass_rule is module.pass_rule
+        (logs,) = make_trainer().validate(module, Batches([groups]), verbose=False)
+        assert logs["val/pass@1"] == passed
+        assert logs["val/rewards/format_match/mean"] == 1.0
+        assert logs["val/rewards/two_rewards/mean"] == pytest.approx(1 / 3)  # where it applies
+
+
+def test_a_reward_that_is_to_decide_and_is_not_there_is_refused(policy_folder: Path) -> None:
+    names = r"^model\.pass_reward 'corect' names no reward function: the names are format_match, two_rewards; write one"
+    with pytest.raises(ValueError, match=names):
+        make_module(policy_folder, rewards=TWO, pass_reward="corect")
+    with pytest.raises(ValueError, match=r"^model\.pass_reward 'corect' names no .*: model\.rewards has none; "):
+        make_module(policy_folder, rewards=[], pass_reward="corect")
 
 
 def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:

@@ -16,7 +16,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pruning.head import QualityHead, calibration_error, rising, within_auc
 from lit_grpo.rollout.pruning.pruner import Pruner, choose, is_left_whole
 from lit_grpo.rollout.rules import MODES, make_mode
-from lit_grpo.types import Completion, Key, RolloutGroup
+from lit_grpo.types import Completion, Key, PassRule, RolloutGroup
 
 AT = 2
 NAMES = [name for name in "abcdefghijklmnop" if not is_left_whole((name, 0))]
@@ -156,7 +156,7 @@ def test_what_pruning_does_to_the_mean_reward_is_measured_where_it_is_not_done()
     loop = RolloutLoop(ShowingGenerator(64, {WHOLE: [8] * 8}, good), listeners=[pruner], points=(AT,))
     groups, _ = loop.collect(prompts(WHOLE), 8, SAMPLING, seed=0)
     reward(groups, good)
-    pruner.learn(groups, 1.0)
+    pruner.learn(groups, PassRule("good"))
     assert pruner.quality()["pruning/reward_shift"] == pytest.approx(0.5 - 0.75)
 
 
@@ -172,7 +172,7 @@ def test_nothing_is_learnt_from_what_is_replayed() -> None:
             request = replace(old.completion.request, path=(-1,))
             completion = Completion.of(request, old.completion, "stop")
             groups[0].rollouts.append(replace(old, completion=completion, reward=5.0, replayed=True))
-        pruner.learn(groups, 1.0)
+        pruner.learn(groups, PassRule("good"))
         states.append(repr(pruner.state_dict()) + repr(pruner.quality()))
     assert states[0] == states[1]
 

@@ -20,11 +20,22 @@ from lit_grpo.metrics import rollout_metrics
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.budget import Budget
 from lit_grpo.rollout.rules import make_mode
-from lit_grpo.types import OBSERVED, Completion, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.types import (
+    OBSERVED,
+    Completion,
+    PassRule,
+    Prompt,
+    PromptBatch,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
+EXACT = PassRule("exact")
 FIRST, SECOND = Prompt("train/0", (3, 4, 5), ""), Prompt("train/1", (7,), "")
 
 
@@ -45,7 +56,7 @@ def group(prompt: Prompt, rewards: Sequence[float], version: int = 0, visit: int
 def remembering(spec: str, *groups: RolloutGroup, version: int = 1) -> ReplayMemory:
     memory = ReplayMemory(spec)
     for each in groups:
-        memory.learn([each], 1.0, version)
+        memory.learn([each], EXACT, version)
     return memory
 
 
@@ -155,10 +166,10 @@ def test_successes_alone_are_remembered_and_each_once() -> None:
     batch.rollouts[4].learnt = True  # in an earlier part
     batch.rollouts[5].kept = False  # by a selection: it has passed all the same
     batch.rollouts[6] = member(FIRST, 6, [OBSERVED] * 3, [True] * 3, 1.0)  # nothing to learn from
-    memory.learn([batch], 1.0, 1)
+    memory.learn([batch], EXACT, 1)
     again = group(FIRST, [0, 0], 1, 1)
     assert sources(joined(memory, again, 1)) == [(0, 5), (0, 0)]
-    memory.learn([again], 1.0, 2)  # what was replayed is not remembered as of this visit
+    memory.learn([again], EXACT, 2)  # what was replayed is not remembered as of this visit
     assert memory.metrics()["replay/members"] == 0  # of the next batch, so far
     third = joined(memory, group(FIRST, [0, 0], 2, 2), 2)
     assert sources(third) == [(0, 5), (0, 0)] and memory.metrics()["replay/age"] == 2
@@ -174,12 +185,12 @@ def test_of_equal_completions_the_last_is_remembered() -> None:
 def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
     memory = ReplayMemory("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent")
     for visit in range(4):
-        memory.learn([group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], 1.0, visit + 1)
+        memory.learn([group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], EXACT, visit + 1)
     assert len(memory.state_dict()["path"]) == 3
     assert sources(joined(memory, group(FIRST, [0] * 4, 4, 4), 4)) == [(3, 1), (3, 0), (2, 1)]
-    memory.learn([], 1.0, 8)
+    memory.learn([], EXACT, 8)
     assert len(memory.state_dict()["path"]) == 2 and memory.metrics()["replay/prompts"] == 1
-    memory.learn([], 1.0, 9)
+    memory.learn([], EXACT, 9)
     assert not memory.state_dict()["path"] and memory.metrics()["replay/prompts"] == 0
 
 
@@ -204,7 +215,7 @@ def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
     memory = remembering("rlep:choice=recent", group(FIRST, [1, 1]), group(SECOND, [0, 3.25]))
     mixed = member(FIRST, 5, [0, OBSERVED, 1, 1], [True, True, False, True], 1.0)
     mixed.completion.entropy = 0.1 + 0.2
-    memory.learn([RolloutGroup(FIRST, [mixed])], 1.0, 2)
+    memory.learn([RolloutGroup(FIRST, [mixed])], EXACT, 2)
     file = io.BytesIO()
     torch.save(memory.state_dict(), file)
     file.seek(0)
@@ -229,10 +240,10 @@ def test_ranks_remember_the_same() -> None:
     batches = [[group(FIRST, [1, 0, 1])], [group(SECOND, [1, 1]), group(FIRST, [0, 1], visit=1)]]
     parts: list[list[Success]] = []
     for batch in batches:  # what each rank would give
-        ReplayMemory("rlep").learn(batch, 1.0, 1, lambda own: [parts.append(own) or []])
+        ReplayMemory("rlep").learn(batch, EXACT, 1, lambda own: [parts.append(own) or []])
     ranks = [ReplayMemory("rlep") for _ in batches]
     for memory, batch in zip(ranks, batches, strict=True):
-        memory.learn(batch, 1.0, 1, lambda own: parts)
+        memory.learn(batch, EXACT, 1, lambda own: parts)
     assert rows(ranks[0]) == rows(ranks[1])
     assert ranks[0].state_dict()["prompt_id"] == ["train/0"] * 3 + ["train/1"] * 2
 
@@ -389,7 +400,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     )
     assert make_replay(f"{__name__}.Shortest:members=1") == Shortest(members=1)
     memory = remembering(f"{__name__}.Shortest:members=1", group(FIRST, [1, 1]))
-    memory.learn([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], 1.0, 1)
+    memory.learn([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], EXACT, 1)
     assert len(joined(memory, group(FIRST, [0, 0], 1, 1), 1)[0].completion.token_ids_T) == 1
 
 

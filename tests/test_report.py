@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from filelock import FileLock
 from made_runs import HOSTILE, make_run
 
@@ -40,7 +41,8 @@ def test_a_report_has_every_panel_of_the_specification_that_has_data_and_the_own
     content = content_of(make_run(tmp_path / "run"))
     assert [each["title"] for each in content["sections"]] == [*(each.title for each in sections()), "Own"]
     for section, made in zip(sections(), content["sections"], strict=False):
-        assert [panel["title"] for panel in made["panels"]] == [panel.title for panel in section.panels]
+        titles = [panel["title"].removesuffix(" (right >= 0.5)") for panel in made["panels"]]
+        assert titles == [panel.title for panel in section.panels]
     assert [panel["title"] for panel in content["sections"][-1]["panels"]] == ["mine/<b>bold</b>", "mine/words"]
     (rewards,) = [p for p in content["sections"][0]["panels"] if p["title"] == "Rewards by function"]
     assert rewards["metrics"] == ["rewards/correct/mean", "rewards/format/mean"]
@@ -69,14 +71,39 @@ def test_the_heading_says_how_far_the_run_is_and_how_good(tmp_path: Path) -> Non
         "state": "ended",
         "facts": [
             ("Updates", "3 of 3", ""),
-            ("Best pass@1", "75.0%", "at update 2"),
-            ("Last pass@1", "50.0%", "at update 3"),
+            ("Best pass@1 (right >= 0.5)", "75.0%", "at update 2"),
+            ("Last pass@1 (right >= 0.5)", "50.0%", "at update 3"),
             ("Time in steps", "1 h 06 min", ""),
             ("Peak memory", "2.5 GiB", "in the update"),
             ("Sampled tokens", "3,000", ""),
             ("Policy", "my/policy", ""),
         ],
     }
+
+
+def test_the_heading_says_that_batches_taught_nothing_where_several_in_a_row_have(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=4, names=["reward"])
+    head = "step,frac_reward_zero_std,advantages/max_abs\n0,,\n1,0.5,1\n2,1,0\n3,1,0\n"
+    (run / "metrics.csv").write_text(head + "4,1,0.5\n")
+    assert "Taught nothing" not in [fact[0] for fact in content_of(run)["head"]["facts"]]
+    (run / "metrics.csv").write_text(head + "4,1,0\n")
+    fact = ("Taught nothing", "3 of 4 batches", "where all rewards of every group were alike")
+    assert fact in content_of(run)["head"]["facts"]
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        ({"rewards": [{"function": "mine.py:right"}, {"function": "b", "name": "short"}]}, " (right >= 1)"),
+        ({"rewards": ["mine.py:right", "b"], "pass_reward": "b", "pass_threshold": 0.25}, " (b >= 0.25)"),
+        ({"rewards": None}, ""),
+    ],
+)
+def test_the_chart_of_who_passes_names_the_reward_that_decides(tmp_path: Path, model: Any, title: str) -> None:
+    run = make_run(tmp_path / "run", names=["val/pass@1"])
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    panels = [panel["title"] for section in content_of(run)["sections"] for panel in section["panels"]]
+    assert panels == [f"Held-out prompts passed{title}"]
 
 
 def test_a_run_is_running_as_long_as_it_holds_its_folder_and_stopped_if_updates_are_missing(tmp_path: Path) -> None:

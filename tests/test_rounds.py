@@ -24,7 +24,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Rounds
 from lit_grpo.rollout.rules import MODES, make_mode
-from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
+from lit_grpo.types import PassRule, PromptBatch, RolloutGroup, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=40)
 PASSES = {"a": "1" * 16, "b": "0" * 16, "c": "0001" + "0100" + "1" * 8, "d": "0111" + "0" * 12}
@@ -61,7 +61,8 @@ def collect(
     foresees: bool = True,
 ) -> tuple[dict[str, RolloutGroup], Rounds, Marked]:
     lengths = {name: [3 + sample % 7 for sample in range(40)] for name in names} | (lengths or {})
-    generator, rounds = Marked(slots, lengths), Rounds(runner, allocation, 1.0, foresees=foresees)
+    pass_rule = PassRule(runner.functions[0].name)
+    generator, rounds = Marked(slots, lengths), Rounds(runner, allocation, pass_rule, foresees=foresees)
     loop = RolloutLoop(generator, listeners=[rounds])
     groups, stats = loop.collect(prompts(*names), 4, SAMPLING, seed=0)
     assert sum(stats.lengths) == sum(each.completion.num_tokens for group in groups for each in group.rollouts)
@@ -196,7 +197,7 @@ def test_a_prompt_without_a_reward_gets_no_more(runner: RewardRunner, monkeypatc
 
 def test_an_interrupt_leaves_nothing_behind(runner: RewardRunner) -> None:
     generator = Marked(5, {name: [3] * 40 for name in "abcd"})
-    rounds = Rounds(runner, Balanced(), 1.0)
+    rounds = Rounds(runner, Balanced(), PassRule("mark"))
     loop = RolloutLoop(generator, listeners=[rounds])
     generator.fail_at_step = 5
     with pytest.raises(KeyboardInterrupt):
@@ -231,7 +232,7 @@ def test_who_is_asked_is_learnt_from_every_batch() -> None:
     budget.begin(history, loader(chooser=chooser), make_mode("synchronous"))
     history.records = {"p0": Record(1, num_flat=1)}
     assert chooser.history is history
-    budget.learn([RolloutGroup(prompts("p0")[0], [])], 1.0, 1, Ranks())
+    budget.learn([RolloutGroup(prompts("p0")[0], [])], PassRule("mark"), 1, Ranks())
     assert budget.metrics() == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
 
 
@@ -282,7 +283,7 @@ def fill(runner: RewardRunner, loader: PromptLoader, replaces: int, seed_of_leng
     lengths = {f"p{number}": [rng.randint(1, 9) for _ in range(4)] for number in range(40)}
     budget = Budget("uniform", replaces)
     budget.begin(PromptHistory(), loader, make_mode("synchronous"))
-    rollout = RolloutLoop(Marked(5, lengths), listeners=[budget.scoring(runner, 1.0)])
+    rollout = RolloutLoop(Marked(5, lengths), listeners=[budget.scoring(runner, PassRule("mark"))])
     batch.groups, _ = rollout.collect(batch.prompts, budget.sizes(batch.prompts, 4), SAMPLING, seed=0)
     budget.settle(batch, 0, Ranks())
     batch.metrics = budget.metrics()

@@ -16,6 +16,7 @@ from lit_grpo.types import (
     EMPTY,
     Completion,
     FinishReason,
+    PassRule,
     Prompt,
     Request,
     Rollout,
@@ -261,7 +262,7 @@ class ReplayMemory:
     def learn(
         self,
         groups: Sequence[RolloutGroup],
-        pass_threshold: float,
+        pass_rule: PassRule,
         version: int,
         gather: Callable[[list[Success]], list[list[Success]]] = lambda own: [own],
     ) -> None:
@@ -269,7 +270,7 @@ class ReplayMemory:
 
         Args:
             groups: Of this rank.
-            pass_threshold: What the first reward of a completion has to reach.
+            pass_rule: When a completion is a success.
             version: Of the policy now.
             gather: Brings lists of all ranks together; each of them calls it.
         """
@@ -278,7 +279,7 @@ class ReplayMemory:
             return
         own: list[Success] = []
         for group in groups:
-            passed = [_success(rollout) for rollout in group.fresh if _passed(rollout, pass_threshold)]
+            passed = [_success(rollout) for rollout in group.fresh if _passed(rollout, pass_rule)]
             own += list({_tokens(each.trajectory): each for each in passed}.values())[-self.rule.kept :]
         for success in (success for part in gather(own) for success in part):
             tokens = _tokens(success.trajectory)
@@ -333,12 +334,11 @@ class ReplayMemory:
 PLAIN = ("prompt_id", "visit", "prompt", "finish_reason", "text", "rewards", "reward", "oldest")
 
 
-def _passed(rollout: Rollout, threshold: float) -> bool:
+def _passed(rollout: Rollout, pass_rule: PassRule) -> bool:
     """Whether there is anything to learn from a rollout again."""
-    first = next(iter(rollout.rewards.values()), None)
     completion = rollout.completion
     whole = completion.finish_reason != "abort" and completion.num_trained > 0
-    return whole and first is not None and first >= threshold and not math.isnan(rollout.reward)
+    return whole and pass_rule.passes(rollout.rewards) and not math.isnan(rollout.reward)
 
 
 def _success(rollout: Rollout) -> Success:

@@ -113,14 +113,18 @@ class RolloutCount:
         ]
 
 
-def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float]) -> list[Field]:
-    """What a line says of the run. Left out first: metrics of others, the bar, pass@1, the reward, the time left."""
-    share = updates.share
+def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float], passes: str = "") -> list[Field]:
+    """What a line says of the run.
+
+    Left out first: what passes, metrics of others, the bar, pass@1, the reward, the time left.
+    """
+    share, passed = updates.share, pass_text(metrics)
     return [
         Field(f"{name} {updates.text}", 0, "bold"),
         *([] if share is None else [Field("", 4, "green", share=share)]),
         Field(reward_text(metrics), 2),
-        Field(pass_text(metrics), 3),
+        Field(passed, 3),
+        Field(f"({passes})" if passed and passes else "", 6),
         Field(_time(updates.seconds_left, "left"), 1),
         *(Field(text, 5) for text in _others(metrics)),
     ]
@@ -149,9 +153,10 @@ def reward_text(metrics: Mapping[str, float]) -> str:
     return f"reward {metrics['reward']:.3g}" if "reward" in metrics else ""
 
 
-def pass_text(metrics: Mapping[str, float]) -> str:
-    """``pass@1 94.1%``, of held-out prompts."""
-    return f"pass@1 {metrics['val/pass@1']:.1%}" if "val/pass@1" in metrics else ""
+def pass_text(metrics: Mapping[str, float], passes: str = "") -> str:
+    """``pass@1 94.1%``, of held-out prompts, or ``pass@1 (correct >= 1) 94.1%``."""
+    name = f"pass@1 ({passes})" if passes else "pass@1"
+    return f"{name} {metrics['val/pass@1']:.1%}" if "val/pass@1" in metrics else ""
 
 
 def speed_text(metrics: Mapping[str, float]) -> str:

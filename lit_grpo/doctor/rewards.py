@@ -32,6 +32,9 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
             continue
         finally:
             runner.close()
+        if function.name == module.pass_rule.reward:
+            passed = sum(module.pass_rule.passes({function.name: value}) for value in values)
+            yield Finding("pass", "pass@1", f"counts {module.pass_rule}: {passed} of {len(values)} samples pass")
         given = [value for value in values if value is not None]
         if not given:
             yield Finding("warn", name, "None for all samples", "let it apply to some of them")

@@ -9,7 +9,7 @@ from lit_grpo.rewards.function import RewardFunction, RewardSpec, load_rewards
 from lit_grpo.rewards.http_judge import HTTPJudge
 from lit_grpo.rewards.inputs import TrainerState
 from lit_grpo.rewards.maths import MathEquivalence
-from lit_grpo.rewards.runner import RewardError, RewardRunner, check_rewarded
+from lit_grpo.rewards.runner import RewardError, RewardRunner, RewardWatch
 
 __all__ = [
     "ExactMatch",
@@ -20,9 +20,9 @@ __all__ = [
     "RewardFunction",
     "RewardRunner",
     "RewardSpec",
+    "RewardWatch",
     "SoftOverlongPenalty",
     "TrainerState",
-    "check_rewarded",
     "exact_match",
     "load_rewards",
 ]

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -194,18 +194,67 @@ def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
         return False
 
 
-def check_rewarded(num_batches: int, names: str) -> None:
-    """Refuse to go on where batch after batch has no reward.
+class RewardWatch:
+    """Looks at what the reward functions gave to each batch of training.
+
+    That no function gives a number to any completion of the first batch is an error, for such a run would never learn.
+    Later, or where failures count as no reward, a batch may have none, but not several on end. A function may apply to
+    some prompts alone: one that gives nothing to the first batch, where others do, is named once.
 
     Args:
-        num_batches: How many on end.
-        names: Of the reward functions.
-
-    Raises:
-        RewardError: So many that there is nothing to learn from.
+        functions: Of the run.
+        on_error: As in :class:`lit_grpo.rewards.runner.RewardRunner`.
     """
-    if num_batches >= MOST_BATCHES_WITHOUT_REWARD:
-        raise RewardError(
-            f"No rollout of {num_batches} batches on end has a reward, so there is nothing to learn from: each of "
-            f"{names} returned None or failed; let one apply, and check its weight and the data."
-        )
+
+    def __init__(self, functions: Sequence[RewardFunction], on_error: Literal["raise", "none"]) -> None:
+        self._functions, self._on_error = functions, on_error
+        self._num_batches = self._num_without = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return {"num_batches": self._num_batches, "num_without": self._num_without}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from it."""
+        self._num_batches, self._num_without = state["num_batches"], state["num_without"]
+
+    def sentence(self, logs: Mapping[str, float]) -> str | None:
+        """Return what to say of a batch, if anything.
+
+        Args:
+            logs: Of the batch, all ranks together: ``frac_no_reward``, and ``rewards/NAME/mean`` of every function.
+
+        Raises:
+            RewardError: No function gave a number to any completion of the first batch, or so many batches on end have
+                no reward that there is nothing to learn from.
+        """
+        if math.isnan(logs["frac_no_reward"]):  # the batch has no completion
+            return None
+        silent = [each for each in self._functions if math.isnan(logs[f"rewards/{each.name}/mean"])]
+        is_first, self._num_batches = self._num_batches == 0, self._num_batches + 1
+        without = logs["frac_no_reward"] == 1.0
+        self._num_without = self._num_without + 1 if without else 0
+        if is_first and without and len(silent) == len(self._functions) and self._on_error == "raise":
+            raise RewardError(
+                f"No completion of the first batch has a reward: {_listed(silent)} returned None for each of them; "
+                "return a number, for None says that a function does not apply to a completion."
+            )
+        if self._num_without >= MOST_BATCHES_WITHOUT_REWARD:
+            raise RewardError(
+                f"No rollout of {self._num_without} batches on end has a reward, so there is nothing to learn from: "
+                f"each of {_listed(self._functions)} returned None or failed; let one apply, and check its weight and "
+                "the data."
+            )
+        if self._num_without == 1:
+            return f"No rollout of this batch has a reward: each of {_listed(self._functions)} returned None or failed."
+        if is_first and silent and len(silent) < len(self._functions):
+            return (
+                f"Of the first batch no completion has a value of {_listed(silent)}, which returned None or failed for "
+                "each of them, where other functions gave numbers; return a number, unless it applies to other prompts "
+                "alone."
+            )
+        return None
+
+
+def _listed(functions: Sequence[RewardFunction]) -> str:
+    return ", ".join(f"{function.name} ({function.path})" for function in functions)

@@ -13,7 +13,7 @@ from lit_grpo.budgets.replay import ReplayMemory
 from lit_grpo.rollout.listeners import Listener, Rewarding
 from lit_grpo.rollout.rounds import Rounds
 from lit_grpo.rollout.rules import RolloutMode
-from lit_grpo.types import Prompt, PromptBatch, RolloutGroup
+from lit_grpo.types import PassRule, Prompt, PromptBatch, RolloutGroup
 
 if TYPE_CHECKING:
     from lit_grpo.ranks import Ranks
@@ -160,12 +160,12 @@ class Budget:
         self._sizes = self.allocation.first(records, num_generations, self._num_prompts)
         return self._sizes
 
-    def scoring(self, runner: RewardRunner, pass_threshold: float) -> Listener:
+    def scoring(self, runner: RewardRunner, pass_rule: PassRule) -> Listener:
         """Return what scores groups, and asks for further rounds and prompts."""
         if not self._waits:
             return Rewarding(runner)
         further = None if self._stream is None else self._stream.further(self.replaces)
-        self._rounds = Rounds(runner, self.allocation, pass_threshold, further)
+        self._rounds = Rounds(runner, self.allocation, pass_rule, further)
         return self._rounds
 
     def settle(self, batch: PromptBatch, version: int, ranks: Ranks) -> None:
@@ -194,14 +194,14 @@ class Budget:
             )
 
     def learn(
-        self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int, ranks: Ranks
+        self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, ranks: Ranks
     ) -> dict[str, float]:
         """Learn from a batch, which the history has, who is to be asked, and remember what passed.
 
         Visits with a hint show nothing of who is to be asked. Returns what to log of hints.
         """
         self.history.commit_lengths(ranks.gather)
-        self.replay.learn(groups, pass_threshold, version, ranks.gather)
+        self.replay.learn(groups, pass_rule, version, ranks.gather)
         chooser = None if self._stream is None else self._stream.chooser
         if chooser is not None:
             own = [group.prompt.prompt_id for group in groups if not group.prompt.hint]

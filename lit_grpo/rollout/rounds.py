@@ -11,7 +11,7 @@ from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import is_flat, moments
 from lit_grpo.rollout.listeners import Answer, Listener
-from lit_grpo.types import Completion, GroupKey, Prompt, Request, Rollout, RolloutGroup
+from lit_grpo.types import Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
@@ -84,7 +84,7 @@ class Rounds(Listener):
     Args:
         runner: Scores.
         allocation: Says how many more a prompt gets.
-        pass_threshold: What the first reward of a completion has to reach for it to count as passed.
+        pass_rule: When a completion counts as passed.
         replacements: Prompts that may be asked in place of groups without a difference, in their order.
         foresees: Whether a round may begin before the last one is whole.
     """
@@ -93,11 +93,11 @@ class Rounds(Listener):
         self,
         runner: RewardRunner,
         allocation: Allocation,
-        pass_threshold: float,
+        pass_rule: PassRule,
         replacements: Iterator[Prompt] | None = None,
         foresees: bool = True,
     ) -> None:
-        self._runner, self._foresight, self._threshold = runner, Foresight(allocation), pass_threshold
+        self._runner, self._foresight, self._pass_rule = runner, Foresight(allocation), pass_rule
         waits = any(each.on_group or each.is_async for each in runner.functions)
         self._foresees = foresees and allocation.has_rounds and not waits
         self._replacements = iter(()) if replacements is None else replacements
@@ -183,8 +183,7 @@ class Rounds(Listener):
         """Count what a prompt gets beyond what it has been asked for."""
         while True:
             members = [each for each in rounds.members if not math.isnan(each.reward)]
-            first_rewards = [next(iter(each.rewards.values())) for each in members]
-            num_passed = sum(reward is not None and reward >= self._threshold for reward in first_rewards)
+            num_passed = sum(self._pass_rule.passes(each.rewards) for each in members)
             num_left = rounds.ends[-1] - len(rounds.members)
             more = self._foresight.least(len(members), num_passed, num_left, len(rounds.ends), rounds.first)
             rounds.asked = rounds.ends[-1] + more

@@ -170,7 +170,7 @@ class Learner:
         compute, measure = partial(self._advantages, rollouts), partial(self._measure, what="entropy")
         of = rewards, rollouts, compute, self.ranks, measure, self.settings.progress(version)
         advantages_R = self.settings.selection.advantages(*of)
-        seen = rewards.visits(groups, self.settings.pass_threshold, version)
+        seen = rewards.visits(groups, self.settings.pass_rule, version)
         self.state.history.note(seen)
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage = advantage

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
@@ -20,9 +21,9 @@ class Settings:
     """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
-    ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_threshold`` what
-    the first reward of a completion has to reach for it to count as passed, ``total_updates`` how many updates the run
-    has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a micro-batch.
+    ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_rule`` when a
+    completion counts as passed, ``total_updates`` how many updates the run has, where that is known, and
+    ``sequence_parallel_size`` how many ranks share the tokens of a micro-batch.
     """
 
     objective: Objective
@@ -37,7 +38,7 @@ class Settings:
     gradient_checkpointing: Checkpointing = False
     max_skipped_updates: int = 3
     selection: Selection = field(default_factory=Selection)
-    pass_threshold: float = 1.0
+    pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: int = 1
     shares_prefix: bool = True
     total_updates: int | None = None

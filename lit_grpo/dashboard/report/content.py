@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
+from lit_grpo.budgets.lessons import LESSON, LessonCount
 from lit_grpo.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.dashboard.report.folder import RunRecords
 from lit_grpo.dashboard.specification import Panel, Section, explain, sections
@@ -30,7 +32,7 @@ def report_content(run: RunRecords) -> dict[str, Any]:
         "axes": {name: title for name, title in AXES.items() if name in run.columns},
         "points": {"most": MAX_POINTS, "rows": len(run.steps)},
         "metrics": {name: points(values) for name, values in run.columns.items()},
-        "sections": [_section(section, run.columns) for section in sections()] + _own(run.columns),
+        "sections": [_section(section, run) for section in sections()] + _own(run.columns),
         "timelines": run.timelines,
         "num_timelines": run.num_timelines,
         "lengths": _lengths(run.lengths),
@@ -50,7 +52,7 @@ def _heading(run: RunRecords) -> dict[str, Any]:
     wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
     state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
     facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
-    facts += _passed(run)
+    facts += _passed(run) + _taught_nothing(run.columns)
     if (seconds := _seconds(run.columns)) is not None:
         facts.append(("Time in steps", _duration(seconds), ""))
     peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
@@ -75,10 +77,34 @@ def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
     best, last = there[np.argmax(values[there])], there[-1]
     title = names[0].removeprefix("val/")
     form = "{:.1%}" if "pass" in title else "{:.3g}"
+    title += _passes(run) if "pass" in title else ""
     return [
         (f"Best {title}", form.format(values[best]), f"at update {run.steps[best]:,}"),
         (f"Last {title}", form.format(values[last]), f"at update {run.steps[last]:,}"),
     ]
+
+
+def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """How many batches have taught nothing, where several in a row have."""
+    if not all(name in columns for name in LESSON):
+        return []
+    frac_uniform, max_advantage = (columns[name] for name in LESSON)
+    lessons = LessonCount()
+    for row in np.flatnonzero(np.isfinite(frac_uniform)).tolist():
+        lessons.add(float(frac_uniform[row]), float(max_advantage[row]))
+    number, _, why = str(lessons).partition(", ")
+    return [("Taught nothing", number, why)] if lessons.is_worth_a_word else []
+
+
+def _passes(run: RunRecords) -> str:
+    """`` (correct >= 1)``: when a completion passes; empty where the run's configuration does not tell."""
+    model = run.config.get("model") or {}
+    name, rewards = model.get("pass_reward"), model.get("rewards")
+    if name is None and isinstance(rewards, list) and rewards:
+        spec = rewards[0] if isinstance(rewards[0], dict) else {"function": rewards[0]}
+        name = spec.get("name") or re.split(r"[:.]", str(spec.get("function")))[-1]
+    threshold = model.get("pass_threshold", 1.0)
+    return f" ({visible(str(name))} >= {threshold:g})" if name and isinstance(threshold, int | float) else ""
 
 
 def _capacity(columns: Mapping[str, np.ndarray]) -> str:
@@ -104,8 +130,11 @@ def _duration(seconds: float) -> str:
 # ---- sections -----------------------------------------------------------------------------------------
 
 
-def _section(section: Section, columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _section(section: Section, run: RunRecords) -> dict[str, Any]:
+    columns = run.columns
     panels = [_panel(panel, columns) for panel in section.panels]
+    for panel in panels:
+        panel["title"] += _passes(run) if "val/pass@1" in panel["metrics"] else ""
     known = [name for name in columns if (found := explain(name)) is not None and found[0] is section]
     return {
         "title": section.title,

@@ -14,7 +14,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.listeners import Answer, Listener
 from lit_grpo.rollout.pruning.head import WINDOW, QualityHead
 from lit_grpo.scheduling.flight import Flight
-from lit_grpo.types import GroupKey, Key, RolloutGroup
+from lit_grpo.types import GroupKey, Key, PassRule, RolloutGroup
 
 LEFT_WHOLE = 8  # one group in so many loses nobody, so that the head can be judged and the bias be measured
 MIN_SURVIVORS = 2  # fewer have no advantages
@@ -104,19 +104,19 @@ class Pruner(Listener):
             "rollout/pruned_tokens_saved": sum(max(expected - had, 0.0) for had in self._dropped.values()),
         }
 
-    def learn(self, groups: Sequence[RolloutGroup], pass_threshold: float) -> None:
-        """Learn from the rewards of the rollout; a success is a first reward of at least ``pass_threshold``."""
+    def learn(self, groups: Sequence[RolloutGroup], pass_rule: PassRule) -> None:
+        """Learn from the rewards of the rollout; a success is what passes. One without that reward tells nothing."""
         pruned = {key[:2] for key in self._dropped}
         rows, early = [], []
         for number, group in enumerate(groups):
             for rollout in group.fresh:
-                key, reward = rollout.completion.request.key, next(iter(rollout.rewards.values()))
-                if reward is None:
+                key, passed = rollout.completion.request.key, pass_rule.passes(rollout.rewards)
+                if rollout.rewards.get(pass_rule.reward) is None:
                     continue
                 if key not in self._features:
-                    early.append(reward >= pass_threshold)
+                    early.append(passed)
                 elif np.isfinite(self._features[key]).all():
-                    rows.append((self._features[key], reward >= pass_threshold, number, group.key not in pruned))
+                    rows.append((self._features[key], passed, number, group.key not in pruned))
             self._shift(group)
         features, successes, numbers, whole = zip(*rows, strict=True) if rows else ([],) * 4
         self.head.learn(*map(np.array, (features, successes, numbers, whole, early)))

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
-from lit_grpo.types import RolloutGroup
+from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
     group_advantages,
@@ -105,13 +105,14 @@ class GroupRewards:
             self, rewards_R=rewards_R, by_function_RK=self.by_function_RK.masked_fill(~chosen_R[:, None], math.nan)
         )
 
-    def visits(self, groups: Sequence[RolloutGroup], pass_threshold: float, version: int) -> list[Visit]:
-        """Return what the groups, of which they are, are remembered by; they pass by the first function's reward.
+    def visits(self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int) -> list[Visit]:
+        """Return what the groups, of which they are, are remembered by.
 
         What is replayed has been counted at an earlier visit.
         """
-        passed_R = self.by_function_RK[:, 0] >= pass_threshold
-        sampled_R = torch.tensor([not rollout.replayed for group in groups for rollout in group.rollouts]).bool()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        passed_R = torch.tensor([pass_rule.passes(rollout.rewards) for rollout in rollouts]).bool()
+        sampled_R = torch.tensor([not rollout.replayed for rollout in rollouts]).bool()
         members = [(self.groups_R == number) & sampled_R for number in range(len(groups))]
         return [
             Visit(
