@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from lightning.pytorch import __version__ as lightning_version
+from lightning.__version__ import version as lightning_version
 from packaging.version import InvalidVersion, Version
 
 from lit_grpo.checkpoints.folder import STATE, check_folder, read_state, written_tensors

@@ -230,6 +230,25 @@ def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
         assert largest[0] < 10 and not largest[1] < 1e5
 
 
+@pytest.mark.parametrize(("steps", "good"), [("2", False), ("6", True)])
+def test_a_run_whose_policy_computes_nothing_at_its_end_has_failed_and_exports_nothing(
+    folder: Path, steps: str, good: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 4, "gamma": 1e33}}
+    arguments = ["--model.lr_scheduler", json.dumps(schedule)] if good else ["--model.optimizer.init_args.lr", "1e30"]
+    with pytest.raises(SystemExit) as exit_:
+        fit("task", "--trainer.max_steps", steps, *arguments)
+    said = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert re.search(
+        r"error: The policy collapsed: its log-probs are the same whatever it reads, so it has not been exported .*",
+        said.err,
+    )
+    assert "best.ckpt is the best one, of update 4" in said.err if good else "has none from before it" in said.err
+    assert "task: failed" in said.out and "task: done" not in said.out
+    assert not Path("runs/task/policy").exists()
+
+
 def test_an_error_right_after_the_best_validation_loses_neither_it_nor_its_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
