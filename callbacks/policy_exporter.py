@@ -6,8 +6,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
+from lit_grpo.checkpoints import fault_of, read_state
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.saving import ExportError
+from lit_grpo.policy.saving import BrokenPolicyError, ExportError
 from lit_grpo.policy.sharding import rest
 
 from .run_checkpoint import RunCheckpoint
@@ -27,7 +28,8 @@ class PolicyExporter(pl.Callback):
         """Save, also where a resumed run had nothing left to do; an interrupted run has its checkpoint instead.
 
         Raises:
-            ExportError: What was saved is not the policy; the sentence names the run's last checkpoint.
+            ExportError: What was saved is not the policy, or the policy computes nothing any more; the sentence names
+                the checkpoint to go on from.
         """
         assert isinstance(pl_module, GRPOModule)
         rest(pl_module.policy)
@@ -35,14 +37,28 @@ class PolicyExporter(pl.Callback):
             return
         try:
             pl_module.export(Path(trainer.default_root_dir) / self.folder)
+        except BrokenPolicyError as error:
+            raise BrokenPolicyError(f"{error} {_before(trainer, pl_module.policy_version)}") from error
         except ExportError as error:
             raise ExportError(f"{error} {_kept(trainer)}") from error
 
 
+def _checkpoints(trainer: pl.Trainer) -> Path:
+    folders = [one.folder for one in trainer.callbacks if isinstance(one, RunCheckpoint)]  # pyright: ignore[reportAttributeAccessIssue]
+    return Path(trainer.default_root_dir, *folders)
+
+
+def _before(trainer: pl.Trainer, version: int) -> str:
+    """Where the policy is as it was before it collapsed."""
+    path = _checkpoints(trainer) / "best.ckpt"
+    if path.exists() and fault_of(path) is None and (update := read_state(path)["policy_version"]) < version:
+        return f"{path} is the best one, of update {update}, and its weights are finite."
+    return "The run has none from before it."
+
+
 def _kept(trainer: pl.Trainer) -> str:
     """Where what was trained is."""
-    folders = [one.folder for one in trainer.callbacks if isinstance(one, RunCheckpoint)]  # pyright: ignore[reportAttributeAccessIssue]
-    last = Path(trainer.default_root_dir, *folders, "last.ckpt")
+    last = _checkpoints(trainer) / "last.ckpt"
     if not last.exists() and trainer.world_size == 1:
         trainer.save_checkpoint(last)
     return f"The run's last checkpoint is {last}." if last.exists() else "The run has no checkpoint."

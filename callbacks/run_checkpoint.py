@@ -15,7 +15,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO
+from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO, settled
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
 from lit_grpo.module import GRPOModule
@@ -267,6 +267,8 @@ class RunCheckpoint(pl.Callback):
         version, path = self._newest
         if path is None:
             return "Stopped before there was anything to save."
+        if not settled(Path(path)).exists():
+            return f"Update {version} was saved in {path}, which is not there any more; it was moved or deleted."
         name = shlex.quote(run_name(trainer))
         return (
             f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shlex.quote(path)} goes "

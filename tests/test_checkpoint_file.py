@@ -1,4 +1,5 @@
 import errno
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.checkpoints import BackgroundIO, CheckpointError, WholeFileIO
+from lit_grpo.checkpoints import BackgroundIO, CheckpointError, DamagedError, FolderIO, WholeFileIO, read
+from lit_grpo.checks import FORMAT
+from lit_grpo.cli.parsing.settings import check_ckpt_path
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +98,87 @@ def test_after_a_run_it_writes_at_once(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "last.ckpt") == {"version": 1}
     io.save_checkpoint({"version": 2}, tmp_path / "mine.ckpt")  # as a user does with the trainer
     assert torch.load(tmp_path / "mine.ckpt") == {"version": 2}
+
+
+def made(version: int = 4) -> dict[str, Any]:
+    """A checkpoint as a run makes it, but small."""
+    state = {"weight": torch.randn(40, 30), "bias": torch.randn(70)}
+    moments = {"state": {0: {"exp_avg": torch.randn(40, 30)}}, "param_groups": [{"lr": 1e-3, "params": [0, 1]}]}
+    told = {"format": FORMAT, "policy_version": version, "told": {"model.policy": "tiny"}}
+    return {**told, "state_dict": state, "optimizer_states": [moments], "pytorch-lightning_version": "2.0.0"}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    tensors = ("state_dict", "optimizer_states")
+    torch.testing.assert_close([one[name] for name in tensors], [other[name] for name in tensors], rtol=0, atol=0)
+    assert {**one, **dict.fromkeys(tensors)} == {**other, **dict.fromkeys(tensors)}
+
+
+def test_of_flipped_bits_none_lets_other_weights_be_loaded(tmp_path: Path) -> None:
+    path, files, drawn = tmp_path / "last.ckpt", WholeFileIO(), random.Random(0)
+    files.save_checkpoint(made(), path)
+    written, whole = path.read_bytes(), torch.load(path)
+    loaded = 0
+    for bit in (drawn.randrange(8 * len(written)) for _ in range(60)):
+        flipped = bytearray(written)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        for load in (files.load_checkpoint, lambda path: check_ckpt_path(str(path), fits=True)):
+            try:
+                found = load(path) or torch.load(path)
+            except DamagedError as error:
+                assert "last.ckpt' is" in str(error) and "damaged" in str(error)
+                continue
+            loaded += 1
+            assert_same(found, whole)
+    assert loaded < 20  # flips of what no reader uses, such as the times in an archive
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_and_the_whole_checkpoint_beside_is_named(
+    tmp_path: Path, number: float
+) -> None:
+    files = WholeFileIO()
+    files.save_checkpoint(made(version=2), tmp_path / "best.ckpt")
+    collapsed = made(version=6)
+    collapsed["state_dict"]["bias"][-1] = number
+    for name in ("last", "older"):
+        files.save_checkpoint(collapsed, tmp_path / f"{name}.ckpt")
+    for load in (files.load_checkpoint, lambda path: check_ckpt_path(str(path), fits=False)):
+        with pytest.raises(
+            DamagedError, match=r"last\.ckpt' holds NaN .* weight bias, .*'\S+best\.ckpt' is whole, of update 2: give"
+        ):
+            load(tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        ("99.0.0", r"was written with Lightning 99\.0\.0, .*; install"),
+        ("none", "is damaged .*'none'"),
+        (7j, "is damaged"),
+    ],
+)
+def test_a_lightning_that_is_later_or_none_is_named(tmp_path: Path, version: Any, sentence: str) -> None:
+    torch.save({**made(), "pytorch-lightning_version": version}, tmp_path / "last.ckpt")
+    with pytest.raises(DamagedError, match=sentence):
+        check_ckpt_path(str(tmp_path / "last.ckpt"), fits=True)
+
+
+def test_flipped_bits_in_shards_are_found(tmp_path: Path) -> None:
+    path, drawn = tmp_path / "last.ckpt", random.Random(0)
+    FolderIO().save_checkpoint(made(), path)
+    check_ckpt_path(str(path), fits=True)
+    for file in (path / "state.pt", path / "__0_0.distcp"):
+        written, whole = file.read_bytes(), read(path)
+        for bit in (drawn.randrange(8 * len(written)) for _ in range(30)):
+            flipped = bytearray(written)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(flipped)
+            try:
+                check_ckpt_path(str(path), fits=True)
+            except DamagedError as error:
+                assert "damaged" in str(error)
+                continue
+            assert_same(read(path), whole)
+        file.write_bytes(written)

@@ -20,7 +20,7 @@ from lit_grpo.checkpoints import read_state
 from lit_grpo.cli.export import main as export_checkpoint
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards
 from lit_grpo.policy.loading import load_policy, load_tokenizer
-from lit_grpo.policy.saving import ExportError, export
+from lit_grpo.policy.saving import BrokenPolicyError, ExportError, export
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, lora_layers
 from lit_grpo.update.logprobs.reference import InitialAdapterReference
@@ -175,6 +175,18 @@ def test_an_export_that_is_not_what_was_trained_is_refused_and_not_left(
                 export(policy, tokenizer, tmp_path / "bad")
         assert not (tmp_path / "bad").exists()
     export(policy, tokenizer, tmp_path / "bad")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_policy_that_computes_nothing_is_not_exported(policy_folder: Path, tmp_path: Path, number: float) -> None:
+    policy, tokenizer = load_policy(str(policy_folder)), load_tokenizer(str(policy_folder))
+    export(policy, tokenizer, tmp_path / "policy")
+    before = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        next(policy.parameters())[-1, -1] = number
+    with pytest.raises(BrokenPolicyError, match=r"The policy collapsed: .* not been exported .*; lower the"):
+        export(policy, tokenizer, tmp_path / "policy")
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == before
 
 
 def test_without_memory_for_a_second_model_tensors_and_their_places_are_compared(

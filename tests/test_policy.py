@@ -119,6 +119,27 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
         load_policy(folder)
 
 
+@pytest.mark.parametrize("named", ["flash_attention_2", "eager", "flex_attention", "nonsense", "paged|eager"])
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_attention_is_not_chosen_by_a_policys_files(tmp_path: Path, named: str, key: str) -> None:
+    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: named}))
+    assert load_policy(str(tmp_path)).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("shard", ["5GB", "10KB"])
+def test_more_layers_than_the_files_have_weights_are_refused_before_they_are_made(tmp_path: Path, shard: str) -> None:
+    random_policy().save_pretrained(tmp_path, max_shard_size=shard)  # pyright: ignore[reportCallIssue]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10_000_000}))
+    with pytest.raises(
+        ValueError, match=r"config\.json .* 10000000 .*num_hidden_layers.*, but its files hold \d+ weights"
+    ):
+        load_policy(str(tmp_path))
+
+
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     model = cast(Any, random_policy())
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")

@@ -2,18 +2,23 @@
 
 from lit_grpo.checkpoints.background import BackgroundIO
 from lit_grpo.checkpoints.disk import CheckpointError, put_in_place, settled
-from lit_grpo.checkpoints.files import FolderIO, WholeFileIO, read, read_state
-from lit_grpo.checkpoints.folder import STATE, check_folder
+from lit_grpo.checkpoints.files import FolderIO, WholeFileIO, read
+from lit_grpo.checkpoints.folder import STATE, check_folder, read_state
+from lit_grpo.checkpoints.whole import DamagedError, check_whole, fault_of, refuse
 
 __all__ = [
     "STATE",
     "BackgroundIO",
     "CheckpointError",
+    "DamagedError",
     "FolderIO",
     "WholeFileIO",
     "check_folder",
+    "check_whole",
+    "fault_of",
     "put_in_place",
     "read",
     "read_state",
+    "refuse",
     "settled",
 ]

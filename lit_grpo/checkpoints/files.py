@@ -13,7 +13,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import distributed
 
 from lit_grpo.checkpoints.disk import aside_of, not_written, put_in_place, settled
-from lit_grpo.checkpoints.folder import STATE, apart, check_folder, fill, replaced, write_folder
+from lit_grpo.checkpoints.folder import apart, check_folder, fill, read_state, replaced, write_folder
+from lit_grpo.checkpoints.whole import check_whole
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -49,8 +50,13 @@ class WholeFileIO(TorchCheckpointIO):
                 aside.unlink()
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read a file, or put a folder's shards together."""
+        """Read a file, or put a folder's shards together.
+
+        Raises:
+            DamagedError: It is not what was written, or its weights are no numbers.
+        """
         path = settled(Path(path))
+        check_whole(path)
         return read(path) if path.is_dir() else super().load_checkpoint(path, *args, **kwargs)
 
 
@@ -77,14 +83,6 @@ class FolderIO(WholeFileIO):
         file = io.BytesIO()
         torch.save(state, file)
         write_folder(file.getvalue(), tensors, Path(path), self._group)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without letting it run code; of a folder what does not depend on ranks.
-
-    Tensors that ranks have shards of have a shape there, and no content; those of a file are read when they are used.
-    """
-    return torch.load(path / STATE if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def read(path: Path, only: tuple[str, ...] = ("state_dict", "optimizer_states")) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -121,6 +122,14 @@ def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> N
         raise ValueError(f"Checkpoint {str(path)!r} was replaced while it was read; do it again.")
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint without letting it run code; of a folder what does not depend on ranks.
+
+    Tensors that ranks have shards of have a shape there, and no content; those of a file are read when they are used.
+    """
+    return torch.load(path / STATE if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True)
+
+
 def check_folder(path: Path) -> None:
     """Refuse a folder that is no checkpoint, or lacks what a rank has written.
 
@@ -151,6 +160,15 @@ def check_folder(path: Path) -> None:
             f"Checkpoint {str(path)!r} lacks {len(lacking)} of the {len(needed)} files that ranks have written, such "
             f"as {lacking[0]}; copy all of the folder again, or give another checkpoint."
         )
+
+
+def written_tensors(path: Path) -> Iterator[tuple[str, str, IO[bytes]]]:
+    """Yield what ranks have written to a folder: a tensor's name, its file's, and the archive in it that holds it."""
+    reader = _Reader(str(path))
+    for index, place in reader.read_metadata().storage_data.items():
+        with (path / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            yield index.fqn, place.relative_path, io.BytesIO(file.read(place.length))
 
 
 class _Writer(FileSystemWriter):

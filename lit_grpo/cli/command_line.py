@@ -239,6 +239,11 @@ def run(args: list[str] | None = None) -> None:
         with RunFolder() as run_folder:
             GRPOCLI(run_folder, **cli_arguments(args))
     except OSError as error:
+        if _is_gone(error, run_folder.path) and not os.environ.get("LIT_GRPO_TRACEBACK"):
+            exit_with(
+                f"The run's file {error.filename} is not there any more: its folder {run_folder.path} was moved or "
+                "deleted while the run went on; resume from a checkpoint in it with --ckpt_path, or begin again."
+            )
         if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         place = "" if error.filename is None else f" to {error.filename}"
@@ -254,6 +259,12 @@ def run(args: list[str] | None = None) -> None:
         if not (sentence := lost_rank(error)) or os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(sentence)
+
+
+def _is_gone(error: OSError, folder: Path) -> bool:
+    """Whether a file was looked for in vain in the run's folder, once there was one."""
+    inside = error.filename is not None and Path(str(error.filename)).absolute().is_relative_to(folder.absolute())
+    return isinstance(error, FileNotFoundError) and folder != Path() and inside
 
 
 def quieten() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.checkpoints import read, settled
+from lit_grpo.checkpoints import check_whole, read, settled
 from lit_grpo.cli.parsing.sentences import exit_with
 
 
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> Any:
     from lit_grpo.module import GRPOModule
 
+    check_whole(checkpoint)
     try:
         saved = read(checkpoint, only=("state_dict",))
         told = saved["hyper_parameters"] | changes

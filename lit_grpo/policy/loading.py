@@ -180,14 +180,18 @@ def load_policy(
 
 def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrainedModel:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
     with hub_or_cache(name):
         try:
+            _check_layers(policy, name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            config._attn_implementation = None  # transformers' choice (sdpa, else eager), whatever the file names
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
+                config=config,
                 dtype=dtype,
                 use_safetensors=True,
                 quantization_config=quantization,
@@ -204,6 +208,37 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
     model, report = loaded
     _check_weights(policy, name, model, report)
     return model
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def _check_layers(policy: str, name: str) -> None:
+    """Refuse a config of more layers than its files have weights; transformers' own config takes memory for each."""
+    from safetensors import safe_open
+    from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
+
+    settings = cached_file(name, CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if settings is None:  # transformers says what is missing
+        return
+    config = json.loads(Path(settings).read_text())
+    text_config = config.get("text_config")
+    every = config | text_config if isinstance(text_config, dict) else config
+    layers = max([every[one] for one in _LAYERS if isinstance(every.get(one), int)], default=0)
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        num_weights = len(json.loads(Path(index).read_text())["weight_map"])
+    elif (path := cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)) is not None:
+        with safe_open(path, "pt") as file:
+            num_weights = len(list(file.keys()))
+    else:
+        return
+    if layers > num_weights:
+        raise ValueError(
+            f"its config.json names {layers} layers (num_hidden_layers), but its files hold {num_weights} weights in "
+            f"all; {_anew(policy, name)}."
+        )
 
 
 def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool) -> None:

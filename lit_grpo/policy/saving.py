@@ -41,6 +41,10 @@ class ExportError(ValueError):
     """What has been written is not the policy that was trained."""
 
 
+class BrokenPolicyError(ExportError):
+    """The policy that was trained computes nothing any more: there is NaN or infinity where there were numbers."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What a written folder has been compared with.
@@ -115,10 +119,12 @@ def export(
         What was compared, on the rank that saved.
 
     Raises:
+        BrokenPolicyError: The policy has weights or log-probs that are no numbers; all ranks raise it.
         ExportError: What has been written is not the policy.
         ValueError: There is no room for it; what was there before is left as it was.
     """
     logprobs = _Expected.of(policy)
+    _check_numbers(policy, logprobs, folder)
     adapter = _adapter_state(policy, keep)
     weights = PolicyWeights(policy)
     if not keep:
@@ -133,6 +139,23 @@ def export(
             own_adapter(policy).save_pretrained(str(aside / "adapter"))
             save_torch_state_dict(adapter, aside / "adapter", filename_pattern="adapter_model{suffix}.safetensors")
         return _compared(weights, policy, logprobs, aside, folder)
+
+
+def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -> None:
+    """Refuse a policy that would look like one on the disk and compute nothing; where it is sharded, all ranks do."""
+    broken = None
+    if expected.logprobs_TV.isnan().any():
+        broken = "its log-probs are NaN"
+    elif expected.moved == 0 and expected.logprobs_TV.eq(expected.logprobs_TV[0]).all():
+        broken = "its log-probs are the same whatever it reads"  # activations have overflowed in a norm, say
+    for name, weight in policy.named_parameters():
+        if broken is None and weight.is_floating_point() and not torch.isfinite(whole(weight.detach())).all():
+            broken = f"its weight {name} holds NaN or infinity"
+    if broken is not None:
+        raise BrokenPolicyError(
+            f"The policy collapsed: {broken}, so it has not been exported to {folder}; lower the learning rate, and "
+            "take an earlier checkpoint."
+        )
 
 
 def save_settings(policy: Any, folder: Path) -> None:

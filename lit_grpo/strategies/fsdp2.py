@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.constants import default_pg_timeout
 
-from lit_grpo.checkpoints import FolderIO, check_folder, read_state, settled
+from lit_grpo.checkpoints import FolderIO, check_folder, fault_of, read_state, refuse, settled
 from lit_grpo.checkpoints.folder import fill, replaced
 from lit_grpo.policy.frozen import without_frozen
 from lit_grpo.policy.sharding import is_sharded, shard, tied_again
@@ -82,6 +82,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self._folder is None:
             return Strategy.load_checkpoint(self, path, weights_only)
         check_folder(path)
+        refuse(path, self.broadcast(fault_of(path) if self.is_global_zero else None))
         return read_state(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

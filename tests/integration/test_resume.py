@@ -165,3 +165,21 @@ def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) 
     said = finish(start(folder, "interrupted", "--ckpt_path", str(checkpoint)))
     assert "error" not in said, said
     assert_same_run(folder, "whole", "interrupted")
+
+
+def test_a_terminal_that_is_gone_ends_a_run_like_sigterm_unless_nohup_started_it(folder: Path) -> None:
+    codes: dict[str, int] = {}
+    for name, before in (("hung-up", []), ("nohup", ["nohup"])):
+        arguments = ["--config", "config.yaml", "--run.name", name, "--checkpoint.every_n_updates", "1000"]
+        command = [*before, sys.executable, "-m", "lit_grpo", "fit", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": "0.05"}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=folder, env=environment, text=True, **streams)
+        wait_until(lambda name=name: num_rows(folder, name) >= 3, process)
+        process.send_signal(signal.SIGHUP)
+        said = finish(process)
+        codes[name] = process.returncode
+        assert "Traceback" not in said and ("is saved" in said) == (name == "hung-up"), said
+    assert codes == {"hung-up": 128 + signal.SIGHUP, "nohup": 0}
+    assert torch.load(folder / "runs/hung-up/checkpoints/last.ckpt", weights_only=True)["policy_version"] < 12
+    assert_same_run(folder, "whole", "nohup")

@@ -27,7 +27,9 @@ def score(completion):
         number = next(numbers)
         if number == int(when) and what == "FAIL":
             raise KeyError("no such answer")
-        if number == int(when):
+        if number == int(when) and what == "MOVE":
+            os.rename("runs/task", "elsewhere")
+        elif number == int(when):
             os.kill(os.getpid(), int(what))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
@@ -228,6 +230,38 @@ def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
         last = torch.load("runs/task/checkpoints/last.ckpt", weights_only=True)
         largest = [max(float(w.abs().max()) for w in one["state_dict"].values()) for one in (best, last)]
         assert largest[0] < 10 and not largest[1] < 1e5
+
+
+def test_a_folder_that_is_moved_while_its_run_goes_on_ends_it_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "event").write_text("MOVE 26")
+    with pytest.raises(SystemExit) as exit_:
+        fit("task", "--checkpoint.every_n_updates", "2")
+    said = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert "is not there any more: its folder runs/task was moved or deleted while the run went on" in said.err
+    named = re.findall(r"--ckpt_path (\S+)", said.out)
+    assert all(Path(path).exists() for path in named) and Path("elsewhere/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.parametrize(("steps", "good"), [("2", False), ("6", True)])
+def test_a_run_whose_policy_computes_nothing_at_its_end_has_failed_and_exports_nothing(
+    folder: Path, steps: str, good: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 4, "gamma": 1e33}}
+    arguments = ["--model.lr_scheduler", json.dumps(schedule)] if good else ["--model.optimizer.init_args.lr", "1e30"]
+    with pytest.raises(SystemExit) as exit_:
+        fit("task", "--trainer.max_steps", steps, *arguments)
+    said = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert re.search(
+        r"error: The policy collapsed: its log-probs are the same whatever it reads, so it has not been exported .*",
+        said.err,
+    )
+    assert "best.ckpt is the best one, of update 4" in said.err if good else "has none from before it" in said.err
+    assert "task: failed" in said.out and "task: done" not in said.out
+    assert not Path("runs/task/policy").exists()
 
 
 def test_an_error_right_after_the_best_validation_loses_neither_it_nor_its_checkpoint(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import is_dataclass
 from importlib import util
 from pathlib import Path
@@ -15,16 +13,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 from jsonargparse import Namespace
 
-from lit_grpo.checkpoints import check_folder, read_state, settled
+from lit_grpo.checkpoints import check_folder, check_whole, read_state, settled
 from lit_grpo.checks import check_format, check_left_to_module
-from lit_grpo.training.run_folder import RunConfig
+from lit_grpo.training.run_folder import RunConfig, is_first_rank
 
 KINDS: dict[str, tuple[type, ...]] = {
     "model.optimizer": (torch.optim.Optimizer,),
     "model.lr_scheduler": (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau),
 }
 """What the classes of fields that hold functions make; jsonargparse holds the others to their types."""
-DAMAGED = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError)
 
 
 def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[..., Any]]) -> None:
@@ -162,7 +159,7 @@ def find_last(settings: Namespace) -> None:
 
 
 def check_ckpt_path(path: str, fits: bool) -> None:
-    """Refuse a checkpoint that is not there, not on this machine, or not one that a run can go on from.
+    """Refuse a checkpoint that is not there, not on this machine, damaged, or not one that a run can go on from.
 
     Raises:
         ValueError: It is one of these.
@@ -184,13 +181,9 @@ def check_ckpt_path(path: str, fits: bool) -> None:
         )
     if is_folder:
         _check_folder(file)
-    try:
-        checkpoint = read_state(file)
-    except DAMAGED as error:
-        raise ValueError(
-            f"{path!r} is no checkpoint, or a damaged one, or one that would run code ({type(error).__name__}); "
-            f"{_whole_beside(file)}."
-        ) from error
+    if is_first_rank():  # which speaks for all; each reads all of the files
+        check_whole(file)
+    checkpoint = read_state(file)
     if not isinstance(checkpoint, Mapping) or not {"policy_version", "state_dict"} <= checkpoint.keys():
         raise ValueError(
             f"{path!r} is no checkpoint of lit_grpo; give one that a run has left in its folder checkpoints/."
@@ -206,20 +199,6 @@ def _check_folder(folder: Path) -> None:
             f"ckpt_path {str(folder)!r} is a folder of checkpoints; give one of them, such as {there[-1]!r}."
         )
     check_folder(folder)
-
-
-def _whole_beside(file: Path) -> str:
-    """Name the newest whole checkpoint in a damaged one's folder."""
-    versions: dict[Path, int] = {}
-    for other in file.parent.glob("*.ckpt"):
-        with suppress(*DAMAGED, KeyError, TypeError):
-            if other.is_dir():
-                check_folder(other)
-            versions[other] = read_state(other)["policy_version"]
-    if not versions:
-        return "give one that a run has left in its folder checkpoints/"
-    newest = max(versions, key=lambda other: versions[other])
-    return f"beside it {str(newest)!r} is whole, of update {versions[newest]}: give that"
 
 
 def _check_devices(strategy: Any, accelerator: Any) -> None:
