@@ -10,7 +10,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.data.module import asked_prompts, loaded_prompts, own_loader, training_loader
 from lit_grpo.module import GRPOModule
-from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
@@ -374,7 +373,7 @@ class RolloutScheduler(pl.Callback):
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         if self._started:
             return
-        module.generator.start(PolicySpec(module.policy, module.tokenizer))
+        module.generator.start(module.spec)
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if module.rewards and all(can_score(module.rewards, row) for row in rows):
             self._rewards = RewardRunner(

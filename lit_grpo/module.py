@@ -40,6 +40,7 @@ from lit_grpo.policy.loading import as_given, embeddings, load_policy, load_toke
 from lit_grpo.policy.nf4 import without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, rest
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
@@ -77,6 +78,9 @@ class GRPOModule(EvaluationModule):
             a loaded model (or ``PeftModel``), or a pair of it and its tokenizer.
         generator: What decodes completions.
         rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
+        keep_special_tokens: Whether the text of a completion that reward functions get has special tokens of the
+            tokenizer, such as ``<think>`` where it is one. Without it they are left out of the text; the tokens that
+            end a completion always are.
         on_reward_error: ``raise`` stops the run when a reward function fails; ``none`` counts it as no
             reward for the rollouts concerned.
         reward_timeout_s: Seconds after which a call of a reward function counts as failed.
@@ -153,6 +157,7 @@ class GRPOModule(EvaluationModule):
         reference: ReferenceSettings = ReferenceSettings(),  # noqa: B008 (frozen)
         gradient_checkpointing: bool | Literal["selective"] = False,
         sampling_seed: int = 0,
+        keep_special_tokens: bool = False,
     ) -> None:
         super().__init__(load_rewards(rewards, reward_timeout_s), pass_at_k, pass_threshold, pass_reward)
         self.automatic_optimization = False
@@ -182,6 +187,7 @@ class GRPOModule(EvaluationModule):
         self._lessons = LessonWatch()
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
+        self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
 
     # ---- set-up -----------------------------------------------------------------------------------
 
@@ -361,6 +367,11 @@ class GRPOModule(EvaluationModule):
         """
         return export(self.policy, self.tokenizer, Path(folder), keep=self.ranks.own == 0)
 
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy for those who decode with it."""
+        return PolicySpec(self.policy, self.tokenizer, self.keep_special_tokens)
+
     # ---- training ---------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
@@ -380,6 +391,7 @@ class GRPOModule(EvaluationModule):
         for sentence in (collapsed, self._rewarded.sentence(logs)):
             if sentence is not None:
                 self.ranks.warn(sentence)
+        self._tell_of_unseen_tokens(batch)
         frac_uniform = logs["frac_reward_zero_std"]
         self.log("reward", logs.pop("reward"), prog_bar=True)
         self.log_dict(logs)
@@ -400,6 +412,18 @@ class GRPOModule(EvaluationModule):
         names = self._names_logged.setdefault(source, set())
         names.update(values)
         self.log_dict(dict.fromkeys(names, math.nan) | dict(values))
+
+    def _tell_of_unseen_tokens(self, batch: PromptBatch) -> None:
+        """Say once which special tokens completions hold that reward functions do not see."""
+        if self._told_of_unseen_tokens:
+            return
+        unseen = self.spec.unseen_tokens(rollout.completion for rollout in batch.rollouts)
+        if unseen:
+            self._told_of_unseen_tokens = True
+            self.ranks.warn(
+                f"Completions hold the special tokens {', '.join(unseen)}, which the text that reward functions get "
+                "leaves out; set model.keep_special_tokens to true where a reward is to see them."
+            )
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
         """Add a loss's gradient to that of the step, as the learner asks; with ``exchange`` it is summed over ranks."""

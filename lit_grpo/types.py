@@ -158,7 +158,7 @@ class Prompt:
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
     visit: int = 0
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     hint: float = 0.0
     given: str = ""
 

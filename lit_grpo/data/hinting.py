@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from lit_grpo.budgets.hints import Hint
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.data.rendering import PromptRenderer, UnusableRow, check_known
+from lit_grpo.data.chat import EndlessTemplate, UnusableRow
+from lit_grpo.data.rendering import PromptRenderer, check_known
 from lit_grpo.data.sources import Row
 from lit_grpo.types import Prompt
 
@@ -53,7 +54,7 @@ class Hinter:
         for prompt in prompts:
             try:
                 with_hint = self.with_share(prompt, self.rule.most)
-            except (ValueError, UnusableRow) as error:
+            except (ValueError, UnusableRow, EndlessTemplate) as error:
                 number = prompt.prompt_id.rpartition("/")[2]
                 raise ValueError(
                     f"data.hint: row {number} of {source} {error}; mend the row, name another column, or set data.hint "

@@ -10,9 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.budgets.hints import make_hint
 from lit_grpo.budgets.prompts import PromptChooser, make_prompt_rule
+from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.hinting import Hinter
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
-from lit_grpo.data.rendering import PromptRenderer, UnusableRow
+from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import Row, RowSource, make_source
 from lit_grpo.policy.loading import TINY, as_given, load_tokenizer
 from lit_grpo.types import Prompt
@@ -47,7 +48,8 @@ class PromptDataModule(LightningDataModule):
         batch_size: Prompts of one training iteration, on each rank; together no more than there are.
         eval_batch_size: Prompts of one batch in validation, test and predict, on each rank.
         prompt_column: The column that holds the prompt, as text or as a list of chat messages
-            (``{"role": ..., "content": ...}``).
+            (``{"role": ..., "content": ...}``). Content may be in parts of text (``{"type": "text", "text": ...}``),
+            which are joined; earlier messages may hold tool calls and their answers.
         template: Text that makes the prompt of several columns, for instance
             ``"Question: {question} Answer:"``; ``prompt_column`` is then unused.
         system_prompt: A system message to begin every conversation with.
@@ -221,6 +223,8 @@ class PromptDataModule(LightningDataModule):
                 token_ids, text, messages = self.renderer.render(row, self._tokenizer)
             except UnusableRow as reason:
                 reasons[number] = str(reason)
+            except EndlessTemplate as error:
+                raise ValueError(f"{place} {error}; mend the template, or the row.") from None
             else:
                 prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
                 if split == "train" and self._hint is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lit_grpo.data.chat import Message, UnusableRow, encode_chat, read_message
 from lit_grpo.data.sources import Row
 
 if TYPE_CHECKING:
@@ -27,16 +28,12 @@ RESERVED_CHAT_KWARGS = {
 }
 
 
-class UnusableRow(Exception):
-    """A row that can be no prompt; the message is the reason and follows the words "row 7"."""
-
-
 class Rendered(NamedTuple):
     """What becomes of a row: ``messages`` is the conversation that the row's prompt is, where it is one."""
 
     token_ids: tuple[int, ...]
     text: str
-    messages: list[dict[str, str]] | None
+    messages: list[Message] | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,7 @@ class PromptRenderer:
 
         Raises:
             UnusableRow: The row has no prompt, or none that is usable.
+            EndlessTemplate: The chat template does not come to an end.
             ValueError: A chat template is needed and the tokenizer has none.
         """
         rendered = self.rendered(row, tokenizer)
@@ -89,7 +87,7 @@ class PromptRenderer:
         if self._renders_as_chat(prompt):
             conversation = self._conversation(prompt)
             messages = None if isinstance(prompt, str) else conversation
-            token_ids = self._encode_chat(conversation, tokenizer)
+            token_ids = encode_chat(conversation, tokenizer, self.chat_template_kwargs or {})
             text = str(tokenizer.decode(token_ids))
         else:
             token_ids = _encode_text(prompt, tokenizer)
@@ -99,7 +97,7 @@ class PromptRenderer:
         check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages)
 
-    def _renders_as_chat(self, prompt: str | list[Row]) -> bool:
+    def _renders_as_chat(self, prompt: str | list[Message]) -> bool:
         messages = isinstance(prompt, list)
         if messages and self.chat_template is False:
             raise UnusableRow("holds chat messages, which chat_template: false cannot render")
@@ -114,15 +112,14 @@ class PromptRenderer:
         elif not isinstance(prompt, list):
             kind = type(prompt).__name__
             raise UnusableRow(f"has a prompt of type {kind}, neither text nor a list of chat messages")
-        elif not all(map(_is_message, prompt)):
-            raise UnusableRow('has a chat message that is not {"role": text, "content": text}')
         else:
-            texts = [message["content"] for message in prompt]
+            prompt = [*map(read_message, prompt)]
+            texts = [message["content"] or "" for message in prompt]
         if not any(text.strip() for text in texts):
             raise UnusableRow("has an empty prompt")
         return prompt
 
-    def _conversation(self, prompt: str | list[Row]) -> list[Row]:
+    def _conversation(self, prompt: str | list[Message]) -> list[Message]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[-1]["role"] == "assistant" and not self.continue_final_message:
             raise UnusableRow(
@@ -134,27 +131,6 @@ class PromptRenderer:
         if messages[0]["role"] == "system":
             raise UnusableRow("begins with a system message of its own beside system_prompt")
         return [{"role": "system", "content": self.system_prompt}, *messages]
-
-    def _encode_chat(self, messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        import jinja2
-
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
-                "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
-            )
-        continues = messages[-1]["role"] == "assistant"
-        try:
-            token_ids: Any = tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                return_dict=False,
-                **(self.chat_template_kwargs or {}),
-            )
-        except jinja2.TemplateError as error:
-            raise UnusableRow(f"is refused by the chat template: {error}") from error
-        return list(token_ids)
 
 
 def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokenizerBase, what: str = "prompt") -> None:
@@ -209,10 +185,6 @@ def _column(row: Row, column: str) -> Any:
     if row[column] is None:
         raise UnusableRow(f"has no value in column {column!r}")
     return row[column]
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -47,6 +47,13 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
         yield Finding("warn", "samples", f"{figure}; all are the same", "raise sampling.temperature")
     else:
         yield Finding("pass", "samples", figure)
+    if unseen := module.spec.unseen_tokens(completions):
+        yield Finding(
+            "warn",
+            "special tokens",
+            f"samples hold {', '.join(unseen)}, which the text that reward functions get leaves out",
+            "set model.keep_special_tokens to true where a reward is to see them",
+        )
     for group in patient.groups[:3]:
         patient.report.quote(f'{group.prompt.prompt_id}: "{on_one_line(group.rollouts[0].completion.text)}"')
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lit_grpo.memory import update_bytes
@@ -19,6 +20,8 @@ from lit_grpo.policy.weights import Adapters, PolicyWeights, find_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from lit_grpo.trajectory import Trajectory
+
 
 @dataclass(frozen=True)
 class PolicySpec:
@@ -27,10 +30,12 @@ class PolicySpec:
     Args:
         module: The model itself, which an embedded generator decodes on; all others read it through this object.
         tokenizer: Its tokenizer.
+        keep_special_tokens: Whether the text of a completion has its special tokens, but for those at its end.
     """
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    keep_special_tokens: bool = False
 
     @property
     def name(self) -> str:
@@ -66,6 +71,32 @@ class PolicySpec:
     def eos_ids(self) -> Sequence[int]:
         """All tokens that end a completion."""
         return eos_token_ids(self.module, self.tokenizer)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a completion, as reward functions get it: without the tokens that end it."""
+        if not self.keep_special_tokens:
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        kept = list(token_ids)
+        while kept and kept[-1] in self._ends:
+            kept.pop()
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
+
+    def unseen_tokens(self, completions: Iterable[Trajectory]) -> list[str]:
+        """Return the special tokens, other than end tokens, that completions hold and their texts do not show."""
+        if self.keep_special_tokens:
+            return []
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {*self.tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+        hidden = np.array(sorted(special - set(self._ends)), dtype=np.int64)
+        held = [np.intersect1d(hidden, np.asarray(completion.token_ids_T)).tolist() for completion in completions]
+        return [
+            str(self.tokenizer.convert_ids_to_tokens(each)) for each in sorted({each for ids in held for each in ids})
+        ]
+
+    @property
+    def _ends(self) -> list[Any]:
+        """The tokens that end a completion, and padding."""
+        return [*self.eos_ids, self.tokenizer.pad_token_id]
 
     @property
     def embeddings(self) -> torch.nn.Module:

@@ -87,7 +87,7 @@ class SlotGenerator(Versioned):
         self._graphs: GraphedDecoder | None = None
         if self._fused is not None and model.device.type == "cuda":
             self._fused = self._graphs = GraphedDecoder(self._fused, model.parameters, self.num_slots)
-        self._policy, self._tokenizer = model, policy.tokenizer
+        self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
         self._device, self._head = model.device, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
         self._context, self._mode = slot_context(model), DecodingMode(model)
@@ -372,7 +372,7 @@ class SlotGenerator(Versioned):
         """Take rows that have ended, ascending, some of them at a token that ends them, out of their slots."""
         finished = [rows.completion(row, "stop" if stopped else "length") for row, stopped in ends.items()]
         for completion in finished:
-            completion.text = str(self._tokenizer.decode(completion.token_ids_T.tolist(), skip_special_tokens=True))
+            completion.text = self._text_of(completion.token_ids_T.tolist())
             if self.speculate:
                 self._drafts.finish(completion)
         for row in reversed(ends):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -121,7 +121,7 @@ class Streams:
     """
 
     def __init__(self, policy: PolicySpec | None = None) -> None:
-        self._tokenizer: Any = None if policy is None else policy.tokenizer
+        self._policy, self._tokenizer = policy, cast(Any, None if policy is None else policy.tokenizer)
         self._features = None if policy is None else TextFeatures(policy)
         self._streams: dict[Key, Stream] = {}
         self._asked: dict[int, Stream] = {}
@@ -217,7 +217,8 @@ class Streams:
         del self._streams[stream.request.key]
         if stream.ticket is not None:
             self.take_ticket(stream)
-        text = str(self._tokenizer.decode(stream.token_ids, skip_special_tokens=True))
+        assert self._policy is not None
+        text = self._policy.text_of(stream.token_ids)
         events.finished.append(stream.so_far.ended(reason, text))
 
     # ---- what is told -----------------------------------------------------------------------------

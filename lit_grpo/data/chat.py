@@ -1,0 +1,226 @@
+"""Conversations: which are taken, and how the tokenizer's chat template makes token ids of them.
+
+Content in parts of text becomes one text. The history may hold tool calls: ``{"role": "assistant", "content": None,
+"tool_calls": [...]}`` and the tool's answer, as the chat templates of transformers take them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+NO_MESSAGE = 'has a chat message that is not {"role": text, "content": text}'
+LIMIT_S = 20.0
+"""Seconds that a chat template may take for one conversation; it takes milliseconds."""
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class UnusableRow(Exception):
+    """A row that can be no prompt; the message is the reason and follows the words "row 7"."""
+
+
+class EndlessTemplate(Exception):
+    """A chat template that does not come to an end; the message follows the words "row 7"."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"keeps the tokenizer's chat template busy for more than {LIMIT_S:g} s, as one does that loops for ever"
+        )
+
+
+def read_message(message: Any) -> Message:
+    """Return a message of a row with its content as one text, less fields that have no value.
+
+    Its content stays None where it is an assistant's tool call.
+
+    Raises:
+        UnusableRow: It is no message of text.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UnusableRow(NO_MESSAGE)
+    filled = {name: value for name, value in message.items() if value is not None}
+    content, calls = filled.get("content"), filled.get("tool_calls")
+    if "tool_calls" in filled and not (isinstance(calls, list) and all(map(_is_call, calls))):
+        raise UnusableRow('has a tool call that is not {"function": {"name": text, "arguments": dict or JSON text}}')
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        return filled | {"content": "".join(map(_text_of, content))}
+    if content is None and filled["role"] == "assistant" and calls:
+        return filled | {"content": None}
+    if not isinstance(content, str):
+        raise UnusableRow(NO_MESSAGE)
+    return filled
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def encode_chat(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> list[int]:
+    """Return the token ids of a conversation; one that ends in an assistant's message is to be continued.
+
+    Raises:
+        UnusableRow: The chat template refuses it, or fails.
+        EndlessTemplate: The chat template has not come to its end within ``LIMIT_S``.
+        ValueError: The tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "The prompts ask for a chat template, and the tokenizer of data.policy has none; "
+            "choose a chat model, or give plain text without data.system_prompt and data.chat_template."
+        )
+    continues = messages[-1]["role"] == "assistant"
+    if continues and messages[-1]["content"] is None:
+        raise UnusableRow("ends in a tool call, which cannot be continued; add the tool's answer, or take the call out")
+    how = {**options, "add_generation_prompt": not continues, "continue_final_message": continues}
+    with _limited(LIMIT_S):
+        taken = _as_taken(messages, tokenizer, how) if any("tool_calls" in each for each in messages) else messages
+        return list(_apply(taken, tokenizer, {**how, "return_dict": False}))
+
+
+def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Any:
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except (jinja2.TemplateError, *_FAULTS) as error:
+        complaint = " ".join(str(error).split())[:300]
+        if type(error) is jinja2.TemplateError:  # what a template's raise_exception raises
+            raise UnusableRow(f"is refused by the chat template: {complaint}") from error
+        raise UnusableRow(
+            f"makes the tokenizer's chat template fail ({type(error).__name__}: {complaint}); give messages that it "
+            "takes, or mend the template"
+        ) from error
+
+
+def _as_taken(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> Sequence[Message]:
+    """Return a conversation with tool calls in the form that the template takes.
+
+    Templates differ in two things, and those that are given what they do not take fail or write it as Python does:
+    arguments are a dict for most, and text for some; and a call's content is null for most, and empty text for some.
+
+    Raises:
+        UnusableRow: The template takes no form.
+    """
+    shown: dict[tuple[bool, str | None], str] = {}
+    faults: list[UnusableRow] = []
+    forms = {
+        (as_text, blank): [_in_form(message, as_text, blank) for message in messages]
+        for as_text, blank in itertools.product((False, True), (None, ""))
+    }
+    for form, conversation in forms.items():
+        try:
+            shown[form] = _apply(conversation, tokenizer, {**options, "tokenize": False})
+        except UnusableRow as fault:
+            faults.append(fault)
+    if not shown:
+        raise faults[0]
+    of_python = [repr(arguments) for arguments in _arguments(forms[False, ""]) if arguments]
+    clean = {
+        (as_text, blank): text
+        for (as_text, blank), text in shown.items()
+        if text.count("None") <= shown.get((as_text, ""), text).count("None")
+        and not any(arguments in text for arguments in of_python)
+    }
+    if not clean:
+        raise UnusableRow("has tool calls that the tokenizer's chat template writes as Python does; mend the template")
+    for form, text in clean.items():
+        if _shows_calls(text, forms[form], tokenizer, options):
+            return forms[form]
+    rank_zero_warn(
+        "Prompts have earlier tool calls, and the tokenizer's chat template does not show them, so that the policy "
+        "never sees them; choose a model whose template does, or write the calls into the messages' content."
+    )
+    return forms[next(iter(clean))]
+
+
+def _shows_calls(
+    text: str, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> bool:
+    """Whether a conversation, which is rendered as ``text``, reads differently without its tool calls."""
+    without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    try:
+        return bool(_apply(without, tokenizer, {**options, "tokenize": False}) != text)
+    except UnusableRow:
+        return True
+
+
+def _text_of(part: Message) -> str:
+    kind = part.get("type")
+    if kind != "text" and isinstance(kind, str):
+        raise UnusableRow(f"has a chat message with a part of type {kind!r}, and a prompt is text alone; take it out")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise UnusableRow('has a part of a chat message that is not {"type": "text", "text": text}')
+    return part["text"]
+
+
+def _in_form(message: Message, as_text: bool, blank: str | None) -> Message:
+    """A message whose tool calls have their arguments as JSON text, or as what that says, and ``blank`` for null."""
+    if "tool_calls" not in message:
+        return message
+    calls: list[Message] = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        written = {**function, "arguments": _arguments_as(function.get("arguments"), as_text)}
+        calls.append({**call, "function": written} if "function" in call else written)
+    content = message.get("content")
+    return message | {"content": blank if content is None else content, "tool_calls": calls}
+
+
+def _arguments_as(arguments: Any, as_text: bool) -> Any:
+    if as_text:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments  # as a policy may have written them
+
+
+def _arguments(messages: Sequence[Message]) -> Iterator[Any]:
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call.get("function", call)["arguments"]
+            if isinstance(arguments, dict | list):
+                yield arguments
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise ``EndlessTemplate`` in this thread where what is done in Python takes longer.
+
+    A template is Python code, which no timeout of a library ends; a signal would reach the main thread alone.
+    """
+    thread, lock, over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(EndlessTemplate))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            over = True
