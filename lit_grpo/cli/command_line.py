@@ -235,8 +235,9 @@ def cli_arguments(args: list[str] | None) -> dict[str, Any]:
 def run(args: list[str] | None = None) -> None:
     """Parse and run; a mistake in the input ends the program with one sentence and exit code 2."""
     quieten()
+    run_folder = RunFolder()
     try:
-        with RunFolder() as run_folder:
+        with run_folder:
             GRPOCLI(run_folder, **cli_arguments(args))
     except OSError as error:
         if _is_gone(error, run_folder.path) and not os.environ.get("LIT_GRPO_TRACEBACK"):
