@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -309,21 +310,31 @@ def _anew(policy: str, name: str) -> str:
 
 
 _NOISE = ("drop", "jitter", "noise")
+_DRAWS = "router_jitter_noise"  # the name that it has in routers which draw; others keep it as ``jitter_noise``
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
     """With dropout or noise in routing the trainer's log-probs would not be those of the generator.
 
-    How much there is of it is that of a module, or a number (``attention_dropout``, ``layerdrop``,
-    ``router_jitter_noise``) of a module or the config.
+    How much there is of it is that of a module, or a number (``attention_dropout``, ``layerdrop``, ``jitter_noise``) of
+    a module or the config. PhiMoE's routers draw their experts at random in training mode and take
+    ``router_jitter_noise`` for a threshold in both modes, so they keep it and stay in evaluation mode, whose
+    computation has a gradient too.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        if _DRAWS in vars(module):
+            module.train = MethodType(_stay_in_evaluation, module)
     for owner in (*model.modules(), model.config.get_text_config()):
         for name, value in vars(owner).items():
-            if any(noise in name for noise in _NOISE) and isinstance(value, float):
+            if any(noise in name for noise in _NOISE) and name != _DRAWS and isinstance(value, float):
                 setattr(owner, name, 0.0)
+
+
+def _stay_in_evaluation(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    """Take the place of ``module.train``."""
+    return torch.nn.Module.train(module, False)
 
 
 def attend_in_full(model: PreTrainedModel) -> None:

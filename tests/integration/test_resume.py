@@ -173,8 +173,15 @@ def test_a_terminal_that_is_gone_ends_a_run_like_sigterm_unless_nohup_started_it
         arguments = ["--config", "config.yaml", "--run.name", name, "--checkpoint.every_n_updates", "1000"]
         command = [*before, sys.executable, "-m", "lit_grpo", "fit", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "REWARD_S": "0.05"}
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=folder, env=environment, text=True, **streams)
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         wait_until(lambda name=name: num_rows(folder, name) >= 3, process)
         process.send_signal(signal.SIGHUP)
         said = finish(process)
