@@ -107,6 +107,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    "gemma4_unified": {"text_config": {"initializer_range": 0.08}},
     "hyperclovax": {"logits_scaling": 0.5},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
