@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lit_grpo.policy.architecture.logits import logit_map
 from lit_grpo.policy.loading import Given, load_policy
 from lit_grpo.policy.sharding import is_sharded
 
@@ -113,6 +114,7 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, settings: ReferenceSettings) -> None:
         self.model = model.eval().requires_grad_(False)
+        logit_map(model)  # found out now, and not in a batch
         self.settings = settings
         self.device = device
         self._host = HostWeights(model, pinned=device.type == "cuda") if settings.offload else None
