@@ -760,3 +760,34 @@ def test_a_process_that_takes_too_long_is_ended(score_in_processes: Any, caplog:
     score_in_processes(group, timeout_s=5.0)
     assert values_of(group, "score") == [None, 1.0]
     assert "TimeoutError: it took longer than 5 s" in caplog.text
+
+
+CLOSES = """
+import os, sys
+from test_reward_runner import make_group
+from lit_grpo.rewards import RewardFunction, RewardRunner
+
+def python(completion):
+    sys.stdout.close()
+    return 1.0
+
+def descriptors(completion):
+    os.close(1)
+    os.close(2)
+    return 1.0
+
+for function in (python, descriptors):
+    runner = RewardRunner([RewardFunction.of(function, function.__name__)], num_workers=1)
+    runner.score(make_group("text"))
+    print("after", function.__name__, flush=True)
+    print("error after", function.__name__, file=sys.stderr, flush=True)
+    runner.close()
+"""
+
+
+def test_a_function_that_closes_standard_output_silences_nobody() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", CLOSES], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "after python\nafter descriptors\n"
+    assert "error after descriptors" in done.stderr and "A reward function closed stdout" in done.stderr

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
 from lit_grpo.rewards.loading import first_line
+from lit_grpo.rewards.streams import KeptStreams
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
@@ -81,6 +83,8 @@ class RewardRunner:
         # Two loops: one that keeps time, and one for the users' coroutines, which may block it.
         self._keeper: LoopThread | None = None
         self._coroutines: LoopThread | None = None
+        self._streams: KeptStreams | None = None
+        self._told_of_streams = False
 
     def submit(self, *groups: RolloutGroup) -> None:
         """Start to score groups: several at once take less time than one by one."""
@@ -90,6 +94,7 @@ class RewardRunner:
         if self._keeper is None:
             self._workers = asyncio.Semaphore(self._num_workers)
             self._keeper = LoopThread("lit_grpo-rewards")
+            self._streams = KeptStreams()
         surroundings = Surroundings(self.state, self.metrics.log)
         # Here, not on the loop's thread: a thread that is in torch when the interpreter exits aborts the process.
         arguments = [[function.arguments(group, surroundings) for group in groups] for function in self.functions]
@@ -117,6 +122,16 @@ class RewardRunner:
         finally:
             for _, future in pending:
                 future.cancel()
+            self._mend_streams()
+
+    def _mend_streams(self) -> None:
+        """Open standard output again where a function has closed it, and say so once."""
+        mended = [] if self._streams is None else self._streams.mend()
+        if mended and not self._told_of_streams:
+            self._told_of_streams = True
+            warnings.warn(
+                f"A reward function closed {' and '.join(mended)}; the run has opened it again.", stacklevel=2
+            )
 
     def score(self, group: RolloutGroup) -> None:
         """Score a group, and all that were submitted before it, now."""
@@ -132,6 +147,9 @@ class RewardRunner:
             if thread is not None:
                 thread.stop()
         self._keeper = self._coroutines = None
+        if self._streams is not None:
+            self._streams.close()
+        self._streams = None
 
     async def _score(self, groups: Sequence[RolloutGroup], arguments: list[list[Arguments]]) -> list[list[Values]]:
         """Values by function and group, of what each function is to be called with by group."""

@@ -1,0 +1,53 @@
+"""Standard output and error, for those who print after a reward function has closed them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+_NAMES = {1: "stdout", 2: "stderr"}
+
+
+class KeptStreams:
+    """Opens ``sys.stdout``, ``sys.stderr`` and their file descriptors again where somebody has closed them.
+
+    A reward function that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would else end the run
+    at its next line on the screen. What the function's own thread has written by then is lost.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, int] = {}
+        for descriptor in _NAMES:
+            with suppress(OSError):  # there is none, as for a daemon
+                self._copies[descriptor] = os.dup(descriptor)
+
+    def mend(self) -> list[str]:
+        """Open what has been closed; return the names of it."""
+        mended: list[str] = []
+        for descriptor, copy in self._copies.items():
+            name = _NAMES[descriptor]
+            stream = getattr(sys, name)
+            is_gone = not _is_open(descriptor)
+            if is_gone:
+                os.dup2(copy, descriptor)
+            if stream is not None and stream.closed:
+                is_gone = True
+                again = open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                setattr(sys, name, again)
+            mended += [name] if is_gone else []
+        return mended
+
+    def close(self) -> None:
+        """Let go of the copies."""
+        for copy in self._copies.values():
+            os.close(copy)
+        self._copies = {}
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
