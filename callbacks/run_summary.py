@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.budgets.lessons import LESSON, LessonCount
 from lit_grpo.data.module import loaded_prompts
@@ -49,8 +48,6 @@ class RunSummary(pl.Callback):
         assert isinstance(pl_module, GRPOModule)
         if trainer.is_global_zero and not self._told:
             the_console().print(Card("", _facts(trainer, pl_module)))
-            if shared := shared_validation(loaded_prompts(trainer)):
-                rank_zero_warn(f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}.")
         self._told = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -154,8 +151,15 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         "policy": f"{name}, {count(all_weights)} parameters{few}, {module.policy_dtype} on {ranks}{device}",
         "step": ", ".join(filter(None, parts)),
         **_budget(trainer, module),
+        **_shared(trainer),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
+
+
+def _shared(trainer: pl.Trainer) -> dict[str, str]:
+    """That validation prompts are trained on, where they are."""
+    shared = shared_validation(loaded_prompts(trainer))
+    return {"held out": f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}"} if shared else {}
 
 
 def _prompts(data: Any) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from lit_grpo.display.cards import Card, folded
 from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
 from lit_grpo.display.progress import RolloutCount, UpdateCount, pass_text, run_fields, update_fields
+from lit_grpo.training.quiet import quiet
 from lit_grpo.types import PassRule
 
 METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB": 0.5123, "mine": 3.0}
@@ -97,3 +99,10 @@ def test_facts_are_broken_behind_their_commas() -> None:
         f"      {'a' * 26},",
         "      b",
     ]
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_code() -> None:
+    before = warnings.formatwarning
+    with quiet():
+        assert warnings.formatwarning("too few", UserWarning, "x.py", 3, "warn(") == "warning: too few\n"
+    assert warnings.formatwarning is before

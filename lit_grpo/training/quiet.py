@@ -26,21 +26,30 @@ WARNINGS = (
 
 
 def silence() -> None:
-    """Silence it from now on."""
+    """Silence it from now on, and let each warning be one line that says what it warns of."""
+    warnings.formatwarning = _one_line
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
     for logger in LOGGERS:
         logger.setLevel(logging.WARNING)
 
 
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Leave out the place in our code, which says nothing to who reads it."""
+    return f"warning: {message}\n"
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence it for as long as this lasts."""
-    levels = [logger.level for logger in LOGGERS]
+    levels, formatting = [logger.level for logger in LOGGERS], warnings.formatwarning
     with warnings.catch_warnings():
         silence()
         try:
             yield
         finally:
+            warnings.formatwarning = formatting
             for logger, level in zip(LOGGERS, levels, strict=True):
                 logger.setLevel(level)

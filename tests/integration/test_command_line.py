@@ -211,7 +211,7 @@ def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     for checkpoint, target, said in (
         ("absent.ckpt", "other", "There is no checkpoint 'absent.ckpt'"),
-        ("config.yaml", "other", "'config.yaml' is no checkpoint of a run"),
+        ("config.yaml", "other", "'config.yaml' is no checkpoint, or a damaged one"),
         ("runs/task/checkpoints/bset.ckpt", "target", "last.ckpt."),
         ("runs/task/checkpoints/last.ckpt", "runs/task/policy", "is there already; give a folder that is new"),
     ):
