@@ -65,6 +65,10 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys((f"staleness/share_{name}" for name in STALENESS), "rollout_scheduler.mode other than synchronous"),
     **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
     **dict.fromkeys(
+        (f"snapshots/{name}" for name in ("discrepancy", "staleness", "versions", "gib")),
+        "objective.proximal snapshots",
+    ),
+    **dict.fromkeys(
         (
             *(f"rollout/pruned_{name}" for name in ("completions", "tokens_saved")),
             *(f"pruning/{name}" for name in ("active", "auc", "calibration_error", "reward_shift")),

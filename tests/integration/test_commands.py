@@ -224,7 +224,7 @@ def check(name: str, *told: str, said: str) -> None:
         case "fit-check":
             assert f"it fits into {values['--memory'].removesuffix('GiB')} GiB" in said
         case "predict":
-            rows = Path(said.split()[-1].rstrip(".")).read_text().splitlines()
+            rows = Path(re.findall(r"\S+\.jsonl", said)[-1]).read_text().splitlines()
             assert len(rows) == len(Path(values["--data.predict"]).read_text().splitlines()) == 8
         case "export":
             assert is_policy(Path(told[1]))

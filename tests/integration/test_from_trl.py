@@ -88,7 +88,7 @@ def test_a_config_of_trl_is_converted_and_runs(
 
 def test_a_config_that_cannot_be_had_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "trl.yaml"
-    config.write_text(yaml.safe_dump(PLAIN | {"top_k": 50}))
+    config.write_text(yaml.safe_dump(PLAIN | {"top_k": 50, "max_steps": 3}))
     with pytest.raises(SystemExit, match="2"):
         from_trl([str(config)])
     said = capsys.readouterr().err
