@@ -56,8 +56,14 @@ class Refused(Exception):
     """A sentence of ours that says what cannot be had."""
 
 
-def judge(family: str, folder: Path) -> Row:
-    """Take one family through all that a run does; return its row of the table."""
+def judge(family: str, folder: Path, slack: float = 1.0) -> Row:
+    """Take one family through all that a run does; return its row of the table.
+
+    Args:
+        family: The name that transformers gives the family, as ``qwen3_moe``.
+        folder: An empty folder for its policy and exports.
+        slack: What the limits are multiplied by; processors round differently.
+    """
     row: Row = {"family": family, "outcome": "", "slots": "", "prefix": "", "detail": ""}
     row |= dict.fromkeys(LIMITS, "")
     try:
@@ -65,7 +71,7 @@ def judge(family: str, folder: Path) -> Row:
     except Exception as error:
         return row | {"outcome": "not built", "detail": _line(error)}
     try:
-        _judge(row, model, folder)
+        _judge(row, model, folder, slack)
         row["outcome"] = "exact"
     except Refused as refusal:
         row |= {"outcome": "refused", "detail": str(refusal)}
@@ -97,7 +103,7 @@ def _or_refused(call: Callable[[], Any]) -> Any:
         raise
 
 
-def _judge(row: Row, model: PreTrainedModel, folder: Path) -> None:
+def _judge(row: Row, model: PreTrainedModel, folder: Path, slack: float) -> None:
     tokenizer = make_tokenizer()
     model.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
@@ -123,7 +129,7 @@ def _judge(row: Row, model: PreTrainedModel, folder: Path) -> None:
     row["prefix"] = "shared" if prefix is None else prefix
     groups = _sampled(row, policy, plain, tokenizer)
     _learnt(row, policy, plain, groups, prefix is None)
-    over = [f"{name} {row[name]:.2g}" for name, most in LIMITS.items() if not _is_within(row[name], most)]
+    over = [f"{name} {row[name]:.2g}" for name, most in LIMITS.items() if not _is_within(row[name], slack * most)]
     assert not over, f"off by {', '.join(over)}"
 
 

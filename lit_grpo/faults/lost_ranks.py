@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,8 @@ LOOK_S = 0.2
 
 class Child(Protocol):
     """A process that this one has started."""
+
+    returncode: int | None
 
     def poll(self) -> int | None:
         """Return its exit code, once it has ended."""
@@ -30,8 +32,9 @@ class Child(Protocol):
 class RankWatch:
     """Ends this rank with a sentence once another of this machine is gone, as far as one started the other.
 
-    Lightning's launcher looks every five seconds, and ends the first rank without a word; ranks that it has started
-    wait for the first as long as their backend does. torchrun and schedulers look after their ranks themselves.
+    Lightning's launcher looks every five seconds, and ends the first rank without a word: it does not see a child that
+    was killed while this watch lasts. Ranks that it has started wait for the first as long as their backend does.
+    torchrun and schedulers look after their ranks themselves.
 
     Args:
         rank: The number of this rank.
@@ -47,6 +50,9 @@ class RankWatch:
         self._how_to_go_on = how_to_go_on
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="lit_grpo-ranks")
+        for observer in threading.enumerate():
+            if observer.name == "child-process-observer" and children:  # Lightning's, which keeps no other handle of it
+                vars(observer)["_child_processes"] = [_Hidden(child, self._over) for child in children]
         if children or parent is not None:
             self._thread.start()
 
@@ -73,6 +79,21 @@ class RankWatch:
         if self._parent is not None and os.getppid() != self._parent:
             return "Rank 0 is gone"
         return ""
+
+
+class _Hidden:
+    """A child that seems to run on after it was killed, for as long as the watch is not ``over``."""
+
+    def __init__(self, child: Child, over: threading.Event) -> None:
+        self._child, self._over = child, over
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._child, name)
+
+    @property
+    def returncode(self) -> int | None:
+        code = self._child.returncode
+        return code if self._over.is_set() or (code or 0) >= 0 else None
 
 
 def lost_rank(error: BaseException) -> str:

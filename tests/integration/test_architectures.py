@@ -17,22 +17,24 @@ DECODED = (
     *("qwen2_moe", "hrm_text", "diffllama", "got_ocr2"),  # experts, layers that run or attend twice, pictures
 )
 UPDATED = ("bloom", "falcon_mamba", "lfm2", "nemotron", "qwen3_5_text", "recurrent_gemma", "rwkv")
+SLACK = 5.0
+"""The benchmark's limits are for one processor; a test runs on any. What is really wrong is off by 1e-3 or more."""
 REFUSED = ("bert", "bert-generation", "prophetnet", "xlnet")
 
 
 @pytest.mark.parametrize("family", DECODED)
 def test_a_family_that_the_slots_decode_is_exact(family: str, tmp_path: Path) -> None:
-    row = judge(family, tmp_path)
+    row = judge(family, tmp_path, SLACK)
     assert (row["outcome"], row["slots"]) == ("exact", "decode"), row
 
 
 @pytest.mark.parametrize("family", UPDATED)
 def test_a_family_that_they_do_not_is_learnt_from_exactly(family: str, tmp_path: Path) -> None:
-    row = judge(family, tmp_path)
+    row = judge(family, tmp_path, SLACK)
     assert row["outcome"] == "exact" and "let vLLM decode it" in str(row["slots"]), row
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_no_policy_is_refused_in_a_sentence(family: str, tmp_path: Path) -> None:
-    row = judge(family, tmp_path)
+    row = judge(family, tmp_path, SLACK)
     assert row["outcome"] == "refused" and str(row["detail"]).endswith("."), row

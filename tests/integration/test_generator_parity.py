@@ -75,6 +75,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, long rope": ("Phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 80}),
     "olmo2": ("Olmo2", {}),
     "gpt2": ("GPT2", {"n_inner": 64}),
+    "gemma2, capped scores": ("Gemma2", {"head_dim": 8, "sliding_window": 5}),
+    "llama4, chunks": ("Llama4Text", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8}),
+    "gpt oss, sinks": (
+        "GptOss",
+        {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
+    "deepseek v3, latent attention": (
+        "DeepseekV3",
+        {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+         "moe_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 16},
+    ),
+    "phimoe, all layers slide": ("Phimoe", {"sliding_window": 8, "num_local_experts": 2}),
 }  # fmt: skip
 
 
@@ -120,8 +133,9 @@ def generate(model: Any, max_tokens: int) -> list[list[int]]:
 
 
 def double(model: Any) -> Any:
-    """A copy in float64; its experts, if any, by the implementation that knows float64."""
+    """A copy in float64; experts by the implementation that knows float64, attention by the one that caps scores."""
     exact = copy.deepcopy(model).double()
+    exact.set_attn_implementation("eager")
     exact.set_experts_implementation("eager")
     return exact
 
@@ -182,13 +196,8 @@ def test_under_autocast_it_decodes_close_to_the_trainers_forward(tokenizer: Any)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Gemma2", {"head_dim": 8}, "capped attention scores"),
     ("Mamba", {"expand": 2}, "MambaForCausalLM"),
-    ("Llama4Text", {"head_dim": 8, "num_local_experts": 2}, "chunked attention layers"),
-    ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 2}, "attention sinks"),
-    ("DeepseekV3", {"num_key_value_heads": 4}, "keys and values of different sizes"),
     ("Bloom", {}, "does not use transformers' attention interface"),
-    ("Phimoe", {"sliding_window": 8, "num_local_experts": 2}, "sliding window of 8 tokens"),
 ]
 
 

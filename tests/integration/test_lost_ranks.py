@@ -28,6 +28,17 @@ def score(completion):
 FIT = ("-m", "lit_grpo", "fit", "--config", "config.yaml")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 RESUMING = ("--ckpt_path", "runs/task/checkpoints/last.ckpt")
+OBSERVED = """
+import subprocess, sys, time
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lit_grpo.faults.lost_ranks import RankWatch
+import os
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+_ChildProcessObserver(os.getpid(), [child], sleep_period=0.001).start()
+RankWatch(0, [child], None, lambda: "Update 3 is saved.")
+child.kill()
+time.sleep(600)
+"""
 WATCHED = """
 import sys, time
 from lit_grpo.faults import RankWatch
@@ -105,3 +116,9 @@ def test_a_rank_whose_first_rank_is_killed_ends_with_a_sentence() -> None:
     assert run.stdout is not None and run.stdout.readline() == "watches\n"
     run.kill()
     assert run.stdout.read() == "\nerror: Rank 0 is gone, and the others cannot go on. Update 3 is saved.\n"
+
+
+def test_lightnings_observer_does_not_end_the_first_rank_before_it_has_said_why() -> None:
+    run = subprocess.run([sys.executable, "-c", OBSERVED], capture_output=True, text=True, timeout=60)
+    assert run.stderr == "\nerror: Rank 1 is gone, ended by SIGKILL, and the others cannot go on. Update 3 is saved.\n"
+    assert run.returncode == 1

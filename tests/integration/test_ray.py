@@ -123,7 +123,7 @@ def policy(policy_folder: Path) -> Any:
 
 def started(policy: Any, folder: Path, **options: Any) -> Any:
     """A generator with weights on all of its servers."""
-    generator = VLLMServerGenerator(2, timeout_s=5.0, server_args=SERVER_ARGUMENTS, **options)
+    generator = VLLMServerGenerator(2, timeout_s=60.0, server_args=SERVER_ARGUMENTS, **options)
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     sync(generator, policy, 0)
     return generator
