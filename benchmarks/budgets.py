@@ -28,10 +28,10 @@ from benchmarks.rollouts import slots
 from benchmarks.workloads import arithmetic_prompts, arithmetic_rows, load
 from lit_grpo.budgets.allocation import Allocation, Balanced
 from lit_grpo.budgets.hints import Reference
-from lit_grpo.policy.exercises import Remainder, working
 from lit_grpo.rewards import ExactMatch, RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.tasks.arithmetic import Remainder, working
 from lit_grpo.types import PassRule, Prompt, SamplingParams
 
 PICTURE = ROOT / "docs" / "pictures" / "budgets.svg"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.rollouts import ForetoldLengths, kv_tokens, roll_out, slots
-from lit_grpo.scheduling.replay.traces import noisy
+from lit_grpo.tools.simulation.traces import noisy
 from lit_grpo.types import Key, Prompt, SamplingParams
 
 NOISE, LARGE_NOISE = 0.35, 0.7

@@ -26,7 +26,7 @@ from benchmarks.decode_systems import LARGE_NOISE, NOISE, Run, Steps, Work, cont
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import arithmetic_prompts, load, long_tailed
-from lit_grpo.scheduling.replay.step_cost import StepCost
+from lit_grpo.tools.simulation.step_cost import StepCost
 
 CASES = ((2, 32, 16), (1, 256, 64))  # prompts, group size, rows
 PEERS = {"generate": 2.5, "naive micro groups": 1.8, "transformers' continuous batching": 3.0}

@@ -23,9 +23,9 @@ from benchmarks.length_records import NUM_SCALARS, Record, drift, made_up, sampl
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.workloads import HardRows, arithmetic_prompts, load
 from lit_grpo.budgets.history import PromptHistory
-from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.data.sources import RowSource
 from lit_grpo.scheduling.lengths import LengthPredictor, spearman, within_correlation
+from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.types import Prompt
 
 POINTS = (0, 8, 32, 64)

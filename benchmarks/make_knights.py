@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
-from lit_grpo.data import KnightsRows
 from lit_grpo.policy.loading import SHIPPED_KNIGHTS
-from lit_grpo.policy.puzzles import ALPHABET, ANSWER_PATTERN, demonstration, draw_puzzle
+from lit_grpo.tasks import KnightsRows
+from lit_grpo.tasks.knights import ALPHABET, ANSWER_PATTERN, demonstration, draw_puzzle
 
 RECIPE = TinyRecipe(
     num_layers=4,

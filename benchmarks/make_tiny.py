@@ -1,6 +1,6 @@
 """Makes ``tiny``, the embedded policy that comes with the package: ``python -m benchmarks.make_tiny [FOLDER]``.
 
-A tiny Qwen3 is warm-started on :func:`lit_grpo.policy.exercises.demonstration`: first on whole workings, then on
+A tiny Qwen3 is warm-started on :func:`lit_grpo.tasks.arithmetic.demonstration`: first on whole workings, then on
 a crowd most of whom answer hastily. What comes out can do the working, and mostly does not: GRPO is to find
 that the working pays. The same seed gives the same weights, bit for bit, on one kind of CPU; on another they
 round otherwise, and differ: hence it is shipped, and not made where it is used.
@@ -21,10 +21,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lit_grpo.data import ArithmeticRows, RowSource
-from lit_grpo.policy.exercises import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_exercise
+from lit_grpo.data import RowSource
 from lit_grpo.policy.loading import SHIPPED
 from lit_grpo.rewards import ExactMatch
+from lit_grpo.tasks import ArithmeticRows
+from lit_grpo.tasks.arithmetic import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_exercise
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1

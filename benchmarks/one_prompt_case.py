@@ -17,7 +17,7 @@ from benchmarks.processes import read_case, tell
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.workloads import by_key
 from lit_grpo.memory import PeakMemory
-from lit_grpo.scheduling.replay.traces import noisy, synthetic_lengths
+from lit_grpo.tools.simulation.traces import noisy, synthetic_lengths
 from lit_grpo.types import Prompt
 
 

@@ -24,7 +24,7 @@ from benchmarks.workloads import arithmetic_prompts, load
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
-from lit_grpo.scheduling.replay.traces import Trace, load_trace
+from lit_grpo.tools.simulation.traces import Trace, load_trace
 from lit_grpo.types import SamplingParams
 
 MOST_SECONDS = 1.0

@@ -27,7 +27,7 @@ from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_opt
 from benchmarks.rollouts import KnownLengths, lengths_of, replayed
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
-from lit_grpo.scheduling.replay.traces import FAMILIES, Trace, load_trace
+from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
 RECORDED = ROOT / "benchmarks" / "traces" / "demo.jsonl"
 RECORDED_SLOTS = (8, 32)

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.learning_callbacks import POLICIES
 from benchmarks.report import ROOT
 from benchmarks.rollouts import roll_out, slots
-from lit_grpo.data import ArithmeticRows, KnightsRows
 from lit_grpo.policy.loading import EMBEDDED, load_tokenizer
 from lit_grpo.rewards import ExactMatch
+from lit_grpo.tasks import ArithmeticRows, KnightsRows
 from lit_grpo.types import Prompt, SamplingParams
 
 SOURCES = {source.__name__: source for source in (ArithmeticRows, KnightsRows)}

@@ -25,7 +25,7 @@ FIT = (
     *("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false", "--run.name", "run"),
     *("--model.rewards", '[{"function": "exact_match"}]', "--model.num_generations", "8"),
     *("--model.sampling.max_tokens", "64", "--data.batch_size", "4"),
-    *("--data.train", '{"class_path": "lit_grpo.data.ArithmeticRows", "init_args": {"num_rows": 64}}'),
+    *("--data.train", '{"class_path": "lit_grpo.tasks.ArithmeticRows", "init_args": {"num_rows": 64}}'),
 )
 THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
 LEAST = 0.9

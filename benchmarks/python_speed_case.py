@@ -8,7 +8,8 @@ if WAY == "torch first":
     import torch  # noqa: F401
 
 import lit_grpo  # noqa: E402
-from lit_grpo.data import ArithmeticRows, PromptDataModule  # noqa: E402
+from lit_grpo.data import PromptDataModule  # noqa: E402
+from lit_grpo.tasks import ArithmeticRows  # noqa: E402
 
 SETTINGS = {"num_generations": 8, "rewards": ["exact_match"]}
 

@@ -12,15 +12,15 @@ from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
-from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
-from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
+from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
+from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Generator
     from lit_grpo.rollout.slots.rows import TokenRows
     from lit_grpo.rollout.stats import RolloutStats
-    from lit_grpo.scheduling.replay.traces import Trace
+    from lit_grpo.tools.simulation.traces import Trace
 
 __all__ = ["ForetoldLengths", "KnownLengths", "kv_tokens", "lengths_of", "replayed", "roll_out", "slots"]
 

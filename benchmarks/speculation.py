@@ -14,9 +14,9 @@ import sys
 
 from benchmarks.learning_runs import LearningRun, kept_runs, run_all
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from lit_grpo.scheduling.replay import Engine, Trace, load_trace, simulate
-from lit_grpo.scheduling.replay.known import lengths_of
-from lit_grpo.scheduling.replay.speculation import Speculation, SpeculativeReplay
+from lit_grpo.tools.simulation import Engine, Trace, load_trace, simulate
+from lit_grpo.tools.simulation.known import lengths_of
+from lit_grpo.tools.simulation.speculation import Speculation, SpeculativeReplay
 
 PLAN, NOISE = "short_last", 0.35
 TASKS = {"arithmetic": 60, "knights": 20}

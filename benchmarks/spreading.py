@@ -30,7 +30,7 @@ from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import lengths_of, replayed
 from benchmarks.spreading_case import Case, Workload, dealt_first_come, draw_visits
 from lit_grpo.budgets.spreading import spread
-from lit_grpo.scheduling.replay.traces import Trace
+from lit_grpo.tools.simulation.traces import Trace
 
 NOISE = 0.5
 WORKLOADS = (Workload(16, 16, 64, 1024, 0.5), Workload(32, 16, 64, 1024, 0.5), Workload(32, 16, 64, 1024, 0.9))

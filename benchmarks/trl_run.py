@@ -18,9 +18,9 @@ import yaml
 
 from benchmarks.learning_callbacks import Stopwatch, is_kept, policy_folder, write_time
 from benchmarks.report import ROOT
-from lit_grpo.data import ArithmeticRows, KnightsRows
 from lit_grpo.policy.loading import EMBEDDED
 from lit_grpo.rewards import ExactMatch
+from lit_grpo.tasks import ArithmeticRows, KnightsRows
 
 LONGEST_PROMPT = 96
 SOURCES = {source.__name__: source for source in (ArithmeticRows, KnightsRows)}

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.data.sources import RowSource
-from lit_grpo.policy.splits import Split
-from lit_grpo.scheduling.replay.traces import synthetic_lengths
+from lit_grpo.tasks import ArithmeticRows
+from lit_grpo.tasks.drawn import Split
+from lit_grpo.tools.simulation.traces import synthetic_lengths
 from lit_grpo.types import Key, Prompt
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.dashboard.tensorboard import png_summary
 from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
@@ -86,7 +86,7 @@ class RolloutTimeline(pl.Callback):
             if isinstance(logger, WandbLogger):
                 logger.log_image("timeline", [str(path)], step)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment._get_file_writer().add_summary(png_summary("timeline", path.read_bytes()), step)
+                logger.experiment._get_file_writer().add_summary(_png_summary("timeline", path.read_bytes()), step)
 
 
 def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
@@ -120,3 +120,13 @@ def _rows(step: int, batch: PromptBatch, with_tokens: bool) -> list[dict[str, An
 def _tokens(rollout: Rollout) -> dict[str, list[int]]:
     prompt = list(rollout.prompt.token_ids)
     return {"token_ids": rollout.completion.token_ids_T.tolist(), "prompt_token_ids": prompt}
+
+
+def _png_summary(tag: str, png: bytes) -> Any:
+    """Make a summary of a picture as it is: drawing it anew takes as long as the first time."""
+    from tensorboard.compat.proto import summary_pb2
+
+    summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+    width, height = struct.unpack(">II", png[16:24])  # of the header
+    image = summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+    return summary(value=[summary.Value(tag=tag, image=image)])

@@ -7,7 +7,7 @@ averaged. Whatever it is named there, ``objective.loss`` can be set to.
 import torch
 
 import lit_grpo
-from lit_grpo.data import ArithmeticRows
+from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.update.objective.recipes import RECIPES, Recipe, Surrogate
 from lit_grpo.update.objective.tokens import Tokens
 

@@ -5,9 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lit_grpo.data import ArithmeticRows, PromptDataModule
+from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.training import TRAINER_DEFAULTS, default_callbacks
 from lit_grpo.types import SamplingParams
 

@@ -3,6 +3,9 @@
 import gc
 import os
 import sys
+from importlib import import_module
+
+from lit_grpo.tools.commands import TOOLS
 
 
 def main() -> None:
@@ -22,54 +25,23 @@ def main() -> None:
 
 def start() -> None:
     """Run the part that is asked for; each imports what it needs itself."""
-    if sys.argv[1:2] == ["simulate"]:  # needs no torch, whose import would take most of the time
-        from lit_grpo.cli.simulate import main as simulate
-
-        simulate(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["report"]:
-        from lit_grpo.cli.report import main as report
-
-        report(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["serve"]:
-        from lit_grpo.cli.serve import main as serve
-
-        serve(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["dashboard"]:
-        from lit_grpo.cli.dashboard import main as dashboard
-
-        dashboard(sys.argv[2:])
-        return
-    if sys.argv[1:] == ["--version"]:
+    arguments = sys.argv[1:]
+    if arguments == ["--version"]:
         from lit_grpo import __version__
 
         print(f"lit_grpo {__version__}")
         return
-    if sys.argv[1:2] == ["from-trl"]:
-        from lit_grpo.cli.from_trl import main as from_trl
-
-        from_trl(sys.argv[2:])
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU build tells of its memory binding
+    tool = TOOLS.get(arguments[0]) if arguments else None
+    if tool is not None and not tool.has_settings_of_a_run:
+        import_module(tool.module).main(arguments[1:])
         return
     from lit_grpo.cli.parsing.early import check_early
 
-    check_early(sys.argv[1:])
-    _announce(sys.argv[1:])
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's CPU build tells of its memory binding
-    if sys.argv[1:2] == ["export"]:
-        from lit_grpo.cli.export import main as export
-
-        export(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["doctor"]:
-        from lit_grpo.cli.doctor import main as examine
-
-        examine(sys.argv[2:])
-    if sys.argv[1:2] == ["fit-check"]:
-        from lit_grpo.cli.fit_check import main as fit_check
-
-        fit_check(sys.argv[2:])
+    check_early(arguments)
+    _announce(arguments)
+    if tool is not None:
+        import_module(tool.module).main(arguments[1:])
         return
     gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes a third of the time
     from lit_grpo.cli.command_line import run

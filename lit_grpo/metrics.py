@@ -45,7 +45,7 @@ def rollout_metrics(
     """Return what is logged of a batch's fresh rollouts on all ranks, kept or not, by name; NaN for what is of nothing.
 
     Of groups it is what all members show that were sampled at this visit: none that is replayed counts. What the names
-    mean stands in ``lit_grpo/dashboard/metrics.yaml``; where TRL has them, they mean the same.
+    mean stands in ``lit_grpo/tools/dashboard/metrics.yaml``; where TRL has them, they mean the same.
 
     Args:
         groups: Of this rank; any of them may have no member.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.dashboard import sections
+from lit_grpo.tools.dashboard import sections
 
 HOSTILE = (
     "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">\x1b[2J\u202e"

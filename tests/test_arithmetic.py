@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from lit_grpo.data.drawn import ArithmeticRows
-from lit_grpo.policy.exercises import ALPHABET, ANSWER_PATTERN, Remainder, demonstration, draw_exercise, working
 from lit_grpo.rewards.builtin import ExactMatch
+from lit_grpo.tasks import ArithmeticRows
+from lit_grpo.tasks.arithmetic import ALPHABET, ANSWER_PATTERN, Remainder, demonstration, draw_exercise, working
 
 
 def draw(count: int, seed: int = 0) -> list[Remainder]:
@@ -52,7 +52,7 @@ def test_rows_are_the_same_each_time_and_differ_by_seed() -> None:
 
 
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process() -> None:
-    code = "from lit_grpo.data import ArithmeticRows; print([r['prompt'] for r in ArithmeticRows(num_rows=5).rows()])"
+    code = "from lit_grpo.tasks import ArithmeticRows; print([r['prompt'] for r in ArithmeticRows(num_rows=5).rows()])"
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout == f"{[row['prompt'] for row in ArithmeticRows(num_rows=5).rows()]}\n"

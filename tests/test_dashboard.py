@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.cli import dashboard
 from lit_grpo.cli.parsing.settings import check_settings
-from lit_grpo.dashboard import Panel, explain, sections
-from lit_grpo.dashboard.tensorboard import tag
+from lit_grpo.tools.commands import dashboard
+from lit_grpo.tools.dashboard import Panel, explain, sections
+from lit_grpo.tools.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import WandB
 
 
@@ -92,5 +92,7 @@ def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch: pytest.Monke
 def test_the_specification_is_read_without_torch(tmp_path: Path) -> None:
     import subprocess
 
-    code = "import sys, lit_grpo.dashboard; lit_grpo.dashboard.sections(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, lit_grpo.tools.dashboard; lit_grpo.tools.dashboard.sections(); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-from lit_grpo.cli import simulate
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments
 from lit_grpo.cli.parsing.sentences import shipped_config
-from lit_grpo.dashboard import explain, sections
+from lit_grpo.tools.commands import simulate
+from lit_grpo.tools.dashboard import explain, sections
 from lit_grpo.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +134,7 @@ def check(name: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> Non
             simulate._make_parser().parse_args(told)
         elif name in OWN - LIKE_FIT:
             with pytest.raises(SystemExit, match="0"):
-                import_module(f"lit_grpo.cli.{name.replace('-', '_')}").main(["--help"])
+                import_module(f"lit_grpo.tools.commands.{name.replace('-', '_')}").main(["--help"])
             said = capsys.readouterr().out
             assert all(re.search(rf"{each}\b", said) for each in told if each.startswith("--")), (name, told)
         else:

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lit_grpo.policy.saving as saving
 from benchmarks.small_models import small_model
 from lit_grpo.checkpoints import read_state
-from lit_grpo.cli.export import main as export_checkpoint
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import BrokenPolicyError, ExportError, export
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, lora_layers
+from lit_grpo.tools.commands.export import main as export_checkpoint
 from lit_grpo.update.logprobs.reference import InitialAdapterReference
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective

@@ -14,11 +14,11 @@ from hand_made import Batches, Checkpoints, make_module, make_trainer, random_gr
 from safetensors.torch import load_file, save_file
 
 from lit_grpo.checkpoints import read_state
-from lit_grpo.cli.export import main as export
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.frozen import fingerprint
 from lit_grpo.policy.loading import load_policy
+from lit_grpo.tools.commands.export import main as export
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 LORA = LoraSettings(r=1, target_modules=["q_proj"])

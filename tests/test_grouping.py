@@ -13,7 +13,7 @@ from lit_grpo.scheduling.plans.grouping import (
     makespan,
     packed_lanes,
 )
-from lit_grpo.scheduling.replay.traces import load_trace
+from lit_grpo.tools.simulation.traces import load_trace
 
 
 def least_makespan(lengths: np.ndarray, num_lanes: int) -> float:

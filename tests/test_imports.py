@@ -9,24 +9,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets"}
+TOOLS = {f"tools.{room}" for room in ("commands", "dashboard", "doctor", "migration", "simulation")}
 ROOMS: dict[str, set[str]] = {
     "trajectory": set(),
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
     "process": set(),
-    "dashboard": set(),
-    "dashboard.report": {"dashboard", "terminal", "budgets"},
     "display": {"terminal", "scheduling"},
     "ranks": set(),
     "budgets": {"types", "settings"},
     "optim": set(),
-    "migration": set(),
     "policy": UTILITIES,
     "scheduling": {"types"},
     "scheduling.plans": {"types", "scheduling"},
     "scheduling.lengths": {"types", "budgets", "scheduling"},
-    "scheduling.replay": {"types", "scheduling", "scheduling.plans", "rollout"},
     "rewards": UTILITIES,
     "rollout.weights": {*UTILITIES, "policy"},
     "rollout": {
@@ -57,6 +54,10 @@ ROOMS: dict[str, set[str]] = {
     "faults": UTILITIES,
     "evaluation": {*UTILITIES, "faults", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
+    "tasks": {"data"},
+    "tools.dashboard": {"terminal", "budgets"},
+    "tools.migration": set(),
+    "tools.simulation": {"types", "scheduling", "scheduling.plans", "rollout"},
     "module": {
         *UTILITIES,
         *("metrics", "checks", "strategies", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
@@ -67,10 +68,11 @@ ROOMS: dict[str, set[str]] = {
 }
 """Which rooms each room may import, itself apart. Callbacks may import all of them, and the command line those too."""
 ABOVE = {
-    "callbacks": {"training", "doctor", "cli"},
-    "training": {"doctor", "cli"},
-    "doctor": {"training", "cli"},
-    "cli": set[str](),
+    "callbacks": {"training", "cli", "tasks", *TOOLS},
+    "training": {"cli", "tasks", *TOOLS} - {"tools.dashboard"},
+    "tools.doctor": {"training", "cli", "tools.commands"},
+    "cli": {"tools.doctor"},
+    "tools.commands": set[str](),
 }
 """Which rooms those that stand above all others may not import."""
 ONLY_IN = {
@@ -82,11 +84,12 @@ ONLY_IN = {
         "strategies",
         "data",
         "training",
-        "doctor",
+        "tools.doctor",
+        "tools.commands",
         "cli",
         "callbacks",
     },
-    "lit_grpo.callbacks": {"training", "doctor", "cli", "callbacks"},
+    "lit_grpo.callbacks": {"training", "tools.doctor", "tools.commands", "cli", "callbacks"},
     "vllm": {"rollout.vllm"},
     "ray": {"rollout.vllm", "strategies"},
 }
@@ -121,9 +124,10 @@ def imported(module: str) -> set[str]:
 def room(module: str) -> str | None:
     """The room that a module of ours is in; None for the package itself, its start and what is not ours."""
     parts = module.removeprefix("lit_grpo.").split(".")
-    if module in ("lit_grpo", "lit_grpo.__main__") or parts[0] not in {*ABOVE, *(name.split(".")[0] for name in ROOMS)}:
-        return None
-    return ".".join(parts[:2]) if ".".join(parts[:2]) in ROOMS else parts[0]
+    rooms = {*ROOMS, *ABOVE}
+    if ".".join(parts[:2]) in rooms:
+        return ".".join(parts[:2])
+    return parts[0] if parts[0] in {name.split(".")[0] for name in rooms} - {"tools"} else None
 
 
 def test_a_room_imports_only_those_below_it() -> None:
@@ -131,7 +135,7 @@ def test_a_room_imports_only_those_below_it() -> None:
     for module in MODULES:
         own = room(module)
         if own is None:
-            assert module in ("lit_grpo", "lit_grpo.__main__")
+            assert module in ("lit_grpo", "lit_grpo.__main__", "lit_grpo.tools")
             continue
         for name in imported(module):
             other = room(name) if name.startswith("lit_grpo.") or name in MODULES else None

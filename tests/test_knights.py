@@ -7,20 +7,21 @@ from itertools import permutations, product
 
 import pytest
 
-from lit_grpo.data.drawn import PUZZLES_OF_THE_FEWEST, KnightsRows
-from lit_grpo.policy.puzzles import (
+from lit_grpo.rewards.builtin import ExactMatch
+from lit_grpo.tasks.knights import (
     ALPHABET,
     ANSWER_PATTERN,
     CHARACTERS,
     KNIGHTS,
     LONGEST_WORKING,
+    PUZZLES_OF_THE_FEWEST,
     Claim,
+    KnightsRows,
     Puzzle,
     demonstration,
     draw_puzzle,
     working,
 )
-from lit_grpo.rewards.builtin import ExactMatch
 
 TEXT = "A=ABB/CAC|BC:"
 

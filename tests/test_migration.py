@@ -15,10 +15,10 @@ import torch
 from lit_grpo.cli.command_line import GROUPS
 from lit_grpo.cli.parsing.errors import InputParser
 from lit_grpo.data.module import PromptDataModule
-from lit_grpo.migration import TRL, VERL, convert_trl
-from lit_grpo.migration.page import migration_page
 from lit_grpo.module import GRPOModule
 from lit_grpo.optim import WarmupDecayLR
+from lit_grpo.tools.migration import TRL, VERL, convert_trl
+from lit_grpo.tools.migration.page import migration_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 LEAST = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lit_grpo.data.overlap import shared_validation
-from lit_grpo.doctor.prompts import differing_parts
+from lit_grpo.tools.doctor.prompts import differing_parts
 from lit_grpo.types import Prompt
 
 

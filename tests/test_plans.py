@@ -11,7 +11,7 @@ import pytest
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
 from lit_grpo.scheduling.plans.queue import Queue
-from lit_grpo.scheduling.replay.known import KnownLengths
+from lit_grpo.tools.simulation.known import KnownLengths
 
 
 def jobs(prompt_id: str, count: int) -> list[Job]:

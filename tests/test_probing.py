@@ -20,9 +20,9 @@ from lit_grpo.scheduling.lengths import Outcome
 from lit_grpo.scheduling.lengths.probe import ProbeChoice, count_steps, time_slices
 from lit_grpo.scheduling.plans.plan import BLIND, PLANS
 from lit_grpo.scheduling.plans.probing import Probing
-from lit_grpo.scheduling.replay.known import KnownLengths
-from lit_grpo.scheduling.replay.simulator import Engine, simulate
-from lit_grpo.scheduling.replay.traces import load_trace
+from lit_grpo.tools.simulation.known import KnownLengths
+from lit_grpo.tools.simulation.simulator import Engine, simulate
+from lit_grpo.tools.simulation.traces import load_trace
 from lit_grpo.types import Key, SamplingParams
 
 FOLLOWING = sorted(set(PLANS) - BLIND)

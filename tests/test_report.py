@@ -15,12 +15,12 @@ import yaml
 from filelock import FileLock
 from made_runs import HOSTILE, make_run
 
-from lit_grpo.cli.report import main
-from lit_grpo.dashboard import sections
-from lit_grpo.dashboard.report import read_folder, write_report
-from lit_grpo.dashboard.report.content import MAX_OWN, report_content
-from lit_grpo.dashboard.report.curves import MAX_POINTS, axis, points, rank_correlation
-from lit_grpo.dashboard.report.folder import MAX_TIMELINES
+from lit_grpo.tools.commands.report import main
+from lit_grpo.tools.dashboard import sections
+from lit_grpo.tools.dashboard.report import read_folder, write_report
+from lit_grpo.tools.dashboard.report.content import MAX_OWN, report_content
+from lit_grpo.tools.dashboard.report.curves import MAX_POINTS, axis, points, rank_correlation
+from lit_grpo.tools.dashboard.report.folder import MAX_TIMELINES
 
 ASSETS = Path(__file__).parents[1] / "lit_grpo" / "dashboard" / "report" / "assets"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.dashboard.tensorboard import tag
+from lit_grpo.tools.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.run import _opened
 from lit_grpo.training.run_folder import RunConfig, RunFolder

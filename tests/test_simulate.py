@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.cli.simulate import main
 from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.tools.commands.simulate import main
 
 SMALL = "lognormal_mild:prompts=2,group=4,max_tokens=40"
 

@@ -14,10 +14,10 @@ from lit_grpo.scheduling.flight import RETRY_STEPS
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
 from lit_grpo.scheduling.plans.queue import Queue
-from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
-from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
-from lit_grpo.scheduling.replay.step_cost import StepCost
-from lit_grpo.scheduling.replay.traces import Trace, load_trace
+from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
+from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
+from lit_grpo.tools.simulation.step_cost import StepCost
+from lit_grpo.tools.simulation.traces import Trace, load_trace
 from lit_grpo.types import Key
 
 REFILLING = [name for name in PLANS if name != "full_group"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import random_policy
 
-from lit_grpo.data import ArithmeticRows
 from lit_grpo.policy.loading import SHIPPED, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import Observation
@@ -20,6 +19,7 @@ from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.slots import drafts as drafts_module
 from lit_grpo.rollout.slots.queries import Queries
 from lit_grpo.rollout.slots.rows import TokenRows
+from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Trajectory
 
 PROMPTS = [Prompt("a", (2, 3, 4, 2, 3), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (5,), "")]

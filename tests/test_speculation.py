@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from lit_grpo.scheduling.drafting import ROOT, SHORTEST_MATCH, Drafts, SuffixAutomaton
-from lit_grpo.scheduling.replay.known import lengths_of
-from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
-from lit_grpo.scheduling.replay.speculation import Speculation, SpeculativeReplay
-from lit_grpo.scheduling.replay.traces import Trace
+from lit_grpo.tools.simulation.known import lengths_of
+from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
+from lit_grpo.tools.simulation.speculation import Speculation, SpeculativeReplay
+from lit_grpo.tools.simulation.traces import Trace
 
 PROMPT = (70, 80)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.replay.step_cost import StepCost
+from lit_grpo.tools.simulation.step_cost import StepCost
 
 
 def test_a_segment_costs_what_its_steps_do_one_by_one() -> None:

@@ -24,8 +24,8 @@ from benchmarks.make_tiny import (
     warm_start,
 )
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.exercises import ALPHABET, Remainder, working
 from lit_grpo.policy.loading import SHIPPED
+from lit_grpo.tasks.arithmetic import ALPHABET, Remainder, working
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=6, crowd_steps=2, batch_tokens=256

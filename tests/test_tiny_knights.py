@@ -12,7 +12,7 @@ from benchmarks.make_knights import KNIGHTS, RECIPE, main
 from benchmarks.make_tiny import TinyRecipe, exact_match, make_tokenizer, new_model
 from lit_grpo.policy import load_policy, load_tokenizer
 from lit_grpo.policy.loading import SHIPPED_KNIGHTS
-from lit_grpo.policy.puzzles import ALPHABET
+from lit_grpo.tasks.knights import ALPHABET
 
 SHORT = TinyRecipe(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, num_steps=4, crowd_steps=2, batch_tokens=256

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.replay.known import KnownLengths, lengths_of
-from lit_grpo.scheduling.replay.traces import FAMILIES, load_trace, noisy, synthetic_trace
+from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
+from lit_grpo.tools.simulation.traces import FAMILIES, load_trace, noisy, synthetic_trace
 
 GOOD = {"prompt_id": "a", "sample_id": 0, "prompt_tokens": 3, "tokens": 9}
 

@@ -28,6 +28,8 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
+from lit_grpo.tasks import DrawnRows as DrawnRows  # so that a config may name a task by its class alone
+from lit_grpo.tools.commands import TOOLS
 from lit_grpo.training.defaults import CALLBACKS, TRAINER_DEFAULTS
 from lit_grpo.training.loggers import make_loggers
 from lit_grpo.training.quiet import silence
@@ -37,12 +39,7 @@ from lit_grpo.update.metrics import LogprobGapError
 RUN_NAME = "LIT_GRPO_RUN_NAME"
 """The variable by which the ranks that the first one starts know the run's name."""
 
-EPILOG = (
-    "Also: python -m lit_grpo doctor, with the arguments of fit (a check-up of a run before it begins), fit-check, "
-    "with the same (what it will take of memory), and, each with --help: export (a checkpoint's policy), report (a run "
-    "as one HTML file), dashboard (a view in W&B), simulate (plans in pictures, without a model), serve (a vLLM server "
-    "for a policy), from-trl (a config of TRL's as one of ours); --version"
-)
+EPILOG = "Also, each with --help: " + ", ".join(f"{name} ({tool.what})" for name, tool in TOOLS.items()) + "; --version"
 
 GROUPS: dict[str, type] = {
     "run": RunConfig,

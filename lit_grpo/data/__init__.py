@@ -1,7 +1,6 @@
 """Where prompts come from: rows of any source, rendered, tokenised and put into batches."""
 
-from lit_grpo.data.drawn import ArithmeticRows, DrawnRows, KnightsRows
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import FileRows, HubRows, RowSource
 
-__all__ = ["ArithmeticRows", "DrawnRows", "FileRows", "HubRows", "KnightsRows", "PromptDataModule", "RowSource"]
+__all__ = ["FileRows", "HubRows", "PromptDataModule", "RowSource"]

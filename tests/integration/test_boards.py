@@ -15,10 +15,10 @@ from wandb_file import WandbRun, read_wandb
 
 import lit_grpo
 from lit_grpo.cli.command_line import run
-from lit_grpo.dashboard import explain, sections
-from lit_grpo.dashboard.tensorboard import tag
 from lit_grpo.metrics import STALENESS
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.tools.dashboard import explain, sections
+from lit_grpo.tools.dashboard.tensorboard import tag
 
 pytestmark = pytest.mark.integration
 
@@ -216,7 +216,7 @@ def test_tensorboard_begins_with_the_reward(folder: Path) -> None:
 
 def test_a_workspace_names_only_metrics_that_there_are() -> None:
     pytest.importorskip("wandb_workspaces")
-    from lit_grpo.dashboard.workspace import make_workspace
+    from lit_grpo.tools.dashboard.workspace import make_workspace
 
     workspace = make_workspace("someone", "something")
     assert [section.name for section in workspace.sections] == [section.title for section in sections()]
@@ -258,6 +258,6 @@ def test_a_run_from_python_tells_its_settings_too(
 
 def test_the_page_on_metrics_is_the_specification() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    from lit_grpo.dashboard.page import metrics_page
+    from lit_grpo.tools.dashboard.page import metrics_page
 
-    assert page == metrics_page(), "run python -m lit_grpo.dashboard.page > docs/metrics.md"
+    assert page == metrics_page(), "run python -m lit_grpo.tools.dashboard.page > docs/metrics.md"

@@ -18,9 +18,9 @@ from conftest import random_policy, save_tokenizer
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
 from lit_grpo.cli.command_line import run
-from lit_grpo.cli.export import main as export
 from lit_grpo.cli.parsing.names import GENERATORS
-from lit_grpo.cli.simulate import main as simulate
+from lit_grpo.tools.commands.export import main as export
+from lit_grpo.tools.commands.simulate import main as simulate
 from lit_grpo.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.integration

@@ -15,8 +15,6 @@ import torch
 from conftest import ALPHABET, random_policy, save_tokenizer
 from test_readme import block
 
-from lit_grpo.cli.doctor import main
-from lit_grpo.data.drawn import ArithmeticRows
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
@@ -24,6 +22,8 @@ from lit_grpo.rollout.generator import InFlight
 from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
+from lit_grpo.tasks import ArithmeticRows
+from lit_grpo.tools.commands.doctor import main
 from lit_grpo.types import Completion, Request
 
 pytestmark = pytest.mark.integration
@@ -270,13 +270,15 @@ def no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
 
 def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
     """There is a little memory left."""
-    monkeypatch.setattr("lit_grpo.doctor.memory.free_bytes", lambda device: 2**19)
+    monkeypatch.setattr("lit_grpo.tools.doctor.memory.free_bytes", lambda device: 2**19)
     return []
 
 
 def little_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
     """There is a little disk left."""
-    monkeypatch.setattr("lit_grpo.doctor.checkpoint.shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**18}))
+    monkeypatch.setattr(
+        "lit_grpo.tools.doctor.checkpoint.shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**18})
+    )
     return []
 
 

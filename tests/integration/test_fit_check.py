@@ -13,7 +13,7 @@ from benchmarks.memory_case import Case
 from benchmarks.processes import LEAN, measured
 from benchmarks.random_policies import Sizes as Qwen3Sizes
 from benchmarks.random_policies import random_qwen3
-from lit_grpo.cli.fit_check import main as fit_check
+from lit_grpo.tools.commands.fit_check import main as fit_check
 from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 
 pytestmark = pytest.mark.integration

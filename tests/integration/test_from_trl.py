@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lit_grpo.cli.command_line import run
-from lit_grpo.cli.from_trl import main as from_trl
+from lit_grpo.tools.commands.from_trl import main as from_trl
 
 pytestmark = pytest.mark.integration
 

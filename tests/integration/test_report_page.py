@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from made_runs import make_run
 
-from lit_grpo.dashboard.report import read_folder, write_report
-from lit_grpo.dashboard.report.content import report_content
+from lit_grpo.tools.dashboard.report import read_folder, write_report
+from lit_grpo.tools.dashboard.report.content import report_content
 
 pytestmark = pytest.mark.integration
 

@@ -24,8 +24,8 @@ import torch
 from conftest import random_policy
 from hand_made import SERVER_ARGUMENTS, save_policy_for_vllm
 
-from lit_grpo.cli.doctor import main as doctor
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, TOKEN_VARIABLE
+from lit_grpo.tools.commands.doctor import main as doctor
 
 pytestmark = pytest.mark.integration
 

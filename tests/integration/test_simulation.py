@@ -18,9 +18,9 @@ from lit_grpo.rollout.slots.forward import decode_step
 from lit_grpo.rollout.slots.kv.memory import KVBudget
 from lit_grpo.scheduling.layouts import Pieces
 from lit_grpo.scheduling.plans.plan import PLANS
-from lit_grpo.scheduling.replay.known import KnownLengths
-from lit_grpo.scheduling.replay.simulator import Engine, simulate
-from lit_grpo.scheduling.replay.traces import Trace, noisy
+from lit_grpo.tools.simulation.known import KnownLengths
+from lit_grpo.tools.simulation.simulator import Engine, simulate
+from lit_grpo.tools.simulation.traces import Trace, noisy
 from lit_grpo.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.integration

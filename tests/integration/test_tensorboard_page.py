@@ -13,8 +13,8 @@ import pytest
 from conftest import random_policy
 
 import lit_grpo
-from lit_grpo.dashboard import sections
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.tools.dashboard import sections
 
 pytestmark = pytest.mark.integration
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import yaml
 
 from lit_grpo.cli.parsing.sentences import CONFIG, did_you_mean, exit_with, near, nearest, with_paths
+from lit_grpo.tools.commands import TOOLS
 
-COMMANDS = ("fit", "validate", "test", "predict", "doctor", "fit-check")
+COMMANDS = ("fit", "validate", "test", "predict", *(name for name, tool in TOOLS.items() if tool.has_settings_of_a_run))
 """Those that take the settings of a run."""
 TABLE = Path(__file__).with_name("options.txt")
 HELP = Path(__file__).with_name("fit_help.txt")
@@ -29,16 +30,10 @@ Train, with the settings of a run (python -m lit_grpo fit --help lists them):
   validate   sample and reward the validation prompts
   test       the same with the test prompts
   predict    sample completions, and write them to a file
-  doctor     a check-up of a run before it begins, with the arguments of fit
-  fit-check  what a run will take of memory, with the arguments of fit
+{of_a_run}
 
 Beside a run (each has a --help of its own):
-  export     a checkpoint's policy as a Hugging Face folder
-  report     a run as one HTML file
-  dashboard  a view of runs in W&B or TensorBoard
-  simulate   plans in pictures, without a model
-  serve      a vLLM server for a policy
-  from-trl   a config of TRL's as one of ours
+{beside}
 
   -c CONFIG, --config CONFIG  a YAML file, or the name of a config of the package
   --print_config              show all settings, and exit
@@ -52,7 +47,7 @@ OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
 def check_early(arguments: Sequence[str]) -> None:
     """Show a help that is asked for, or end with a sentence where a field does not exist or a config is no YAML."""
     if list(arguments) in (["--help"], ["-h"]):
-        print(OVERVIEW, end="")
+        print(OVERVIEW.format(of_a_run=_tools(True), beside=_tools(False)), end="")
         sys.exit()
     if list(arguments) in (["fit", "--help"], ["fit", "-h"]):
         print(HELP.read_text(), end="")
@@ -69,6 +64,11 @@ def check_early(arguments: Sequence[str]) -> None:
                 _check_file(Path(argument.removeprefix("--config=")))
             elif name.startswith("--") and " " not in name and not _exists(name.removeprefix("--")):
                 exit_with(f"unrecognized arguments: {argument}{nearest(argument, _options())}")
+
+
+def _tools(has_settings_of_a_run: bool) -> str:
+    tools = [(name, tool) for name, tool in TOOLS.items() if tool.has_settings_of_a_run == has_settings_of_a_run]
+    return "\n".join(f"  {name:9}  {tool.what}" for name, tool in tools)
 
 
 @cache

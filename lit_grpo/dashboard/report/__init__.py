@@ -1,6 +1,0 @@
-"""What a run has left in its folder, as one HTML file that needs no network."""
-
-from lit_grpo.dashboard.report.folder import RunRecords, read_folder
-from lit_grpo.dashboard.report.page import write_report
-
-__all__ = ["RunRecords", "read_folder", "write_report"]

@@ -1,6 +1,0 @@
-"""Configs of other trainers, and what their fields are called here."""
-
-from lit_grpo.migration.table import TRL, VERL, Counterpart
-from lit_grpo.migration.trl import Converted, convert_trl
-
-__all__ = ["TRL", "VERL", "Converted", "Counterpart", "convert_trl"]

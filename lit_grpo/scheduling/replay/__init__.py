@@ -1,7 +1,0 @@
-"""What a plan would make of recorded or made-up lengths."""
-
-from lit_grpo.scheduling.replay.simulator import Engine, Schedule, simulate
-from lit_grpo.scheduling.replay.step_cost import StepCost
-from lit_grpo.scheduling.replay.traces import Trace, load_trace
-
-__all__ = ["Engine", "Schedule", "StepCost", "Trace", "load_trace", "simulate"]

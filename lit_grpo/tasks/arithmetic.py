@@ -1,0 +1,166 @@
+"""A task that needs written working: remainders by repeated subtraction.
+
+``312%47=`` asks for the remainder of 312 divided by 47. The working subtracts the divisor until less than
+the divisor is left, and each line of it is a true equation with the same answer::
+
+    312%47=265%47=218%47=171%47=124%47=077%47=030
+
+Numbers are written with three digits and divisors with two, so that equal places are equally far apart.
+How often the divisor goes into the number decides how long the working is, and it is drawn from a geometric
+distribution: most workings are a few subtractions, a few are eighteen.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from lit_grpo.tasks.drawn import DrawnRows, Split, geometric, split_of
+
+ANSWER_PATTERN = r"(?:^|=)(\d+)$"
+"""Group 1 of its match is the answer of a completion: the number after the last equals sign."""
+
+ALPHABET = "0123456789%="
+"""Every character of a prompt or of a working."""
+
+SMALLEST_DIVISOR, LARGEST_DIVISOR = 11, 49
+MOST_STEPS = 18
+CONTINUE = 0.72  # the chance that a working has one more subtraction
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """One exercise: ``number % divisor``."""
+
+    number: int
+    divisor: int
+
+    @property
+    def prompt(self) -> str:
+        """The exercise as text."""
+        return f"{self.number:03d}%{self.divisor}="
+
+    @property
+    def answer(self) -> str:
+        """The remainder as text."""
+        return f"{self.number % self.divisor:03d}"
+
+    @property
+    def num_steps(self) -> int:
+        """How many subtractions its working has."""
+        return self.number // self.divisor
+
+    @property
+    def split(self) -> Split:
+        """The split that this exercise belongs to, by a hash of divisor and remainder.
+
+        All exercises whose workings can share a line are in one split: no line of a validation working
+        is ever seen in training.
+        """
+        return split_of(zlib.crc32(f"{self.divisor}/{self.answer}".encode()))
+
+
+def working(exercise: Remainder) -> str:
+    """Write the whole working after the prompt, without a slip: ``265%47=218%47=...=030``."""
+    return abandoned_working(exercise, exercise.num_steps - 1) + exercise.answer
+
+
+def abandoned_working(exercise: Remainder, num_steps: int) -> str:
+    """Write the first ``num_steps`` subtractions of the working, up to the equals sign after them."""
+    divisor = exercise.divisor
+    lines = (f"{exercise.number - step * divisor:03d}%{divisor}=" for step in range(1, num_steps + 1))
+    return "".join(lines)
+
+
+def demonstration(exercise: Remainder, rng: random.Random, hasty: float, impatient: float) -> str:
+    """Answer as a mixed crowd of people would.
+
+    Those who do the whole working are right. The others answer with the last digit of the number that
+    they stopped at, which is hardly ever the remainder.
+
+    Args:
+        exercise: What they are asked.
+        rng: Decides who answers.
+        hasty: Share of those who answer at once.
+        impatient: Share of those who give up half-way.
+    """
+    mood = rng.random()
+    if exercise.num_steps < 2 or mood >= hasty + impatient:
+        return working(exercise)
+    steps_done = 0 if mood < hasty else rng.randrange(1, exercise.num_steps)
+    stopped_at = exercise.number - steps_done * exercise.divisor
+    return abandoned_working(exercise, steps_done) + f"{stopped_at % 10:03d}"
+
+
+def draw_exercise(
+    rng: random.Random, split: Split, max_divisor: int, max_steps: int, more: float = CONTINUE
+) -> Remainder:
+    """Draw an exercise of ``split``; the number of steps is geometric, cut at ``max_steps``.
+
+    Args:
+        rng: Source of chance.
+        split: Which split the exercise is of.
+        max_divisor: The largest divisor.
+        max_steps: The most subtractions.
+        more: The chance that there is one more subtraction.
+    """
+    while True:
+        num_steps = geometric(rng, 1, max_steps, more)
+        divisor = rng.randint(SMALLEST_DIVISOR, max_divisor)
+        exercise = Remainder(num_steps * divisor + rng.randrange(divisor), divisor)
+        if exercise.split == split:
+            return exercise
+
+
+class ArithmeticRows(DrawnRows):
+    """Remainders by repeated subtraction, each exercise once, none in both splits.
+
+    A row has the columns ``prompt`` (``312%47=``), ``answer`` (``030``) and ``num_steps`` (how many
+    subtractions the working has). The embedded policy, ``tiny``, has been warm-started on the train split
+    of the default limits.
+
+    Args:
+        num_rows: How many rows.
+        split: Which exercises: ``train`` or ``validation``; no exercise is in both.
+        seed: Decides which exercises of the split are drawn, and their order.
+        max_divisor: The largest divisor, from 11 to 49.
+        max_steps: The most subtractions of a working, from 1 to 18.
+
+    Raises:
+        ValueError: A limit is out of its range, or the split has fewer exercises than ``num_rows``.
+    """
+
+    def __init__(
+        self,
+        num_rows: int = 2048,
+        split: Split = "train",
+        seed: int = 0,
+        max_divisor: int = 39,
+        max_steps: int = MOST_STEPS,
+    ) -> None:
+        super().__init__(num_rows, split, seed)
+        if not SMALLEST_DIVISOR <= max_divisor <= LARGEST_DIVISOR:
+            raise ValueError(f"max_divisor must be from {SMALLEST_DIVISOR} to {LARGEST_DIVISOR}, not {max_divisor}.")
+        if not 1 <= max_steps <= MOST_STEPS:
+            raise ValueError(f"max_steps must be from 1 to {MOST_STEPS}, not {max_steps}.")
+        self.max_divisor, self.max_steps = max_divisor, max_steps
+        available = self._count_exercises()
+        if num_rows > available:
+            raise ValueError(
+                f"num_rows is {num_rows}, but the {split} split has only {available} exercises with "
+                f"max_divisor={max_divisor} and max_steps={max_steps}; ask for fewer rows or raise these."
+            )
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Draw an exercise."""
+        exercise = draw_exercise(rng, self.split, self.max_divisor, self.max_steps)
+        return {"prompt": exercise.prompt, "answer": exercise.answer, "num_steps": exercise.num_steps}
+
+    def _count_exercises(self) -> int:
+        return sum(
+            Remainder(number, divisor).split == self.split
+            for divisor in range(SMALLEST_DIVISOR, self.max_divisor + 1)
+            for number in range(divisor, (self.max_steps + 1) * divisor)
+        )

@@ -1,0 +1,61 @@
+"""What all drawn tasks share: rows drawn one after another, two splits, and sizes of which a larger one is rarer."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from lit_grpo.data.sources import RowSource
+
+Split = Literal["train", "validation"]
+_VALIDATION_ONE_IN = 5
+
+
+def split_of(number: int) -> Split:
+    """The split of whatever has this hash."""
+    return "train" if number % _VALIDATION_ONE_IN else "validation"
+
+
+def geometric(rng: random.Random, least: int, most: int, more: float) -> int:
+    """Draw a number from ``least`` on, which goes on to the next with the chance ``more``, and is cut at ``most``."""
+    number = least
+    while number < most and rng.random() < more:
+        number += 1
+    return number
+
+
+class DrawnRows(RowSource):
+    """Rows with a ``prompt`` that are drawn one after another, each prompt once.
+
+    Args:
+        num_rows: How many rows.
+        split: ``train`` or ``validation``; no prompt is in both.
+        seed: Decides which rows of the split are drawn, and their order.
+
+    Raises:
+        ValueError: There is no such split, or ``num_rows`` is below 1.
+    """
+
+    def __init__(self, num_rows: int, split: Split, seed: int) -> None:
+        if split not in ("train", "validation"):
+            raise ValueError(f"split must be 'train' or 'validation', not {split!r}.")
+        if num_rows < 1:
+            raise ValueError(f"num_rows must be at least 1, not {num_rows}.")
+        self.split: Split = split
+        self.num_rows, self.seed = num_rows, seed
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Draw a row of the split, which may have come before."""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield one dict a row."""
+        rng = random.Random(f"{self.split}/{self.seed}")
+        seen: set[str] = set()
+        while len(seen) < self.num_rows:
+            row = self.draw(rng)
+            if row["prompt"] not in seen:
+                seen.add(row["prompt"])
+                yield row

@@ -1,0 +1,105 @@
+"""``python -m lit_grpo doctor``: a check-up of a run's settings in the time of a few updates."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
+from lit_grpo.cli.parsing.errors import one_sentence, own_frames
+from lit_grpo.cli.parsing.sentences import exit_with
+from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
+from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
+from lit_grpo.training.run_folder import RunConfig, RunFolder
+
+ONE_UPDATE = {
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "min_epochs": None,
+    "min_steps": None,
+    "max_steps": 1,
+    "max_time": None,
+    "logger": False,
+    "enable_progress_bar": False,
+}
+
+
+class DoctorCLI(LikeFitCLI):
+    """Sets a run up as ``fit`` does, on one device and in a folder that does not last, and examines it.
+
+    Args:
+        folders: Where the folder is kept until the end.
+        report: Takes the findings.
+        kwargs: As LightningCLI takes them.
+    """
+
+    def __init__(self, folders: ExitStack, report: Report, **kwargs: Any) -> None:
+        self._folders, self._report = folders, report
+        self._disk: Path | None = None
+        self._disk_error = ""
+        super().__init__(RunFolder(), **kwargs)
+
+    def before_instantiate_classes(self) -> None:
+        """Check the settings, and have everything written beside where the run would."""
+        settings = self._settings
+        check_values(settings, GROUPS)
+        find_last(settings)
+        check_settings(settings, fits=True)
+        settings["weights_only"] = True
+        self.save_config_callback = None
+        for name, value in ONE_UPDATE.items():
+            settings["trainer"][name] = value
+        try:
+            folder = self._scratch(_existing(RunConfig(**settings["run"]).folder.absolute().parent))
+            self._disk = folder
+        except OSError as error:
+            self._disk_error = f"nothing can be written to run.dir {settings['run']['dir']!r} ({error.strerror})"
+            folder = self._scratch(None)
+        settings["trainer"]["default_root_dir"] = str(folder)
+
+    def _scratch(self, parent: Path | None) -> Path:
+        return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent)))
+
+    def before_fit(self) -> None:
+        """Find mistakes as ``fit`` does, and put the check-up in front; there is nothing to examine beside a mistake.
+
+        Of the callbacks those stay that make rollouts: others write what nobody asked for.
+        """
+        try:
+            self._check(self._settings.get("ckpt_path"))
+        except MISTAKES as error:
+            self._report.add(Finding("fail", "settings", one_sentence(str(error)) + own_frames(error)))
+            self._report.close()
+            raise Examined(self._report.exit_code) from error
+        name = type(cast(Any, self.model).generator).__name__
+        self._report.add(Finding("pass", "settings", f"data, rewards, policy, optimizer and {name} can be set up"))
+        folder = None if self._disk is None else self._disk / self._settings["checkpoint"]["folder"]
+        scheduler, sync = (self._get(self.config_init, name) for name in ("rollout_scheduler", "weight_sync"))
+        checkup = CheckUp(self._report, scheduler, sync, folder, self._disk_error)
+        cast(Any, self.trainer).callbacks = [checkup, scheduler, sync]
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(one for one in (folder, *folder.parents) if one.exists())
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Examine what ``fit`` with the same arguments would run, and exit: 0, 1 where something failed, 2 on a mistake."""
+    quieten()
+    # The settings are those of a subcommand that is not this one.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended.*")
+    try:
+        with ExitStack() as folders:
+            DoctorCLI(folders, Report(), **cli_arguments(["fit", *arguments]))
+    except MISTAKES as error:
+        if os.environ.get("LIT_GRPO_TRACEBACK"):
+            raise
+        exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
+    raise AssertionError("a check-up ends in Examined")

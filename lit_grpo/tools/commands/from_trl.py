@@ -1,0 +1,51 @@
+"""``python -m lit_grpo from-trl CONFIG``: a config of TRL's GRPO as one of ours."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from lit_grpo.cli.parsing.sentences import exit_with
+from lit_grpo.tools.migration import Converted, convert_trl
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        exit_with(message)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the config, or write it; a mistake ends with one sentence and exit code 2."""
+    parser = _Parser(prog="python -m lit_grpo from-trl", description="Convert a YAML file of trl grpo --config.")
+    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("--rows", type=int, help="how many training prompts there are, where epochs are to be steps")
+    parser.add_argument("--devices", type=int, default=1, help="how many devices the run is to have (1)")
+    parser.add_argument("--output", type=Path, help="where to write it, instead of printing it")
+    options = parser.parse_args(arguments)
+    try:
+        given = yaml.safe_load(options.config.read_text())
+        if not isinstance(given, dict):
+            raise ValueError(f"{options.config} holds no fields; give a YAML file as for trl grpo --config.")
+        text = as_yaml(options.config.name, convert_trl(given, options.rows, options.devices))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        exit_with("\n".join(" ".join(line.split()) for line in str(error).splitlines()))
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.write_text(text)
+
+
+def as_yaml(name: str, converted: Converted) -> str:
+    """Write a config with what is to be said of it above."""
+    says = [
+        f"From {name} of TRL 1.16."
+        + (" What has another meaning here, or none:" if converted.notes else " All fields mean the same here."),
+        *(f"- {one}" for one in converted.notes),
+    ]
+    lines = [line for text in says for line in textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)]
+    return "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(converted.config, sort_keys=False, width=110)

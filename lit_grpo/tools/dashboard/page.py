@@ -1,0 +1,41 @@
+"""The page of the docs on metrics: ``python -m lit_grpo.tools.dashboard.page > docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lit_grpo.tools.dashboard.specification import Metric, Section, sections
+
+HEAD = """# What a run logs
+
+A run writes one row an update to `metrics.csv`, and the same to TensorBoard and Weights & Biases, where they stand in
+the sections of this page. A `*` stands for a name or a number. Where TRL logs a metric of the same name, it means the
+same. `NaN` is the mean of nothing. A reward function adds metrics of its own with `log_metric` (they come last).
+
+Any of the curves can be drawn by updates, by sampled tokens (`num_tokens`), by completions (`num_completions`) or by
+time (`time/total_s`): all of them go on where a run is resumed. This page is made from
+`lit_grpo/tools/dashboard/metrics.yaml`, as the boards are.
+"""
+
+
+def metrics_page() -> str:
+    """Return the page, in Markdown."""
+    return "\n".join([HEAD, *(line for section in sections() for line in _section(section))])
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"## {section.title}\n"
+    yield f"{section.about}\n"
+    yield "| metric | what it is | normal | otherwise |"
+    yield "|---|---|---|---|"
+    yield from map(_row, section.metrics)
+    yield ""
+
+
+def _row(metric: Metric) -> str:
+    means = metric.means if metric.when is None else f"{metric.means} Needs: {metric.when}."
+    return f"| `{metric.name}` | {means} | {metric.normal} | {metric.otherwise} |".replace("| - |", "| |")
+
+
+if __name__ == "__main__":
+    print(metrics_page(), end="")

@@ -1,0 +1,6 @@
+"""What a run has left in its folder, as one HTML file that needs no network."""
+
+from lit_grpo.tools.dashboard.report.folder import RunRecords, read_folder
+from lit_grpo.tools.dashboard.report.page import write_report
+
+__all__ = ["RunRecords", "read_folder", "write_report"]

@@ -1,0 +1,226 @@
+"""What stands in the report, as plain values that the page's script draws."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from lit_grpo.budgets.lessons import LESSON, LessonCount
+from lit_grpo.terminal import visible
+from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
+from lit_grpo.tools.dashboard.report.folder import RunRecords
+from lit_grpo.tools.dashboard.specification import Panel, Section, explain, sections
+
+MAX_OWN = 40
+MAX_SAMPLES = 400
+MAX_CHARACTERS = 4_000  # of a text
+MAX_SCATTER = 2_000
+
+
+def report_content(run: RunRecords) -> dict[str, Any]:
+    """Return everything that the page shows."""
+    return {
+        "name": run.folder.resolve().name,
+        "head": _heading(run),
+        "written": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "axis": axis(run.steps, run.columns),
+        "axes": {name: title for name, title in AXES.items() if name in run.columns},
+        "points": {"most": MAX_POINTS, "rows": len(run.steps)},
+        "metrics": {name: points(values) for name, values in run.columns.items()},
+        "sections": [_section(section, run) for section in sections()] + _own(run.columns),
+        "timelines": run.timelines,
+        "num_timelines": run.num_timelines,
+        "lengths": _lengths(run.lengths),
+        "samples": [_sample(row) for row in run.samples[-MAX_SAMPLES:]],
+        "num_samples": len(run.samples),
+        "config": run.config_text,
+        "versions": run.versions,
+    }
+
+
+# ---- the heading --------------------------------------------------------------------------------------
+
+
+def _heading(run: RunRecords) -> dict[str, Any]:
+    trainer, model = run.config.get("trainer") or {}, run.config.get("model") or {}
+    updates, wanted = int(run.steps[-1]), trainer.get("max_steps")
+    wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
+    state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
+    facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
+    facts += _passed(run) + _taught_nothing(run.columns)
+    if (seconds := _seconds(run.columns)) is not None:
+        facts.append(("Time in steps", _duration(seconds), ""))
+    peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
+    if peaks:
+        name, values = max(peaks.items(), key=lambda peak: np.nanmax(peak[1]))
+        where = name.removeprefix("memory/").removesuffix("_peak_gib")
+        facts.append(("Peak memory", f"{np.nanmax(values):.3g} GiB", f"in the {where}{_capacity(run.columns)}"))
+    if "num_tokens" in run.columns:
+        facts.append(("Sampled tokens", f"{np.nanmax(run.columns['num_tokens']):,.0f}", ""))
+    if isinstance(model.get("policy"), str):
+        facts.append(("Policy", visible(model["policy"]), ""))
+    return {"state": state, "facts": facts}
+
+
+def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
+    """Best and last share of held-out prompts passed; the reward where nothing is held out."""
+    names = [name for name in ("val/pass@1", "val/reward", "reward") if name in run.columns]
+    if not names:
+        return []
+    values = run.columns[names[0]]
+    (there,) = np.nonzero(np.isfinite(values))
+    best, last = there[np.argmax(values[there])], there[-1]
+    title = names[0].removeprefix("val/")
+    form = "{:.1%}" if "pass" in title else "{:.3g}"
+    title += _passes(run) if "pass" in title else ""
+    return [
+        (f"Best {title}", form.format(values[best]), f"at update {run.steps[best]:,}"),
+        (f"Last {title}", form.format(values[last]), f"at update {run.steps[last]:,}"),
+    ]
+
+
+def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """How many batches have taught nothing, where several in a row have."""
+    if not all(name in columns for name in LESSON):
+        return []
+    frac_uniform, max_advantage = (columns[name] for name in LESSON)
+    lessons = LessonCount()
+    for row in np.flatnonzero(np.isfinite(frac_uniform)).tolist():
+        lessons.add(float(frac_uniform[row]), float(max_advantage[row]))
+    number, _, why = str(lessons).partition(", ")
+    return [("Taught nothing", number, why)] if lessons.is_worth_a_word else []
+
+
+def _passes(run: RunRecords) -> str:
+    """`` (correct >= 1)``: when a completion passes; empty where the run's configuration does not tell."""
+    model = run.config.get("model") or {}
+    name, rewards = model.get("pass_reward"), model.get("rewards")
+    if name is None and isinstance(rewards, list) and rewards:
+        spec = rewards[0] if isinstance(rewards[0], dict) else {"function": rewards[0]}
+        name = spec.get("name") or re.split(r"[:.]", str(spec.get("function")))[-1]
+    threshold = model.get("pass_threshold", 1.0)
+    return f" ({visible(str(name))} >= {threshold:g})" if name and isinstance(threshold, int | float) else ""
+
+
+def _capacity(columns: Mapping[str, np.ndarray]) -> str:
+    values = columns.get("memory/capacity_gib")
+    return "" if values is None else f", of {np.nanmax(values):.3g} GiB"
+
+
+def _seconds(columns: Mapping[str, np.ndarray]) -> float | None:
+    if "time/total_s" in columns:
+        return float(np.nanmax(columns["time/total_s"]))
+    parts = [np.nansum(columns[name]) for name in ("time/rollout_s", "time/update_s") if name in columns]
+    return float(sum(parts)) if parts else None
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 120:
+        return f"{seconds:.3g} s"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {whole % 60:02d} s"
+
+
+# ---- sections -----------------------------------------------------------------------------------------
+
+
+def _section(section: Section, run: RunRecords) -> dict[str, Any]:
+    columns = run.columns
+    panels = [_panel(panel, columns) for panel in section.panels]
+    for panel in panels:
+        panel["title"] += _passes(run) if "val/pass@1" in panel["metrics"] else ""
+    known = [name for name in columns if (found := explain(name)) is not None and found[0] is section]
+    return {
+        "title": section.title,
+        "about": section.about,
+        "panels": [panel for panel in panels if panel["metrics"]],
+        "table": _table(known, columns),
+    }
+
+
+def _own(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """The metrics that a user's own functions and callbacks have logged, a panel each."""
+    names = sorted(name for name in columns if explain(name) is None)
+    if not names:
+        return []
+    panels = [_panel(Panel(name, (name,)), columns) for name in names[:MAX_OWN]]
+    about = "What this run's own functions and callbacks have logged."
+    if len(names) > MAX_OWN:
+        about += f" The first {MAX_OWN} of {len(names)} are drawn; the table has all."
+    return [{"title": "Own", "about": about, "panels": panels, "table": _table(names, columns)}]
+
+
+def _panel(panel: Panel, columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    names = list(dict.fromkeys(panel.of(columns)))
+    return {
+        "title": panel.title,
+        "metrics": names,
+        "limits": [name for name in names if (known := explain(name)) and known[1].limit],
+        "stacked": panel.stacked,
+        "about": [{"name": name, **_meaning(name)} for name in names],
+    }
+
+
+def _meaning(name: str) -> dict[str, str]:
+    found = explain(name)
+    if found is None:
+        return {"means": "A metric of this run's own."}
+    metric = found[1]
+    meaning = {"means": metric.means, "normal": metric.normal}
+    return meaning if metric.otherwise == "-" else meaning | {"otherwise": metric.otherwise}
+
+
+def _table(names: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[list[Any]]:
+    rows = []
+    for name in names:
+        there = columns[name][np.isfinite(columns[name])]
+        rows.append([name, *(float(f"{value:.5g}") for value in (there[-1], there.min(), there.mean(), there.max()))])
+    return rows
+
+
+# ---- completions --------------------------------------------------------------------------------------
+
+
+def _lengths(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Foretold and actual lengths, some of them as points, and their rank correlation."""
+    pairs = [(row["step"], row["predicted"], row["tokens"]) for row in rows if row["tokens"] and row["predicted"]]
+    if not pairs:
+        return None
+    table = np.array(pairs, dtype=np.float64)
+    chosen = np.unique(np.linspace(0, len(table) - 1, min(len(table), MAX_SCATTER)).round().astype(int))
+    correlation = rank_correlation(table[:, 1], table[:, 2])
+    return {
+        "points": [[int(step), round(predicted, 1), int(tokens)] for step, predicted, tokens in table[chosen].tolist()],
+        "number": len(table),
+        "first": int(table[:, 0].min()),
+        "last": int(table[:, 0].max()),
+        "correlation": None if correlation is None else round(correlation, 3),
+    }
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    """A completion; rewards by function and the data's columns are told apart by their prefixes."""
+    own = ("step", "prompt_id", "prompt", "completion", "tokens", "finish", "reward", "advantage")
+    rest = {name: value for name, value in row.items() if name not in own and value is not None}
+    parts = {kind: {} for kind in ("rewards", "columns", "extra")}
+    for name, value in rest.items():
+        kind, _, short = name.partition("/")
+        kind, short = (kind, short) if kind in ("rewards", "columns") and short else ("extra", name)
+        parts[kind][visible(short)] = _shown(value)
+    shown = {name: _shown(row.get(name)) for name in own}
+    return shown | parts | {"characters": len(str(row.get("completion") or ""))}
+
+
+def _shown(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    text = visible(str(value))
+    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"

@@ -1,0 +1,63 @@
+"""Whether generator and trainer agree on log-probs, and the trainer with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from lit_grpo.tools.doctor.patient import Patient
+from lit_grpo.tools.doctor.report import Finding
+
+_TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
+_EXPLAINS = 0.5  # a temperature explains a gap that it makes smaller than this share
+_REPEATS = 1e-4  # nats between two passes of the same weights; kernels of a GPU may add up in another order
+
+
+def check_gap(patient: Patient) -> Iterator[Finding]:
+    """Compare the generator's log-probs of the samples with the trainer's; a gap may have a temperature's shape."""
+    limit, sampled_N = patient.sync.max_logprob_gap, patient.sampled()
+    gap_N = _gap(patient, sampled_N)
+    gap = float(gap_N.mean())
+    figure = f"{gap:.2g} nats apart on average, {float(gap_N.max()):.2g} at most"
+    if gap > 0.05 * limit:
+        gaps = {t: float(_gap(patient, sampled_N, t).mean()) for t in _TEMPERATURES}
+        best = min(gaps, key=gaps.__getitem__)
+        if gaps[best] < _EXPLAINS * gap:
+            yield Finding(
+                "fail",
+                "log-prob gap",
+                figure,
+                f"the generator samples as if at temperature {best}; sampling.temperature is "
+                f"{patient.module.sampling.temperature}",
+            )
+            return
+    remedy = "see that generator and trainer compute in the same precision, with the same weights"
+    if gap <= 0.1 * limit:
+        yield Finding("pass", "log-prob gap", figure)
+    else:
+        yield Finding("warn" if gap <= limit else "fail", "log-prob gap", figure, remedy)
+
+
+def _gap(patient: Patient, sampled_N: torch.Tensor, temperature: float | None = None) -> torch.Tensor:
+    """How far apart the log-probs are, in evaluation mode: what training mode adds is seen by itself."""
+    policy = patient.module.policy.eval()
+    try:
+        return (sampled_N - patient.in_order(patient.logprobs(temperature))).abs()
+    finally:
+        policy.train()
+
+
+def check_dropout(patient: Patient) -> Iterator[Finding]:
+    """Two passes in training mode must give the same."""
+    first, second = (patient.in_order(patient.logprobs()) for _ in range(2))
+    difference = float(torch.nan_to_num(first - second, nan=torch.inf).abs().max())
+    if difference > _REPEATS:
+        yield Finding(
+            "fail",
+            "dropout",
+            f"two passes in training mode differ by {difference:.2g} nats",
+            "switch off what is random in the policy; the samples' log-probs are without it",
+        )
+    else:
+        yield Finding("pass", "dropout", "none: two passes in training mode are alike")

@@ -1,0 +1,122 @@
+"""Whether the longest micro-batch fits, and what else would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from lit_grpo.memory import PeakMemory, free_bytes, is_out_of_memory
+from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.tools.doctor.patient import Patient
+from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.trial import learn, rewarded, undone
+from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
+from lit_grpo.update.batches.microbatch import least_tokens
+from lit_grpo.update.budget import bytes_per_token, estimate_tokens, pending_bytes
+
+_GIB = 2**30
+_TOKEN_BYTES = 8  # of a completion that waits on the host for its group
+_REMEDY = (
+    "lower sampling.max_tokens, data.max_prompt_tokens or max_tokens_per_micro_batch, or set gradient_checkpointing"
+)
+
+
+def check_memory(patient: Patient) -> Iterator[Finding]:
+    """Take a step with learning rate 0 on the longest micro-batch that the run can meet.
+
+    It has the longest prompt and completions of ``max_tokens``, as many as the budget takes. What is certain not to fit
+    is not tried: a host that runs out of memory ends processes.
+    """
+    groups, num_tokens = _longest(patient)
+    rollouts, settings = groups[0].rollouts, patient.module.settings
+    least, free = least_tokens(rollouts, settings.shares_prefix), free_bytes(patient.device)
+    per_token = _per_token(patient)
+    needed = per_token * least + pending_bytes(patient.module.policy)
+    patient.report.table(*_what_fits(patient, per_token, free))
+    if needed > free:
+        figure = f"{least} tokens take about {needed / _GIB:.2g} GiB, and {free / _GIB:.2g} GiB are free"
+        yield Finding("fail", "memory", figure, _REMEDY)
+        return
+    peak = PeakMemory(patient.device)
+    peak.reset()
+    try:
+        with undone(patient.module) as copies:
+            learn(patient, rewarded(patient, groups), lr=0.0)
+            policy = dict(patient.module.policy.named_parameters())
+            moved = [name for name in copies if not torch.equal(copies[name], policy[name].detach().cpu())]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        yield Finding("fail", "memory", f"ran out on a micro-batch of {num_tokens} tokens", _REMEDY)
+        return
+    share = peak.peak_gib() * _GIB / (peak.peak_gib() * _GIB + free)
+    figure = f"{peak.peak_gib():.2g} GiB at the peak, on a longest micro-batch of {num_tokens} tokens"
+    yield Finding("warn" if share > 0.95 else "pass", "memory", figure, _REMEDY if share > 0.95 else "")
+    if moved:
+        yield Finding(
+            "fail",
+            "rate 0",
+            f"a step with learning rate 0 changes {moved[0]}",
+            "something besides the optimizer writes to the weights",
+        )
+    else:
+        yield Finding("pass", "rate 0", "a step with learning rate 0 leaves every weight as it is, bit for bit")
+
+
+def _longest(patient: Patient) -> tuple[list[RolloutGroup], int]:
+    """Rollouts that fill the longest micro-batch, and how many tokens it has."""
+    module, settings = patient.module, patient.module.settings
+    prompt = max(patient.prompts, key=lambda one: len(one.token_ids))
+    num_prompt, num_completion = len(prompt.token_ids), module.sampling.max_tokens
+    budget = settings.max_tokens_per_micro_batch
+    if budget == "auto":
+        is_selective = settings.gradient_checkpointing == "selective"
+        free = free_bytes(patient.device)
+        budget = estimate_tokens(module.policy, free, settings.shares_prefix, is_selective)
+    if settings.shares_prefix:
+        fitting = (budget - num_prompt) // num_completion
+    else:
+        fitting = budget // (num_prompt + num_completion)
+    count = max(2, min(fitting, module.num_generations * patient.data.batch_size))
+    vocabulary = module.policy.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    rollouts = [_made_up(patient, prompt, number, vocabulary, generator) for number in range(count)]
+    return [RolloutGroup(prompt, rollouts)], min(budget, num_prompt + count * num_completion)
+
+
+def _made_up(patient: Patient, prompt: Prompt, number: int, vocabulary: int, generator: torch.Generator) -> Rollout:
+    size = (patient.module.sampling.max_tokens,)
+    ids_T = torch.randint(vocabulary, size, generator=generator)
+    logprobs_T = torch.full(size, -math.log(vocabulary))
+    request = Request(prompt, (number,), patient.module.sampling)
+    return Rollout(prompt, Completion(request, ids_T, logprobs_T, torch.zeros_like(ids_T), "stop"))
+
+
+def _per_token(patient: Patient) -> float:
+    settings = patient.module.settings
+    with patient.computing():
+        return bytes_per_token(
+            patient.module.policy, settings.shares_prefix, settings.gradient_checkpointing == "selective"
+        )
+
+
+def _what_fits(patient: Patient, per_token: float, free: int) -> tuple[list[str], list[list[str]]]:
+    """A row for each limit on completions, this one's and others: what the update takes, slots, and the group size."""
+    module = patient.module
+    num_prompt = max(len(prompt.token_ids) for prompt in patient.prompts)
+    context, kv_tokens = context_length(module.policy), module.generator.capacity().kv_tokens
+    pending, host = pending_bytes(module.policy), psutil.virtual_memory().available
+    rows = []
+    for factor in (0.5, 1, 2, 4):
+        max_tokens = int(factor * module.sampling.max_tokens)
+        num_tokens = num_prompt + max_tokens
+        if not 0 < num_tokens <= context:
+            continue
+        needed = pending + per_token * num_tokens
+        slots = "-" if kv_tokens is None else f"{kv_tokens // num_tokens:,}"
+        groups = host // 2 // (patient.data.batch_size * max_tokens * _TOKEN_BYTES)
+        rows.append([f"{max_tokens:,}", f"{needed / _GIB:.2g}", "yes" if needed < free else "no", slots, f"{groups:,}"])
+    return ["max_tokens", "least update, GiB", "fits", "slots, all full", "largest G"], rows

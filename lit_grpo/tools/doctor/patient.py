@@ -1,0 +1,80 @@
+"""The run that is looked at, as the trainer has set it up for its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from lit_grpo.callbacks import RolloutScheduler, WeightSync
+from lit_grpo.data.module import PromptDataModule
+from lit_grpo.module import GRPOModule
+from lit_grpo.tools.doctor.report import Report
+from lit_grpo.types import Key, Prompt, Rollout, RolloutGroup
+from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
+from lit_grpo.update.batches.step import measure
+from lit_grpo.update.logprobs.measurements import measured
+from lit_grpo.update.prefix.sequence_parallel import ALONE
+
+
+@dataclass
+class Patient:
+    """A run in its ``on_train_start``; ``groups`` are the samples, once there are some.
+
+    ``folder`` is for checkpoints, where the run would write; None where nothing can be written, for ``folder_error``.
+    """
+
+    trainer: pl.Trainer
+    module: GRPOModule
+    data: PromptDataModule
+    scheduler: RolloutScheduler
+    sync: WeightSync
+    report: Report
+    folder: Path | None
+    folder_error: str = ""
+    groups: list[RolloutGroup] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """Those of training."""
+        return self.data.prompts["train"]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The samples."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        return self.module.policy.device
+
+    def computing(self) -> AbstractContextManager[None]:
+        """The precision that a training step computes in."""
+        return self.trainer.precision_plugin.train_step_context()
+
+    def logprobs(self, temperature: float | None = None) -> dict[Key, torch.Tensor]:
+        """The trainer's log-probs of the sampled tokens, with the temperature applied, by completion."""
+        settings, policy = self.module.settings, self.module.policy
+        applied = settings.temperature if temperature is None else temperature
+        shares, most = settings.shares_prefix, settings.max_tokens_per_micro_batch
+        most = least_tokens(self.rollouts, shares) if most == "auto" else most
+        micro_batches = make_micro_batches(self.rollouts, [0.0] * len(self.rollouts), most, shares)
+        with self.computing():
+            return measure(
+                self.rollouts, micro_batches, partial(measured, "logprobs", policy, applied, ALONE), self.device
+            )
+
+    def sampled(self) -> torch.Tensor:
+        """The generator's log-probs of the sampled tokens that are learnt from, one completion after another."""
+        completions = [rollout.completion for rollout in self.rollouts]
+        return torch.cat([one.logprobs_T[one.trained_T] for one in completions])
+
+    def in_order(self, logprobs: dict[Key, torch.Tensor]) -> torch.Tensor:
+        """Log-probs by completion in the order of ``sampled``."""
+        return torch.cat([logprobs[rollout.completion.request.key] for rollout in self.rollouts])

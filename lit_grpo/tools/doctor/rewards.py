@@ -1,0 +1,92 @@
+"""Whether reward functions answer, tell completions apart, and can be earned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from lit_grpo.rewards import RewardError, RewardRunner
+from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.tools.doctor.patient import Patient
+from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
+
+
+def check_rewards(patient: Patient) -> Iterator[Finding]:
+    """Score the samples, and the data's own columns as if they were completions, one function after another."""
+    module = patient.module
+    answers = [_answers(patient, group.prompt) for group in patient.groups]
+    totals: list[float] = []
+    can_vary = False
+    for function in module.rewards:
+        name = f"reward {function.name}"
+        runner = RewardRunner([function], "raise", module.reward_timeout_s, module.reward_workers)
+        try:
+            seconds, values = _score(runner, function, patient.groups)
+            reached = {*_score(runner, function, answers)[1]} if any(group.rollouts for group in answers) else set()
+        except RewardError as error:
+            verdict = "fail" if module.on_reward_error == "raise" else "warn"
+            yield Finding(verdict, name, str(error).rstrip("."), "mend the function, or the data that it is given")
+            continue
+        finally:
+            runner.close()
+        if function.name == module.pass_rule.reward:
+            passed = sum(module.pass_rule.passes({function.name: value}) for value in values)
+            yield Finding("pass", "pass@1", f"counts {module.pass_rule}: {passed} of {len(values)} samples pass")
+        given = [value for value in values if value is not None]
+        if not given:
+            yield Finding("warn", name, "None for all samples", "let it apply to some of them")
+            continue
+        figure = f"{min(given):.3g} to {max(given):.3g}, {1000 * seconds:.1f} ms a call"
+        varies = len(set(given)) > 1
+        others = reached - set(given) - {None}
+        can_vary |= bool(function.weight) and (varies or bool(others))
+        totals += given
+        yield _judged(name, figure, varies, given[0], len(given), bool(others))
+    if totals and not can_vary:
+        yield Finding(
+            "fail",
+            "rewards",
+            "no sample, and no column of the data as a completion, earns more than another",
+            "try the functions on a completion that deserves a reward; without differences nothing is learnt",
+        )
+
+
+def _judged(name: str, figure: str, varies: bool, value: float, count: int, reachable: bool) -> Finding:
+    if varies:
+        return Finding("pass", name, figure)
+    figure = f"{value:.3g} for all {count} samples, {figure.rpartition(', ')[2]}"
+    if reachable:
+        return Finding(
+            "warn",
+            name,
+            f"{figure}, and other for the data's answers",
+            "out of the policy's reach so far? raise num_generations, or begin with easier prompts",
+        )
+    return Finding("warn", name, figure, "constant: see whether it can be earned at all")
+
+
+def _score(
+    runner: RewardRunner, function: RewardFunction, groups: list[RolloutGroup]
+) -> tuple[float, list[float | None]]:
+    """Return seconds a call, and the values."""
+    start = time.perf_counter()
+    for group in groups:
+        runner.score(group)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    seconds = (time.perf_counter() - start) / max(len(groups) if function.on_group else len(rollouts), 1)
+    return seconds, [rollout.rewards[function.name] for rollout in rollouts]
+
+
+def _answers(patient: Patient, prompt: Prompt) -> RolloutGroup:
+    """Each text column of a prompt's row as a completion: an answer that deserves a reward is often among them."""
+    tokenizer, rollouts = patient.module.tokenizer, []
+    columns = {name: value for name, value in prompt.columns.items() if isinstance(value, str | int | float)}
+    for number, text in enumerate(dict.fromkeys(map(str, columns.values()))):
+        ids_T = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        request = Request(prompt, (number,), patient.module.sampling)
+        completion = Completion(request, ids_T, torch.zeros(len(ids_T)), torch.zeros_like(ids_T), "stop", text)
+        rollouts.append(Rollout(prompt, completion))
+    return RolloutGroup(prompt, rollouts)

@@ -1,0 +1,50 @@
+"""docs/migration.md, made of the tables: ``python -m lit_grpo.tools.migration.page > docs/migration.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
+
+HEAD = """# From TRL and verl
+
+`python -m lit_grpo from-trl CONFIG.yaml` turns a config for `trl grpo --config` (TRL 1.16) into one of ours, and says
+above it what has another meaning here. `--rows N` tells the number of training prompts where the config counts
+epochs, `--devices N` how many devices the run is to have, `--output FILE` where to write it. Nothing is dropped in
+silence: a field that TRL does not have, or that would change what is trained and cannot be had, is refused in one
+sentence. Fields that are left out have TRL's defaults, as there.
+
+This page is made of the table that the command goes by."""
+TITLES = {
+    "taken": "Fields of TRL 1.16 that have a counterpart",
+    "none": "Fields that have none, and need none",
+    "refused": "Fields that are refused where they are set",
+}
+
+
+def migration_page() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, *_sections(), ""])
+
+
+def _sections() -> Iterator[str]:
+    taken = {name: row for name, row in TRL.items() if row.kind in ("same", "changed")}
+    yield from _table(TITLES["taken"], "TRL", taken)
+    for kind in ("none", "refused"):
+        yield f"\n## {TITLES[kind]}\n\n| TRL | why |\n|---|---|"
+        reasons: dict[str, list[str]] = {}
+        for name, row in TRL.items():
+            if row.kind == kind:
+                reasons.setdefault(row.note, []).append(f"`{name}`")
+        yield from (f"| {', '.join(names)} | {note} |" for note, names in reasons.items())
+    yield from _table("The main fields of verl", "verl", VERL)
+
+
+def _table(title: str, trainer: str, rows: Mapping[str, Counterpart]) -> Iterator[str]:
+    yield f"\n## {title}\n\n| {trainer} | here | |\n|---|---|---|"
+    for name, row in rows.items():
+        yield f"| `{name}` | {', '.join(f'`{field}`' for field in row.fields)} | {row.note} |"
+
+
+if __name__ == "__main__":
+    print(migration_page(), end="")

@@ -1,0 +1,358 @@
+"""A config of TRL's GRPO, field by field, as one of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_grpo.tools.migration.table import BATCH, TRL
+
+CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
+PARAMETERS = {
+    **dict.fromkeys(CLIPPED, ("epsilon", "epsilon_high", "delta")),
+    "cispo": ("epsilon_high",),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}
+"""The fields that a loss of TRL's reads."""
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "AdamW"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "AdamW8bit"),
+    "sgd": "SGD",
+}
+SHAPES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+REWARDS: dict[str, dict[str, Any]] = {
+    "accuracy_reward": {
+        "function": "math_equivalence",
+        "name": "accuracy_reward",
+        "args": {"answer_column": "solution"},
+    },
+    "reasoning_accuracy_reward": {"function": "trl.rewards.reasoning_accuracy_reward"},
+    "think_format_reward": {
+        "function": "format_match",
+        "name": "think_format_reward",
+        "args": {"pattern": "<think>(?!.*<think>)(.*?)</think>.*"},
+    },
+    "get_soft_overlong_punishment": {
+        "function": "soft_overlong_penalty",
+        "name": "get_soft_overlong_punishment",
+        "args": {"buffer": 256, "max_tokens": 1280},
+    },
+}
+
+
+OLD = {
+    "warmup_ratio": "give warmup_steps, a share of the run where it is below 1, such as warmup_steps: 0.1",
+    "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens, beyond which rows are refused, or left "
+    "out with --data.unusable_rows drop; no prompt is cut",
+    **dict.fromkeys(
+        ("environment_factory", "rollout_func", "tools"),
+        "environments, tools and rollouts of one's own cannot be had from the command line",
+    ),
+    **dict.fromkeys(
+        ("max_staleness", "max_inflight_tasks", "weight_sync_steps", "queue_maxsize"),
+        "it is one of AsyncGRPO, which is not converted; convert the rest, and choose a rollout_scheduler.mode",
+    ),
+}
+"""Fields of earlier versions of TRL and of its other trainers, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A config of ours, and what is to be said of how it came about."""
+
+    config: dict[str, Any]
+    notes: list[str]
+
+
+def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int = 1) -> Converted:
+    """Convert the fields of a YAML file for ``trl grpo --config``.
+
+    Args:
+        given: The fields; those left out have TRL's defaults.
+        rows: Training prompts, from which epochs are turned into steps.
+        devices: How many devices the run is to have, each a process.
+
+    Raises:
+        ValueError: TRL has no such field, or what it says cannot be had.
+    """
+    problems = list(_problems(given))
+    given = {name: value for name, value in given.items() if name in TRL}
+    taken = {name: row.default for name, row in TRL.items()} | dict(given)
+    config: dict[str, Any] = {"seed_everything": taken["seed"]}
+    parts: tuple[Callable[[], Mapping[str, Any]], ...] = (
+        lambda: _run(taken, given),
+        lambda: _batches(taken, rows, devices),
+        lambda: _model(taken),
+        lambda: _generator(taken),
+        lambda: _objective(taken),
+        lambda: _data(taken),
+        lambda: {"model.rewards": _rewards(taken)},
+    )
+    for part in parts:
+        try:
+            _add(config, part())
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    _add(config, {"model.generator.init_args.num_slots": _num_slots(taken, config)})
+    own = {name: TRL[name] for name, value in given.items() if value != TRL[name].default}
+    notes = [f"{name}: {row.note}" for name, row in own.items() if row.kind in ("changed", "none")]
+    return Converted(config, _merged(notes))
+
+
+def _problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """Say of each field that TRL lacks, or that cannot be had, why."""
+    for name, value in given.items():
+        if name == "env":
+            yield "env sets variables of TRL's process; set them in the shell, and leave it out."
+        elif name in OLD:
+            yield f"{name} is {value!r}, but TRL 1.16 has no such field: {OLD[name]}."
+        elif name not in TRL:
+            yield f"TRL 1.16 has no field {name!r} for GRPO; correct it, or leave it out."
+        elif TRL[name].kind == "refused" and value not in (TRL[name].default, None):
+            yield f"{name} is {value!r}, which cannot be had: {TRL[name].note}."
+
+
+def _merged(notes: list[str]) -> list[str]:
+    """Of fields with one note, say it once."""
+    fields: dict[str, list[str]] = {}
+    for text in notes:
+        name, note = text.split(": ", 1)
+        fields.setdefault(note, []).append(name)
+    return [f"{', '.join(names)}: {note}" for note, names in fields.items()]
+
+
+def _add(config: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """Set fields by their dotted names; None leaves one out."""
+    for name, value in fields.items():
+        if value is not None:
+            *path, last = name.split(".")
+            place = config
+            for part in path:
+                place = place.setdefault(part, {})
+            place[last] = value
+
+
+def _run(taken: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    folder = Path(taken["output_dir"] or "runs/grpo")
+    reports = taken["report_to"] if isinstance(taken["report_to"], list) else [taken["report_to"]]
+    saves = taken["save_steps"]
+    if not isinstance(saves, int) or saves < 1:
+        raise ValueError(f"save_steps is {saves!r}, a share of the run; give a number of steps.")
+    return {
+        "run.name": folder.name,
+        "run.dir": str(folder.parent),
+        "run.wandb": "online" if {"wandb", "all"} & set(reports) else None,
+        "run.wandb_project": given.get("project"),
+        "checkpoint.every_n_updates": 0 if taken["save_strategy"] == "no" else saves,
+        "sample_logger.num_samples": taken["num_completions_to_print"],
+        "trainer.precision": "32-true" if taken["bf16"] is False else "bf16-mixed",
+        "trainer.accelerator": "cpu" if taken["use_cpu"] else None,
+    }
+
+
+def _batches(taken: Mapping[str, Any], rows: int | None, devices: int) -> dict[str, Any]:
+    each, accumulated = taken["per_device_train_batch_size"], taken["gradient_accumulation_steps"]
+    group, per_generation = taken["num_generations"], taken["steps_per_generation"]
+    completions = taken["generation_batch_size"] or each * devices * (per_generation or accumulated)
+    if per_generation and taken["generation_batch_size"]:
+        raise ValueError("steps_per_generation and generation_batch_size are both given; TRL takes one of them.")
+    prompts, left = divmod(completions, group * devices)
+    if left or not prompts:
+        raise ValueError(
+            f"A generation batch of TRL has {completions} completions, which make no whole number of prompts on each "
+            f"of {devices} devices at num_generations {group}; change one of them, or give --devices. {BATCH}."
+        )
+    minibatches, left = divmod(completions, each * devices * accumulated)
+    if left or not minibatches or prompts % minibatches:
+        raise ValueError(
+            f"A generation batch of {completions} completions is {completions / (each * devices * accumulated):g} "
+            "optimizer steps in TRL, but here a step is made of whole prompts; make per_device_train_batch_size x "
+            "gradient_accumulation_steps a multiple of num_generations that divides the generation batch."
+        )
+    steps, iterations = taken["max_steps"], taken["num_iterations"]
+    if steps <= 0:
+        if rows is None:
+            raise ValueError(
+                f"num_train_epochs is {taken['num_train_epochs']}, but a run ends after a number of optimizer steps; "
+                "give --rows N, the number of training prompts, or max_steps."
+            )
+        steps = math.ceil(taken["num_train_epochs"] * (rows // (prompts * devices)) * minibatches * iterations)
+    interval = None
+    if taken["eval_strategy"] != "no":
+        interval = max(1, round((taken["eval_steps"] or 500) / (minibatches * iterations)))
+    return {
+        "data.batch_size": prompts,
+        "data.eval_batch_size": max(1, taken["per_device_eval_batch_size"] // (taken["num_generations_eval"] or group)),
+        "model.num_generations": group,
+        "model.eval_num_generations": taken["num_generations_eval"] or group,
+        "model.num_minibatches": minibatches,
+        "model.num_iterations": iterations,
+        "model.max_tokens_per_micro_batch": max(8192, each * taken["max_completion_length"]),
+        "trainer.max_steps": steps,
+        "trainer.val_check_interval": interval,
+        "trainer.devices": devices if devices > 1 else None,
+        "trainer.strategy": "ddp" if devices > 1 else None,
+        "model.lr_scheduler": _schedule(taken, steps),
+    }
+
+
+def _schedule(taken: Mapping[str, Any], steps: int) -> dict[str, Any] | None:
+    shape, warmup = taken["lr_scheduler_type"], taken["warmup_steps"]
+    if shape not in SHAPES:
+        raise ValueError(
+            f"lr_scheduler_type is {shape!r}; take {', '.join(SHAPES)}, or give a class in model.lr_scheduler."
+        )
+    if shape == "constant":  # which in transformers has no rise
+        return None
+    warmup = math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
+    return {
+        "class_path": "WarmupDecayLR",
+        "init_args": {"total_steps": steps, "warmup_steps": warmup, "shape": SHAPES[shape]},
+    }
+
+
+def _model(taken: Mapping[str, Any]) -> dict[str, Any]:
+    if taken["model_name_or_path"] is None:
+        raise ValueError("model_name_or_path is not given; TRL needs it too.")
+    if taken["optim"] not in OPTIMIZERS:
+        raise ValueError(
+            f"optim is {taken['optim']!r}; take {', '.join(OPTIMIZERS)}, or give a class in model.optimizer."
+        )
+    optimizer = {"lr": float(taken["learning_rate"]), "weight_decay": float(taken["weight_decay"])}
+    if OPTIMIZERS[taken["optim"]] != "SGD":
+        optimizer |= {"betas": [taken["adam_beta1"], taken["adam_beta2"]], "eps": float(taken["adam_epsilon"])}
+    lora = {
+        "r": taken["lora_r"],
+        "alpha": float(taken["lora_alpha"]),
+        "target_modules": taken["lora_target_modules"] or "all-linear",
+        "rslora": taken["use_rslora"],
+        "base": "nf4" if taken["load_in_4bit"] else None,
+    }
+    if taken["load_in_4bit"] and not taken["use_peft"]:
+        raise ValueError("load_in_4bit is true without use_peft; weights in four bits cannot be trained themselves.")
+    return {
+        "model.policy": taken["model_name_or_path"],
+        "model.dtype": "bfloat16" if taken["dtype"] == "bfloat16" else "float32",
+        "model.lora": lora if taken["use_peft"] else None,
+        "model.gradient_checkpointing": taken["gradient_checkpointing"],
+        "model.max_grad_norm": float(taken["max_grad_norm"]),
+        "model.optimizer": {"class_path": OPTIMIZERS[taken["optim"]], "init_args": optimizer},
+        "model.sampling.temperature": float(taken["temperature"]),
+        "model.sampling.max_tokens": taken["max_completion_length"],
+        "model.sampling.stop": _stop(taken["generation_kwargs"] or {}),
+        "model.reference.mixup_alpha": taken["ref_model_mixup_alpha"] if taken["sync_ref_model"] else None,
+        "model.reference.sync_steps": taken["ref_model_sync_steps"] if taken["sync_ref_model"] else None,
+    }
+
+
+def _stop(settings: Mapping[str, Any]) -> list[str] | None:
+    if others := set(settings) - {"stop"}:
+        raise ValueError(f"generation_kwargs has {', '.join(sorted(others))}; only stop can be had.")
+    stop = settings.get("stop")
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _num_slots(taken: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    return min(256 if taken["use_vllm"] else 64, config["data"]["batch_size"] * taken["num_generations"])
+
+
+def _generator(taken: Mapping[str, Any]) -> dict[str, Any]:
+    if not taken["use_vllm"]:
+        return {"model.generator": {"class_path": "slots", "init_args": {}}}
+    arguments: dict[str, Any] = {}
+    length = taken["vllm_max_model_length"]
+    if taken["vllm_mode"] == "server":
+        arguments |= {"start_timeout_s": float(taken["vllm_server_timeout"])}
+        arguments |= {"server_args": {"max_model_len": length}} if length else {}
+        return {"model.generator": {"class_path": "vllm_server", "init_args": arguments}}
+    arguments |= {"sleep_level": int(taken["vllm_enable_sleep_mode"])}
+    arguments |= {"engine_args": {"max_model_len": length}} if length else {}
+    return {"model.generator": {"class_path": "vllm", "init_args": arguments}}
+
+
+def _objective(taken: Mapping[str, Any]) -> dict[str, Any]:
+    loss = taken["loss_type"]
+    if loss not in PARAMETERS:
+        raise ValueError(f"loss_type is {loss!r}; TRL 1.16 has {', '.join(PARAMETERS)}.")
+    sequence = taken["importance_sampling_level"] == "sequence"
+    name = {"bnpo": "dapo"}.get(loss, loss)
+    if sequence and name in ("grpo", "dapo", "dr_grpo"):
+        name = "gspo"
+    fields: dict[str, Any] = {"loss": name}
+    for parameter in PARAMETERS[loss]:
+        fields[TRL[parameter].fields[0].rsplit(".", 1)[1]] = taken[parameter]
+    if loss in CLIPPED:
+        fields["epsilon_high"] = taken["epsilon"] if taken["epsilon_high"] is None else taken["epsilon_high"]
+    if loss == "cispo" and (taken["epsilon_high"] or 0) < 1:
+        raise ValueError("loss_type is cispo, whose largest weight is epsilon_high; give it, such as 5.0.")
+    if taken["beta"]:
+        fields["kl.beta"] = float(taken["beta"])
+        fields["kl.importance_weighted"] = bool(taken["use_bias_correction_kl"])
+    fields |= {
+        "mask_truncated": taken["mask_truncated_completions"],
+        "top_entropy_quantile": float(taken["top_entropy_quantile"]),
+        "off_policy_threshold": taken["off_policy_mask_threshold"],
+        "entropy.coefficient": float(taken["entropy_coef"]),
+    }
+    if taken["use_adaptive_entropy"]:
+        fields |= {
+            "entropy.target": taken["entropy_target"],
+            "entropy.delta": taken["entropy_coef_delta"],
+            "entropy.min_coefficient": taken["entropy_coef_min"],
+            "entropy.max_coefficient": taken["entropy_coef_max"],
+        }
+    if taken["use_vllm"] and taken["vllm_importance_sampling_correction"]:
+        cap = taken["vllm_importance_sampling_cap"]
+        fields["correction.mode"] = taken["vllm_importance_sampling_mode"]
+        fields["correction.high"] = taken["vllm_importance_sampling_clip_max"] if cap is None else cap
+        fields["correction.low"] = taken["vllm_importance_sampling_clip_min"]
+    scale = {True: "group", False: "none"}.get(taken["scale_rewards"], taken["scale_rewards"])
+    apart = taken["multi_objective_aggregation"] == "normalize_then_sum"
+    advantages = {"estimator": "gdpo"} if apart else {"estimator": "grpo", "scale": scale}
+    return {f"model.objective.{name}": value for name, value in fields.items()} | {"model.advantages": advantages}
+
+
+def _data(taken: Mapping[str, Any]) -> dict[str, Any]:
+    path = taken["dataset_name"]
+    if path is None:
+        raise ValueError("dataset_name is not given; TRL needs it too.")
+
+    def split_of(split: str) -> Any:
+        if Path(path).is_file():
+            return path
+        given = {"path": path, "name": taken["dataset_config"], "split": split}
+        return {"class_path": "HubRows", "init_args": {name: value for name, value in given.items() if value}}
+
+    validates = taken["eval_strategy"] != "no"
+    if validates and split_of(taken["dataset_train_split"]) == split_of(taken["dataset_test_split"]):
+        raise ValueError(
+            f"eval_strategy is {taken['eval_strategy']!r}, but validation rows would be the training rows of {path!r}; "
+            "set eval_strategy to no here, and give fit --data.validation a file of held-out rows, or name a dataset "
+            "whose dataset_test_split is another split."
+        )
+    return {
+        "data.train": split_of(taken["dataset_train_split"]),
+        "data.validation": split_of(taken["dataset_test_split"]) if validates else None,
+        "data.shuffle": taken["shuffle_dataset"],
+        "data.chat_template_kwargs": taken["chat_template_kwargs"],
+    }
+
+
+def _rewards(taken: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = taken["reward_funcs"] or []
+    names = [names] if isinstance(names, str) else names
+    if not names:
+        raise ValueError("reward_funcs is empty; name at least one.")
+    if unknown := [name for name in names if name not in REWARDS and "." not in name]:
+        raise ValueError(f"reward_funcs has {unknown[0]!r}; TRL knows {', '.join(REWARDS)}, and import paths.")
+    weights = taken["reward_weights"] or [1.0] * len(names)
+    if len(weights) != len(names):
+        raise ValueError(f"reward_weights has {len(weights)} weights for {len(names)} reward_funcs; give one each.")
+    specs = [dict(REWARDS.get(name, {"function": name})) for name in names]
+    return [spec | {"weight": float(weight)} for spec, weight in zip(specs, weights, strict=True)]

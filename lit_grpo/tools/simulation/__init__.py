@@ -1,0 +1,7 @@
+"""What a plan would make of recorded or made-up lengths."""
+
+from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
+from lit_grpo.tools.simulation.step_cost import StepCost
+from lit_grpo.tools.simulation.traces import Trace, load_trace
+
+__all__ = ["Engine", "Schedule", "StepCost", "Trace", "load_trace", "simulate"]
