@@ -70,9 +70,9 @@ class Rule:
         return {
             "--data.ask": self.ask,
             "--data.hint": self.hint,
-            "--rollout_scheduler.allocation": self.allocation,
-            "--rollout_scheduler.replace_flat": self.replace_flat,
-            "--rollout_scheduler.replay": self.replay,
+            "--rollout.allocation": self.allocation,
+            "--rollout.replace_flat": self.replace_flat,
+            "--rollout.replay": self.replay,
             "--model.num_generations": self.first,
             **{f"--model.selection.{name}": value for name, value in self.chosen.items()},
         }

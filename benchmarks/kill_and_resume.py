@@ -247,7 +247,7 @@ class Workplace:
     def _begin(self, name: str, plan: Plan) -> Life:
         """Start a run, or resume it from its last checkpoint."""
         command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name]
-        command += ["--rollout_scheduler.mode", plan.mode]
+        command += ["--rollout.mode", plan.mode]
         if plan.ranks > 1:
             command += ["--trainer.devices", str(plan.ranks), "--trainer.strategy", "ddp"]
         checkpoint = self.folder / "runs" / name / "checkpoints" / "last.ckpt"

@@ -94,7 +94,7 @@ def compare(name: str, tasks: dict[str, Task], options: Options) -> int:
 def _run(name: str, task: Task, mode: str, seed: int, size: Size) -> LearningRun:
     batches = LOADING if mode == SORTED_AFTERWARDS else 1
     arguments = {
-        "--rollout_scheduler.mode": SYNCHRONOUS if mode == SORTED_AFTERWARDS else mode,
+        "--rollout.mode": SYNCHRONOUS if mode == SORTED_AFTERWARDS else mode,
         "--seed_everything": seed,
         "--trainer.max_steps": task.updates,
         "--trainer.val_check_interval": max(size.validate_every // batches, 1),

@@ -90,7 +90,7 @@ class RolloutScheduler(pl.Callback):
         try:
             make_plan(plan, LengthPredictor(), num_slots=1)
         except ValueError as error:
-            raise ValueError(f"rollout_scheduler.plan {plan}: {error}") from None
+            raise ValueError(f"rollout.plan {plan}: {error}") from None
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
         self.probe_tokens = probe_tokens
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None

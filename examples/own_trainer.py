@@ -34,7 +34,7 @@ if __name__ == "__main__":
     data = PromptDataModule(policy="tiny", train=ArithmeticRows(num_rows=64), batch_size=4)
     # Callbacks do the rollouts and send the weights, so their order matters: default_callbacks has the right one. The
     # settings of each are given by its name; leave out what you do not want with None. Yours come behind the first.
-    callbacks = default_callbacks({"rollout_scheduler": {"plan": "lpt"}, "policy_exporter": None}, [PrintReward()])
+    callbacks = default_callbacks({"rollout": {"plan": "lpt"}, "policy_exporter": None}, [PrintReward()])
     trainer = pl.Trainer(
         max_steps=2, logger=False, callbacks=callbacks, default_root_dir="runs/own", **TRAINER_DEFAULTS
     )

@@ -18,10 +18,10 @@ BESIDE = ("last_epoch", "base_lrs", "params", "initial_lr")
 SPENDING: Told = {
     "data.ask": "all",
     "data.hint": "none",
-    "rollout_scheduler.mode": "synchronous",
-    "rollout_scheduler.allocation": "uniform",
-    "rollout_scheduler.replace_flat": 0,
-    "rollout_scheduler.replay": "none",
+    "rollout.mode": "synchronous",
+    "rollout.allocation": "uniform",
+    "rollout.replace_flat": 0,
+    "rollout.replay": "none",
 }
 """What completions are spent on, and its defaults."""
 
@@ -69,7 +69,7 @@ def told_of_spending(trainer: Any) -> Told:
     """What completions are spent on, as a Lightning trainer's data and callbacks are told; of others the defaults."""
     data, callbacks = trainer.datamodule, trainer.callbacks
     scheduler = next((callback for callback in callbacks if hasattr(callback, "replace_flat")), None)
-    owners = {"data": data, "rollout_scheduler": scheduler}
+    owners = {"data": data, "rollout": scheduler}
     named = {name: name.split(".") for name in SPENDING}
     return {name: getattr(owners[owner], field, SPENDING[name]) for name, (owner, field) in named.items()}
 

@@ -286,7 +286,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     ],
 )
 def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"^rollout_scheduler\.allocation ") as caught:
+    with pytest.raises(ValueError, match=r"^rollout\.allocation ") as caught:
         make_allocation(spec)
     assert sentence in str(caught.value)
 
@@ -373,5 +373,5 @@ def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: All
     ],
 )
 def test_a_field_that_is_no_whole_number_is_told(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout_scheduler\.allocation {spec}: {sentence}\.$"):
+    with pytest.raises(ValueError, match=rf"^rollout\.allocation {spec}: {sentence}\.$"):
         make_allocation(spec)

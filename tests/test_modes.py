@@ -80,7 +80,7 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
 def test_a_mode_that_means_nothing_is_refused(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as error:
         make_mode(spec)
-    assert str(error.value).startswith("rollout_scheduler.mode ")
+    assert str(error.value).startswith("rollout.mode ")
 
 
 def test_a_mode_has_to_go_with_the_updates() -> None:

@@ -265,7 +265,7 @@ def test_the_mode_says_when_completions_are_dropped() -> None:
     for arguments, sentence in (
         ((513, 8, True), r"prune_at is 512, and sampling\.max_tokens is 513: 511 is the largest"),
         ((1024, 2, True), "needs groups of 3 or more, of which two stay, and num_generations is 2"),
-        ((1024, 8, False), r"rollout_scheduler\.predict_lengths is false: set it to true"),
+        ((1024, 8, False), r"rollout\.predict_lengths is false: set it to true"),
     ):
         with pytest.raises(ValueError, match=sentence):
             mode.check(1, arguments[0], arguments[1], predicts=arguments[2])

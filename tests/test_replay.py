@@ -420,5 +420,5 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     ],
 )
 def test_what_cannot_be_is_told(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout_scheduler\.replay {spec}: {sentence}"):
+    with pytest.raises(ValueError, match=rf"^rollout\.replay {spec}: {sentence}"):
         make_replay(spec)

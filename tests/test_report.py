@@ -22,7 +22,7 @@ from lit_grpo.tools.dashboard.report.content import MAX_OWN, report_content
 from lit_grpo.tools.dashboard.report.curves import MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.tools.dashboard.report.folder import MAX_TIMELINES
 
-ASSETS = Path(__file__).parents[1] / "lit_grpo" / "dashboard" / "report" / "assets"
+ASSETS = Path(__file__).parents[1] / "lit_grpo" / "tools" / "dashboard" / "report" / "assets"
 
 
 def content_of(folder: Path) -> dict[str, Any]:

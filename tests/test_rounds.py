@@ -239,9 +239,9 @@ def test_who_is_asked_is_learnt_from_every_batch() -> None:
 @pytest.mark.parametrize("mode", [name for name in MODES if name != "synchronous"])
 def test_rounds_need_a_mode_that_waits_for_them(mode: str) -> None:
     turns = make_mode(mode)
-    with pytest.raises(ValueError, match=f"replace_flat 4 asks for more .* rollout_scheduler.mode {mode} does not"):
+    with pytest.raises(ValueError, match=f"replace_flat 4 asks for more .* rollout.mode {mode} does not"):
         Budget("uniform", 4).check(mode, turns, 4, 8)
-    with pytest.raises(ValueError, match=f"balanced asks for more .* rollout_scheduler.mode {mode} does not"):
+    with pytest.raises(ValueError, match=f"balanced asks for more .* rollout.mode {mode} does not"):
         Budget("balanced").check(mode, turns, 4, 8)
     Budget("knapsack").check(mode, turns, 4, 8)
 
@@ -255,7 +255,7 @@ def test_what_is_asked_by_whole_visits_needs_whole_groups() -> None:
 
 
 def test_a_budget_that_does_not_suffice_names_its_field() -> None:
-    with pytest.raises(ValueError, match=r"^rollout_scheduler\.allocation knapsack:budget=7: budget is 7 completions"):
+    with pytest.raises(ValueError, match=r"^rollout\.allocation knapsack:budget=7: budget is 7 completions"):
         Budget("knapsack:budget=7").check("synchronous", make_mode("synchronous"), 4, 8)
     Budget("knapsack:budget=7").check("synchronous", make_mode("synchronous"), None, 8)
     assert make_allocation("knapsack:budget=8").check(4, 8) is None

@@ -340,7 +340,7 @@ def make_allocation(spec: str) -> Allocation:
     Raises:
         ValueError: There is no such rule or field, or a value does not fit.
     """
-    return by_name("rollout_scheduler.allocation", spec, ALLOCATIONS, Allocation)
+    return by_name("rollout.allocation", spec, ALLOCATIONS, Allocation)
 
 
 def knapsack_value(number: int, rate: float) -> float:

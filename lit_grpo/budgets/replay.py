@@ -130,9 +130,9 @@ def make_replay(spec: str) -> Replay:
     Raises:
         ValueError: There is no such rule or field, or a value does not fit.
     """
-    rule = by_name("rollout_scheduler.replay", spec, REPLAYS, Replay)
+    rule = by_name("rollout.replay", spec, REPLAYS, Replay)
     if spec.startswith("none:"):
-        raise ValueError(f"rollout_scheduler.replay {spec}: none has no fields; set them of rlep or repo.")
+        raise ValueError(f"rollout.replay {spec}: none has no fields; set them of rlep or repo.")
     return rule
 
 
@@ -181,7 +181,7 @@ class ReplayMemory:
         Raises:
             ValueError: It cannot.
         """
-        own = f"rollout_scheduler.replay {self.spec}"
+        own = f"rollout.replay {self.spec}"
         if not self.active:
             return
         if estimator == "dcpo":

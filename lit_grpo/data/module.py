@@ -291,7 +291,7 @@ def training_loader(data: object) -> PromptLoader:
     loader = data.train_dataloader() if isinstance(data, PromptDataModule) else None
     if not isinstance(loader, PromptLoader):
         raise ValueError(
-            "rollout_scheduler.mode takes prompts as it needs them, from lit_grpo.data.PromptDataModule; with a "
+            "rollout.mode takes prompts as it needs them, from lit_grpo.data.PromptDataModule; with a "
             "dataloader of your own take synchronous."
         )
     return loader

@@ -64,7 +64,7 @@ def check_stream(stream: PromptStream, turns: RolloutMode) -> None:
     if turns.unit == "completion" and (stream.chooser is not None or stream.hints):
         setting, off = ("data.hint", "set it to none") if stream.chooser is None else ("data.ask", "ask all")
         raise ValueError(
-            f"{setting} goes by the rewards of a prompt's whole visit, and a rollout_scheduler.mode with unit "
+            f"{setting} goes by the rewards of a prompt's whole visit, and a rollout.mode with unit "
             f"completion lets groups leave in parts; take unit=group, or {off}."
         )
 
@@ -83,7 +83,7 @@ class Budget:
 
     def __init__(self, spec: str, replaces: int = 0, replay: str = "none") -> None:
         if replaces < 0:
-            raise ValueError(f"rollout_scheduler.replace_flat must be at least 0, which replaces none, not {replaces}.")
+            raise ValueError(f"rollout.replace_flat must be at least 0, which replaces none, not {replaces}.")
         self.spec, self.allocation, self.replaces = spec, make_allocation(spec), replaces
         self.replay = ReplayMemory(replay)
         self._warned = False
@@ -108,24 +108,24 @@ class Budget:
         self._num_prompts = num_prompts
         if self.replay.active and turns.unit == "completion":
             raise ValueError(
-                f"rollout_scheduler.replay {self.replay.spec} adds members to whole groups, and rollout_scheduler.mode "
+                f"rollout.replay {self.replay.spec} adds members to whole groups, and rollout.mode "
                 f"{mode} lets them leave in parts; add unit=group to the mode, or take synchronous or april."
             )
         try:
             if num_prompts is not None:
                 self.allocation.check(num_prompts, num_generations)
         except ValueError as error:
-            raise ValueError(f"rollout_scheduler.allocation {self.spec}: {error}") from None
+            raise ValueError(f"rollout.allocation {self.spec}: {error}") from None
         if self.replaces and num_prompts is None:
             raise ValueError(
-                "rollout_scheduler.replace_flat asks further prompts of lit_grpo.data.PromptDataModule; with a "
+                "rollout.replace_flat asks further prompts of lit_grpo.data.PromptDataModule; with a "
                 "dataloader of your own set it to 0."
             )
         if self._waits and (turns.carries or turns.overlap != "none" or turns.prune_at is not None):
             field = f"allocation {self.spec}" if self.allocation.has_rounds else f"replace_flat {self.replaces}"
             raise ValueError(
-                f"rollout_scheduler.{field} asks for more once a prompt's rewards are there, and "
-                f"rollout_scheduler.mode {mode} does not wait for all of them: take synchronous, or uniform and 0."
+                f"rollout.{field} asks for more once a prompt's rewards are there, and "
+                f"rollout.mode {mode} does not wait for all of them: take synchronous, or uniform and 0."
             )
 
     @property
@@ -189,7 +189,7 @@ class Budget:
         if short and not self._warned:
             self._warned = True
             ranks.warn(
-                f"rollout_scheduler.replace_flat {self.replaces} is reached: {short} groups of a batch have no "
+                f"rollout.replace_flat {self.replaces} is reached: {short} groups of a batch have no "
                 "difference and could not be replaced; raise it, or give prompts that are passed now and then."
             )
 

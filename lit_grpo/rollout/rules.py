@@ -242,7 +242,7 @@ def _check_pruning(prune_at: int, max_tokens: int, num_generations: int, predict
     if prune_at > max_tokens - 2:
         raise ValueError(
             f"The mode's prune_at is {prune_at}, and sampling.max_tokens is {max_tokens}: {max(max_tokens - 2, 0)} is "
-            "the largest that leaves anything to save; give less (rollout_scheduler.mode pruned:prune_at=...)."
+            "the largest that leaves anything to save; give less (rollout.mode pruned:prune_at=...)."
         )
     if num_generations < 3:
         raise ValueError(
@@ -251,7 +251,7 @@ def _check_pruning(prune_at: int, max_tokens: int, num_generations: int, predict
         )
     if not predicts:
         raise ValueError(
-            "The mode's prune_at foretells success from hidden states, and rollout_scheduler.predict_lengths is false: "
+            "The mode's prune_at foretells success from hidden states, and rollout.predict_lengths is false: "
             "set it to true."
         )
 
@@ -283,7 +283,7 @@ def make_mode(spec: str) -> RolloutMode:
     Raises:
         ValueError: There is no such mode or field, or a value does not fit.
     """
-    return by_name("rollout_scheduler.mode", spec, MODES, RolloutMode)
+    return by_name("rollout.mode", spec, MODES, RolloutMode)
 
 
 def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
@@ -296,17 +296,17 @@ def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
     if mode.overlap != "none" and not decodes_beside_updates(generator):
         others = ", ".join(name for name, other in MODES.items() if other.overlap == "none")
         raise ValueError(
-            f"rollout_scheduler.mode {spec} decodes while the policy is updated, and {name} decodes on the policy's "
+            f"rollout.mode {spec} decodes while the policy is updated, and {name} decodes on the policy's "
             f"device: take model.generator vllm_servers, or a mode that takes turns ({others})."
         )
     if mode.at_sync == "keep" and not hasattr(generator, "keeps_kv"):
         raise ValueError(
-            f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
+            f"rollout.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
             "at_sync=recompute, or a generator of vLLM's."
         )
     if mode.at_sync == "keep" and getattr(generator, "adapters", None) == "alone":
         raise ValueError(
-            f"rollout_scheduler.mode {spec} keeps keys and values over a sync, and with adapters: alone vLLM drops "
+            f"rollout.mode {spec} keeps keys and values over a sync, and with adapters: alone vLLM drops "
             "them; take at_sync=recompute, or adapters: merged."
         )
 
@@ -324,7 +324,7 @@ def check_resumed(own: tuple[str, int], before: tuple[str, int], num_open: int) 
     """
     if num_open and own != before:
         raise ValueError(
-            f"The checkpoint has {num_open} prompts in work, begun on {before[1]} ranks in the rollout_scheduler.mode "
+            f"The checkpoint has {num_open} prompts in work, begun on {before[1]} ranks in the rollout.mode "
             f"{before[0]}, and this run has {own[1]} and {own[0]}: go on as it was."
         )
 
@@ -337,6 +337,6 @@ def check_estimator(spec: str, mode: RolloutMode, estimator: str) -> None:
     """
     if mode.unit == "completion" and estimator == "dcpo":
         raise ValueError(
-            f"advantages.estimator dcpo remembers each visit of a prompt, and rollout_scheduler.mode {spec} lets its "
+            f"advantages.estimator dcpo remembers each visit of a prompt, and rollout.mode {spec} lets its "
             "group leave in parts; add unit=group, or take another estimator."
         )

@@ -32,7 +32,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "enable_checkpointing": False,  # RunCheckpoint saves
 }
 CALLBACKS: dict[str, type[pl.Callback]] = {
-    "rollout_scheduler": RolloutScheduler,
+    "rollout": RolloutScheduler,
     "weight_sync": WeightSync,
     "memory_monitor": MemoryMonitor,
     "throughput_monitor": ThroughputMonitor,
@@ -55,7 +55,7 @@ def default_callbacks(
     Rollouts and weight syncs are callbacks, so a Trainer without them trains nothing; give it ``TRAINER_DEFAULTS`` too.
 
     Args:
-        settings: Of each by the name that the command line knows it by, such as ``{"rollout_scheduler": {"plan":
+        settings: Of each by the name that the command line knows it by, such as ``{"rollout": {"plan":
             "lpt"}}``; None leaves a callback out.
         own: Further callbacks. They come behind the first, the checkpoint, and before those that make rollouts.
 

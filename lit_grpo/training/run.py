@@ -69,7 +69,7 @@ def train(
         data: Further settings of :class:`PromptDataModule`.
         trainer: Further settings of Lightning's Trainer; its ``callbacks`` come beside those of every run.
         callbacks: Settings of the callbacks of every run, by the names that the command line knows them by, such as
-            ``{"rollout_scheduler": {"plan": "lpt"}}``; or callbacks of your own, which come beside them.
+            ``{"rollout": {"plan": "lpt"}}``; or callbacks of your own, which come beside them.
         **settings: Further settings of :class:`GRPOModule`; dicts will do for ``sampling``, ``lora`` and the like.
 
     Raises:
@@ -80,7 +80,7 @@ def train(
         if not isinstance(one, pl.Callback):
             raise ValueError(
                 f"callbacks holds {one!r}, which is no Lightning Callback; give callbacks, or a mapping of settings "
-                'such as {"rollout_scheduler": {"plan": "lpt"}}.'
+                'such as {"rollout": {"plan": "lpt"}}.'
             )
     if tokenizer is not None and isinstance(policy, str):
         raise ValueError("tokenizer goes with a loaded model; leave it out, for policy names one with its tokenizer.")

@@ -60,9 +60,9 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("sync/logprob_gap", "sync/relative_gap", "sync/rounding"), "vLLM"),
     **dict.fromkeys(
         (f"rollout/{name}" for name in ("open_prompts", "waiting_groups", "continued_tokens", "discarded_tokens")),
-        "rollout_scheduler.mode other than synchronous",
+        "rollout.mode other than synchronous",
     ),
-    **dict.fromkeys((f"staleness/share_{name}" for name in STALENESS), "rollout_scheduler.mode other than synchronous"),
+    **dict.fromkeys((f"staleness/share_{name}" for name in STALENESS), "rollout.mode other than synchronous"),
     **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
     **dict.fromkeys(
         (f"snapshots/{name}" for name in ("discrepancy", "staleness", "versions", "gib")),
@@ -73,14 +73,12 @@ ONLY_ELSEWHERE = {
             *(f"rollout/pruned_{name}" for name in ("completions", "tokens_saved")),
             *(f"pruning/{name}" for name in ("active", "auc", "calibration_error", "reward_shift")),
         ),
-        "rollout_scheduler.mode pruned",
+        "rollout.mode pruned",
     ),
     **dict.fromkeys(("rollout/drafted_tokens", "rollout/draft_acceptance"), "generator.speculate"),
-    **dict.fromkeys(
-        ("budget/frac_flat_first", "budget/further_completions"), "rollout_scheduler.allocation with rounds"
-    ),
-    **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout_scheduler.allocation that divides"),
-    "budget/replaced_groups": "rollout_scheduler.replace_flat",
+    **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.allocation with rounds"),
+    **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.allocation that divides"),
+    "budget/replaced_groups": "rollout.replace_flat",
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "data.ask greso"),
     **dict.fromkeys(("prompts/phase", "prompts/phase_batches"), "data.ask phases"),
     **dict.fromkeys(
@@ -91,9 +89,7 @@ ONLY_ELSEWHERE = {
         "data.hint other than none",
     ),
     "prompts/skipped": "data.ask other than all",
-    **dict.fromkeys(
-        (f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout_scheduler.replay"
-    ),
+    **dict.fromkeys((f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout.replay"),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }
@@ -189,7 +185,7 @@ def test_wandb_holds_config_tags_rules_and_resumes(runs: list[WandbRun], policy_
     assert first.tags == [policy_folder.name, "dapo", "SlotGenerator"]
     assert first.config["model"]["num_minibatches"] == 2 and first.config["data"]["batch_size"] == 4
     assert first.config["versions"]["torch"] and first.config["trainer"]["max_steps"] == 4
-    assert first.config["rollout_scheduler"]["plan"] and second.config["trainer"]["max_steps"] == 6
+    assert first.config["rollout"]["plan"] and second.config["trainer"]["max_steps"] == 6
     assert first.summaries["reward"] == {"max", "last"}
     assert first.summaries["rollout/steps_over_bound"] == {"min", "last"}
 

@@ -122,7 +122,7 @@ MISTAKES_BEFORE_A_RUN = {
     "minibatches": ["--model.num_minibatches", "4"],
     "strategy": ["--trainer.gradient_clip_val", "1"],
     "hint beyond the context": ["--data.hint", "reference:column=answer", "--model.sampling.max_tokens", "250"],
-    "who is asked by parts of groups": ["--data.ask", "greso", "--rollout_scheduler.mode", "sortedrl"],
+    "who is asked by parts of groups": ["--data.ask", "greso", "--rollout.mode", "sortedrl"],
     "shards": ["--trainer.strategy", "fsdp2", "--model.max_tokens_per_micro_batch", "auto"],
     "rows of two ranks": ["--model.sequence_parallel_size", "2"],
 }
@@ -194,10 +194,10 @@ def test_settings_that_a_checkpoint_would_override_are_refused_and_others_named(
         assert said in capsys.readouterr().err
     named = (
         r"other settings .*: model\.objective\.loss was dapo and is now gspo, data\.ask was all and is now greso, "
-        r"rollout_scheduler\.allocation was uniform and is now knapsack\."
+        r"rollout\.allocation was uniform and is now knapsack\."
     )
     with pytest.warns(UserWarning, match=named):
-        others = "--data.ask", "greso", "--rollout_scheduler.allocation", "knapsack"
+        others = "--data.ask", "greso", "--rollout.allocation", "knapsack"
         fit(*resume, linear, "--model.objective.loss", "gspo", *others)
 
 
@@ -282,9 +282,7 @@ def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path, tmp_path_facto
 def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(
-        "--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=tokens", "--rollout_scheduler.plan=lpt"
-    )
+    fit("--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=tokens", "--rollout.plan=lpt")
     pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
     assert pictures == ["update-1.png", "update-2.png", "update-4.png"]
     kept = [json.loads(line) for line in Path("runs/task/timeline.jsonl").read_text().splitlines()]
@@ -311,8 +309,8 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
 
 def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
     slots = ("--model.generator=slots", "--model.generator.num_slots=5")
-    fit("--run.name=lpt", "--rollout_scheduler.plan=lpt", *slots)
-    fit("--run.name=rounds", "--rollout_scheduler.plan=micro_rounds", "--rollout_scheduler.predict_lengths=false")
+    fit("--run.name=lpt", "--rollout.plan=lpt", *slots)
+    fit("--run.name=rounds", "--rollout.plan=micro_rounds", "--rollout.predict_lengths=false")
     one, other = weights("lpt"), weights("rounds")
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
@@ -410,7 +408,7 @@ def test_help_shows_our_own_fields_first_and_the_trainers_where_asked(capsys: py
     ours = shown["--help"].splitlines()
     fields = [line.split()[0] for line in ours if line.startswith("  --")]
     assert fields[0] == "--run.name" and not [name for name in fields if name.startswith("--trainer")]
-    assert {"--model.num_generations", "--data.train", "--rollout_scheduler.plan", "--checkpoint.folder"} <= set(fields)
+    assert {"--model.num_generations", "--data.train", "--rollout.plan", "--checkpoint.folder"} <= set(fields)
     assert "--help-all" in ours[-1] and "names: slots," in " ".join(shown["--help"].split())
     assert "--trainer.max_steps" in shown["--help-all"] and "--model.num_generations" in shown["--help-all"]
 
@@ -500,11 +498,11 @@ BAD_INPUT = {
     ),
     "subset of no size": (["--model.selection.rule", "random"], "needs the number of rollouts to keep of each group"),
     "unknown plan": (
-        ["--rollout_scheduler.plan", "fastest"],
-        "rollout_scheduler.plan fastest: There is no plan",
+        ["--rollout.plan", "fastest"],
+        "rollout.plan fastest: There is no plan",
     ),
-    "points out of order": (["--rollout_scheduler.prediction_points", "[8, 4]"], "points must be ascending"),
-    "point beyond the limit": (["--rollout_scheduler.prediction_points", "[0, 16]"], "16"),
+    "points out of order": (["--rollout.prediction_points", "[8, 4]"], "points must be ascending"),
+    "point beyond the limit": (["--rollout.prediction_points", "[0, 16]"], "16"),
     "no amount of memory": (
         ["--model.generator", "lit_grpo.rollout.slots.SlotGenerator", "--model.generator.kv_memory", "much"],
         "kv_memory must be an amount such as '2.5GiB'",

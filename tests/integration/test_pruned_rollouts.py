@@ -87,7 +87,7 @@ def test_members_are_dropped_once_the_head_is_proven_and_resuming_is_exact(polic
 def test_the_demo_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["--data.batch_size", "4", "--trainer.max_steps", "3", "--trainer.val_check_interval", "3"]
-    run(["fit", "--config", "arithmetic", "--rollout_scheduler.mode", "pruned:prune_at=24", *small])
+    run(["fit", "--config", "arithmetic", "--rollout.mode", "pruned:prune_at=24", *small])
     with (tmp_path / "runs" / "arithmetic" / "metrics.csv").open(newline="") as file:
         logged = [row for row in csv.DictReader(file) if row["rollout/pruned_completions"]]
     assert len(logged) == 3 and all(row["pruning/active"] for row in logged)

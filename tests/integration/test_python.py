@@ -74,7 +74,7 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         ({"objective": {"kl": {"b": 1}}}, "objective.kl has no setting 'b'; it has beta, "),
         (
             {"callbacks": {"sampler": {}}},
-            "callbacks has no 'sampler'; it has checkpoint, rollout_scheduler, weight_sync, ",
+            "callbacks has no 'sampler'; it has checkpoint, rollout, weight_sync, ",
         ),
         ({"callbacks": ["mine"]}, "callbacks holds 'mine', which is no Lightning Callback; give callbacks, or"),
         ({"callbacks": MemoryMonitor}, "callbacks holds <class '"),

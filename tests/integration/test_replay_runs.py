@@ -193,7 +193,7 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
             {"objective": Objective(proximal="recomputed")},
             r"replay rlep learns from .* objective\.correction\.mode",
         ),
-        ({"replay": "rlep:share=1.5"}, r"rollout_scheduler\.replay rlep:share=1\.5: share must be below 1"),
+        ({"replay": "rlep:share=1.5"}, r"rollout\.replay rlep:share=1\.5: share must be below 1"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_starts(

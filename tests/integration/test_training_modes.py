@@ -222,9 +222,7 @@ def test_masked_leftovers_are_not_learnt_from(policy_folder: Path, tmp_path: Pat
 
 def test_a_checkpoint_of_another_mode_is_refused_while_prompts_are_open(policy_folder: Path, tmp_path: Path) -> None:
     train(policy_folder, "april", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"has 2 prompts in work, begun on 1 ranks in the rollout_scheduler.mode april"
-    ):
+    with pytest.raises(ValueError, match=r"has 2 prompts in work, begun on 1 ranks in the rollout.mode april"):
         train(policy_folder, "chunked:tokens_per_update=5", tmp_path / "other", str(tmp_path / f"{UPDATES}.ckpt"))
 
 

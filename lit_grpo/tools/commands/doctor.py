@@ -80,7 +80,7 @@ class DoctorCLI(LikeFitCLI):
         name = type(cast(Any, self.model).generator).__name__
         self._report.add(Finding("pass", "settings", f"data, rewards, policy, optimizer and {name} can be set up"))
         folder = None if self._disk is None else self._disk / self._settings["checkpoint"]["folder"]
-        scheduler, sync = (self._get(self.config_init, name) for name in ("rollout_scheduler", "weight_sync"))
+        scheduler, sync = (self._get(self.config_init, name) for name in ("rollout", "weight_sync"))
         checkup = CheckUp(self._report, scheduler, sync, folder, self._disk_error)
         cast(Any, self.trainer).callbacks = [checkup, scheduler, sync]
 
