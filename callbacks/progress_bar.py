@@ -26,8 +26,8 @@ from lit_grpo.display.progress import (
 )
 from lit_grpo.display.screen import Screen
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import Listener
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.listeners import Listener
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.types import Completion
 
@@ -49,7 +49,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     is a plain line an update, and one a minute in a longer rollout. Each validation leaves a line in any case. Only the
     first rank prints.
 
-    It hears of rollouts as a :class:`lit_grpo.rollout.listeners.Listener`.
+    It hears of rollouts as a :class:`lit_grpo.plugins.Listener`.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
-from lit_grpo.resuming import SPENDING, told_of_spending
+from lit_grpo.resuming import PLUGINS, told_of_plugins
 from lit_grpo.terminal import counted
 
 from .run_checkpoint import Stopped, run_name
@@ -168,12 +168,11 @@ def _prompts(data: Any) -> str:
 
 
 def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
-    """What completions are spent on otherwise than alike, in a line, where they are."""
-    told, selection = told_of_spending(trainer), module.settings.selection
-    chosen = [f"{name.partition('.')[2]} {value}" for name, value in told.items() if value != SPENDING[name]]
+    """The plug-ins, and what is learnt from where that is not everything, in a line."""
+    chosen, selection = told_of_plugins(trainer)[PLUGINS], module.settings.selection
     if selection.rule != "all":
         chosen.append(f"{selection.rule} keeps {selection.keep}")
-    return {"budget": ", ".join(chosen)} if chosen else {}
+    return {"plugins": ", ".join(chosen)} if chosen else {}
 
 
 def _boards(trainer: pl.Trainer) -> list[str]:

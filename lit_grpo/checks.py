@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lit_grpo.update.logprobs.reference import ReferenceSettings
     from lit_grpo.update.settings import Settings
 
-FORMAT = 9
+FORMAT = 10
 """Of checkpoints; it changes whenever what they hold does."""
 
 

@@ -15,15 +15,7 @@ OPTIMIZER = "model.optimizer"
 BESIDE = ("last_epoch", "base_lrs", "params", "initial_lr")
 """What a scheduler or a parameter group counts or takes from elsewhere, and nobody sets."""
 
-SPENDING: Told = {
-    "data.ask": "all",
-    "data.hint": "none",
-    "rollout.mode": "synchronous",
-    "rollout.allocation": "uniform",
-    "rollout.replace_flat": 0,
-    "rollout.replay": "none",
-}
-"""What completions are spent on, and its defaults."""
+PLUGINS = "rollout.plugins"
 
 
 def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
@@ -38,7 +30,7 @@ def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim
     """
     of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages", "selection")}
     told = told_of({**of_update, "model.policy": policy})
-    return told | told_of_spending(trainer) | told_of_optimizer(optimizer, scheduler)
+    return told | told_of_plugins(trainer) | told_of_optimizer(optimizer, scheduler)
 
 
 def told_of(settings: Mapping[str, Any]) -> Told:
@@ -65,13 +57,10 @@ def told_of_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
     return told
 
 
-def told_of_spending(trainer: Any) -> Told:
-    """What completions are spent on, as a Lightning trainer's data and callbacks are told; of others the defaults."""
-    data, callbacks = trainer.datamodule, trainer.callbacks
-    scheduler = next((callback for callback in callbacks if hasattr(callback, "replace_flat")), None)
-    owners = {"data": data, "rollout": scheduler}
-    named = {name: name.split(".") for name in SPENDING}
-    return {name: getattr(owners[owner], field, SPENDING[name]) for name, (owner, field) in named.items()}
+def told_of_plugins(trainer: Any) -> Told:
+    """The plug-ins that a Lightning trainer's callbacks are told of."""
+    plugins = next((callback.plugins for callback in trainer.callbacks if hasattr(callback, "plugins")), [])
+    return {PLUGINS: [str(plugin) for plugin in plugins]}
 
 
 def differences(before: Told, now: Told) -> dict[str, str]:

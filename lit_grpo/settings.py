@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
+from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import yaml
@@ -76,26 +77,46 @@ def check_number(name: str, value: Any, least: int, kind: Any) -> None:
         raise ValueError(f"{name} must be a {'whole ' * (kind is int)}number of at least {least}, not {value!r}.")
 
 
-def by_name(setting: str, spec: str, rows: Mapping[str, Row], kind: type[Row]) -> Row:
+def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row], kind: type[Row]) -> Row:
     """Return one of several rows of data, with some of its fields set.
 
     Args:
         setting: What the user has set, for messages.
         spec: The name of a row, or the class path of a dataclass of ``kind``; behind a colon fields and their values,
-            as in ``april:batches_in_work=3,max_staleness=4``.
+            as in ``april:batches_in_work=3,max_staleness=4``; or a mapping of one name to its fields.
         rows: Those that have a name, dataclasses.
         kind: What they are.
 
     Raises:
         ValueError: There is no such row or field, or a value does not fit.
     """
-    name, _, told = spec.partition(":")
+    name, told, fields_given = _told(setting, spec)
     try:
         row = cast(Any, rows[name]) if name in rows else _own(name, rows, kind)
-        values = _values(told, row)
+        values = _values(told, row) if fields_given is None else _known_fields(fields_given, row)
         return replace(row, **values) if name in rows else row(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{setting} {spec}: {error}") from None
+        raise ValueError(f"{setting} {spec if isinstance(spec, str) else name}: {error}") from None
+
+
+def _told(setting: str, spec: str | Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any] | None]:
+    """Return the name, what follows a colon, and the mapping of fields, where there is one."""
+    if isinstance(spec, str):
+        name, _, told = spec.partition(":")
+        return name, told, None
+    if len(spec) != 1 or not isinstance(given := next(iter(spec.values())), Mapping | NoneType):
+        raise ValueError(
+            f"{setting} has {dict(spec)}; give a name, or one name with its fields, as in {{NAME: {{FIELD: VALUE}}}}."
+        )
+    return next(iter(spec)), "", given or {}
+
+
+def _known_fields(given: Mapping[str, Any], row: Any) -> dict[str, Any]:
+    known = [field.name for field in fields(row)]
+    for field in given:
+        if field not in known:
+            raise ValueError(f"it has no field {field!r}; it has {', '.join(known) or 'none'}.")
+    return dict(given)
 
 
 def _values(told: str, row: Any) -> dict[str, Any]:

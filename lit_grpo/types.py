@@ -328,7 +328,8 @@ class PromptBatch:
     """The seam between callbacks and module: prompts in, whole rollout groups added by the scheduler.
 
     ``groups`` is empty until :class:`lit_grpo.callbacks.RolloutScheduler` has filled it; then it has one group
-    a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``spans`` which slot
+    a prompt, in the order of ``prompts``. ``metrics`` is what the rollout has to say of itself, ``messages`` what
+    the user is told of it, ``spans`` which slot
     decoded which completion when, by the steps of ``clock``, and ``predicted`` how many tokens were expected of each
     (by ``Request.key``).
     ``trained`` is set by the training step, and makes the batch count as consumed in a checkpoint. A batch is
@@ -342,6 +343,7 @@ class PromptBatch:
         self.prompts = prompts
         self.groups: list[RolloutGroup] = []
         self.metrics: dict[str, float] = {}
+        self.messages: list[str] = []
         self.spans: Sequence[tuple[Key, Span]] = []
         self.clock = Clock()
         self.predicted: Mapping[Key, float] = {}

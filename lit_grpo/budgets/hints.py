@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lit_grpo.budgets.history import Record, Visit
-from lit_grpo.settings import by_name, check_number
+from lit_grpo.plugins import Plugin
+from lit_grpo.settings import check_number
 from lit_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
-class Hint:
+class Hint(Plugin):
     """Which prompts get a hint, how much of it, and its text: here none.
 
     Once nobody has passed a prompt at ``after`` visits on end, it is asked with a share ``begin`` of its hint. After
@@ -21,8 +22,7 @@ class Hint:
     it, up to ``most``. Where it has fallen to 0 the prompt is asked without, and ``after`` further visits that nobody
     passes bring the hint back. All completions of a visit have the same hint, so that groups compare like with like.
 
-    A rule of your own is a dataclass that derives from it, or from :class:`Reference` or :class:`Strategy`, and gives
-    the text.
+    A rule of your own is a dataclass that derives from it, and gives the text.
 
     Args:
         after: Visits on end that nobody passed, before hints begin.
@@ -31,6 +31,7 @@ class Hint:
         most: The largest share.
     """
 
+    role: ClassVar[str] = "what prompts are asked with"
     goes_on: ClassVar[bool] = False
     """Whether the text is the beginning of an answer. The share of its tokens then stands behind the prompt, the policy
     goes on from there, and reward functions get both together as the completion. Otherwise all of it stands in front of
@@ -50,6 +51,11 @@ class Hint:
         if self.begin > self.most:
             raise ValueError(f"begin must be at most most, {self.most}, not {self.begin}.")
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """It goes by the rewards of whole visits."""
+        return frozenset({"whole_groups", "prompt_stream"})
+
     def share(self, record: Record) -> float:
         """Return how much of its hint a prompt gets when it is asked next, from 0 (none) to 1."""
         if not record.hint:
@@ -68,83 +74,6 @@ class Hint:
             ValueError: The prompt lacks what the text is taken from; the sentence goes on behind the row's number.
         """
         return ""
-
-
-@dataclass(frozen=True)
-class Reference(Hint):
-    """The beginning of a solution that a column holds, in tokens (as in ADHint, arXiv 2512.13095).
-
-    Args:
-        column: Of the data.
-        most: Below 1, so that an answer at the solution's end is left to the policy.
-    """
-
-    goes_on: ClassVar[bool] = True
-
-    most: float = 0.9
-    column: str = "solution"
-
-    def text(self, prompt: Prompt, share: float) -> str:
-        """The whole solution."""
-        return text_of(prompt, self.column)
-
-
-@dataclass(frozen=True)
-class Strategy(Hint):
-    """A strategy in front of the question, whole (as in NudgeRL, arXiv 2605.15726).
-
-    Args:
-        column: Of the data, whose text it is where ``say`` is empty.
-        say: What every prompt gets.
-        between: What stands between it and the question.
-    """
-
-    column: str = "strategy"
-    say: str = ""
-    between: str = "\n\n"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("say", "between"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be text, not {getattr(self, name)!r}; put it into quotes.")
-
-    def text(self, prompt: Prompt, share: float) -> str:
-        """The strategy, and what follows it."""
-        text = self.say or text_of(prompt, self.column)
-        return text and text + self.between
-
-
-HINTS: dict[str, Hint] = {"none": Hint(), "reference": Reference(), "strategy": Strategy()}
-"""Hints by name: docs/budgets.md says where each comes from."""
-
-
-def make_hint(spec: str) -> Hint | None:
-    """Return a rule; None where there are to be no hints.
-
-    Args:
-        spec: A name of ``HINTS``, or the class path of a :class:`Hint`; behind a colon fields and their values, as in
-            ``reference:column=proof,after=2``.
-
-    Raises:
-        ValueError: There is no such rule or field, or a value does not fit.
-    """
-    hint = by_name("data.hint", spec, HINTS, Hint)
-    return None if type(hint) is Hint else hint
-
-
-def text_of(prompt: Prompt, column: str) -> str:
-    """Return the text of a column; an empty one where it has no value.
-
-    Raises:
-        ValueError: There is no such column, or it holds something else; to go on behind the row's number.
-    """
-    if column not in prompt.columns:
-        raise ValueError(f"has no column {column!r} (it has {', '.join(map(repr, prompt.columns)) or 'none'})")
-    value = "" if prompt.columns[column] is None else prompt.columns[column]
-    if not isinstance(value, str):
-        raise ValueError(f"has no text in column {column!r}, but {value!r}")
-    return value
 
 
 def hint_metrics(visits: Sequence[Visit]) -> dict[str, float]:

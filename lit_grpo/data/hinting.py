@@ -57,14 +57,14 @@ class Hinter:
             except (ValueError, UnusableRow, EndlessTemplate) as error:
                 number = prompt.prompt_id.rpartition("/")[2]
                 raise ValueError(
-                    f"data.hint: row {number} of {source} {error}; mend the row, name another column, or set data.hint "
-                    "to none."
+                    f"rollout.plugins: the hint of row {number} of {source} cannot be made, since the row {error}; "
+                    "mend the row, name another column, or leave the hint out."
                 ) from None
             hinted += [with_hint] if with_hint.hint else []
         if not hinted:
             raise ValueError(
-                f"data.hint: no row of {source} has a hint that there is room for; give hints, raise "
-                "data.max_prompt_tokens, or set data.hint to none."
+                f"rollout.plugins: no row of {source} has a hint that there is room for; give hints, raise "
+                "data.max_prompt_tokens, or leave the hint out."
             )
         longest = max(hinted, key=lambda prompt: len(prompt.token_ids))
         self.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))

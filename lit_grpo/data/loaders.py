@@ -67,6 +67,10 @@ class PromptLoader:
         self._batch: PromptBatch | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
+    def plug_in(self, chooser: PromptChooser | None, hinter: Hinter | None, on_demand: bool) -> None:
+        """Let others say which prompts are asked, with which hints, and whether they are drawn one by one."""
+        self.chooser, self._hinter, self.on_demand = chooser, hinter, on_demand
+
     @property
     def prompts_per_step(self) -> int:
         """P x W, what one step of all ranks asks."""
@@ -204,8 +208,8 @@ class PromptLoader:
                 self._num_skipped += index - place
                 return prompt, index + 1
         raise ValueError(
-            f"data.ask asks none of {MOST_SKIPPED} prompts in a row: raise the chances that its rule gives, or give "
-            "more prompts."
+            f"rollout.plugins asks none of {MOST_SKIPPED} prompts in a row: raise the chances that its rule gives, "
+            "or give more prompts."
         )
 
     def _draw(self, index: int) -> Prompt:

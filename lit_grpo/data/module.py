@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.budgets.hints import make_hint
-from lit_grpo.budgets.prompts import PromptChooser, make_prompt_rule
+from lit_grpo.budgets.hints import Hint
+from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.hinting import Hinter
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
@@ -64,13 +64,6 @@ class PromptDataModule(LightningDataModule):
             an error (``refuse``) or are left out with a warning (``drop``).
         shuffle: Whether each epoch goes through the training prompts in an order of its own.
         seed: Of that order.
-        ask: Which of the training prompts are asked when they are due, by what their earlier visits have shown
-            (:data:`lit_grpo.budgets.prompts.PROMPT_RULES`): ``all``, fewer of those that teach little by ``greso``
-            or ``near_half``, or from easy to hard by ``phases``. Fields of a rule follow behind a colon
-            (``greso:target=0.2``), and a rule of your own is its class path.
-        hint: What training prompts that nobody passes are asked with (:data:`lit_grpo.budgets.hints.HINTS`): ``none``,
-            the beginning of a ``reference`` solution or a ``strategy``, less of it after each visit that somebody
-            passes. Fields follow behind a colon (``reference:column=proof``); a hint of your own is its class path.
     """
 
     def __init__(
@@ -93,12 +86,8 @@ class PromptDataModule(LightningDataModule):
         unusable_rows: Literal["refuse", "drop"] = "refuse",
         shuffle: bool = True,
         seed: int = 0,
-        ask: str = "all",
-        hint: str = "none",
     ) -> None:
         super().__init__()
-        self.ask, self._prompt_rule = ask, make_prompt_rule(ask)
-        self.hint, self._hint = hint, make_hint(hint)
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("eval_batch_size", eval_batch_size, 1),
@@ -127,7 +116,7 @@ class PromptDataModule(LightningDataModule):
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self.hinted: list[Prompt] = []  # training prompts with the longest hint and with the largest token
-        self._hinter: Hinter | None = None
+        self._train_rows: dict[str, Row] = {}  # what training prompts are made of, by their ids
         self._train_loader: PromptLoader | None = None
 
     def setup(self, stage: str) -> None:
@@ -145,15 +134,32 @@ class PromptDataModule(LightningDataModule):
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
-            rows: dict[str, Row] = {}
-            prompts = self._load(split, source, rows)
-            if split == "train" and self._hint is not None:
-                self._hinter = Hinter(self._hint, self.renderer, self._tokenizer, rows)
-                self.hinted = self._hinter.check(prompts, source.describe())
-            self.prompts[split] = prompts
+            self.prompts[split] = self._load(split, source)
         going_on = self.trainer is not None and self.trainer.global_step > 0
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
+
+    def plug_in(self, rule: PromptRule | None, hint: Hint | None, on_demand: bool) -> None:
+        """Let plug-ins say which training prompts are asked, with what, and when.
+
+        Args:
+            rule: Which prompts are asked when they are due; None for all.
+            hint: What prompts that nobody passes are asked with; None for nothing.
+            on_demand: Whether a session draws prompts as it needs them, and batches come empty.
+
+        Raises:
+            ValueError: A row lacks what its hint is taken from, or no row has a hint.
+        """
+        loader = self.train_dataloader()
+        chooser = loader.chooser  # of an earlier call of fit, where the rule is the same
+        if chooser is None or chooser.rule != rule:
+            chooser = None if rule is None else PromptChooser(rule, self.seed)
+        hinter = None
+        if hint is not None:
+            hinter = Hinter(hint, self.renderer, self._tokenizer, self._train_rows)
+            source = _source_of("train", self.sources["train"])
+            self.hinted = hinter.check(self.prompts["train"], source.describe())
+        loader.plug_in(chooser, hinter, on_demand)
 
     def train_dataloader(self) -> PromptLoader:
         """The one loader of this fit, wherever it stands in its stream."""
@@ -200,9 +206,7 @@ class PromptDataModule(LightningDataModule):
                 f"data.batch_size is {self.batch_size}{ranks}, but data.train has only {num_prompts} prompts, so that "
                 f"a step would repeat some; {remedy}."
             )
-        chooser = None if self.ask == "all" else PromptChooser(self._prompt_rule, self.seed)
-        order = self.seed, self.shuffle
-        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, *order, chooser, self._hinter)
+        return PromptLoader(self.prompts["train"], self.batch_size, rank, world_size, self.seed, self.shuffle)
 
     def _eval_loader(self, split: str) -> EvalLoader:
         return EvalLoader(self.prompts[split], self.eval_batch_size, *self._rank_and_world_size())
@@ -210,8 +214,7 @@ class PromptDataModule(LightningDataModule):
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
-    def _load(self, split: str, source: RowSource, rows: dict[str, Row]) -> list[Prompt]:
-        """Make prompts; ``rows`` then has what they are made of, where hints need it."""
+    def _load(self, split: str, source: RowSource) -> list[Prompt]:
         prompts: list[Prompt] = []
         reasons: dict[int, str] = {}
         for number, row in enumerate(source.rows()):
@@ -227,8 +230,8 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError(f"{place} {error}; mend the template, or the row.") from None
             else:
                 prompts.append(Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages))
-                if split == "train" and self._hint is not None:
-                    rows[prompts[-1].prompt_id] = row
+                if split == "train":
+                    self._train_rows[prompts[-1].prompt_id] = row
         self._report(source, len(prompts), reasons)
         return prompts
 
@@ -280,21 +283,6 @@ def _rename(row: Row, columns: dict[str, str], place: str) -> Row:
             )
     kept = {column: value for column, value in row.items() if column not in columns.values()}
     return kept | {name: row[column] for name, column in columns.items()}
-
-
-def training_loader(data: object) -> PromptLoader:
-    """Return the loader of training prompts of a data module.
-
-    Raises:
-        ValueError: It is not ours.
-    """
-    loader = data.train_dataloader() if isinstance(data, PromptDataModule) else None
-    if not isinstance(loader, PromptLoader):
-        raise ValueError(
-            "rollout.mode takes prompts as it needs them, from lit_grpo.data.PromptDataModule; with a "
-            "dataloader of your own take synchronous."
-        )
-    return loader
 
 
 def loaded_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:

@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import Any
 
+from lit_grpo.plugins import Answer, Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, GenerationError, Generator, Observation, StepEvents
-from lit_grpo.rollout.listeners import Answer, Listener
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 

@@ -1,51 +1,16 @@
-"""What hears of a rollout while it goes on, and may answer."""
+"""Listeners of every run: displays, and what scores groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from lit_grpo.plugins import Listener
 
 if TYPE_CHECKING:
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import StepEvents
-    from lit_grpo.scheduling.flight import Flight
-    from lit_grpo.types import Completion, Key, Request, RolloutGroup
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a listener wants done: more requests of open groups or of new ones, or none of some that are in work.
-
-    An ``abort`` ends a request with what it has, as a member of its group; a ``drop`` leaves it out of its group.
-    """
-
-    submit: Sequence[Request] = ()
-    open: Sequence[Request] = ()
-    abort: Sequence[Key] = ()
-    drop: Sequence[Key] = ()
-
-
-class Listener:
-    """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden."""
-
-    def begin(self, flight: Flight) -> None:
-        """A rollout begins; ``flight`` tells what is in work for as long as it lasts."""
-
-    def step(self, events: StepEvents) -> Answer | None:
-        """A step has been taken."""
-
-    def finish(self, completion: Completion) -> Answer | None:
-        """A completion has ended."""
-
-    def whole(self, group: RolloutGroup) -> Answer | None:
-        """The last member of a group has ended."""
-
-    def idle(self) -> Answer | None:
-        """Nothing is left to decode; whoever has more to ask, or waits for what tells whether, does so now."""
-
-    def end(self, failed: bool) -> None:
-        """The rollout is over, or has ``failed``: what was told of it is void."""
+    from lit_grpo.types import RolloutGroup
 
 
 class Stepped(Listener):

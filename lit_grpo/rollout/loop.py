@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from lit_grpo.plugins import Answer, Listener
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.length_reports import LengthReports
-from lit_grpo.rollout.listeners import Answer, Listener
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.flight import Flight
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths

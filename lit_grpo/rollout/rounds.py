@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import is_flat, moments
-from lit_grpo.rollout.listeners import Answer, Listener
+from lit_grpo.plugins import Answer, Listener
 from lit_grpo.types import Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:

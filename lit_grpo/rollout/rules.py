@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from lit_grpo.rollout.generator import decodes_beside_updates
-from lit_grpo.settings import by_name, check_number
+from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.settings import check_number
 
 Refill = Literal["always", "when_empty"]
 Unit = Literal["group", "completion"]
@@ -52,8 +53,8 @@ SYNCHRONOUS = ReleaseRule()
 
 
 @dataclass(frozen=True)
-class RolloutMode:
-    """How rollouts and updates take turns.
+class RolloutMode(Plugin):
+    """How rollouts and updates take turns: here, one batch is sampled whole, and then learnt from.
 
     A *batch* is ``data.batch_size`` prompts with ``model.num_generations`` completions each.
 
@@ -80,14 +81,12 @@ class RolloutMode:
         at_sync: What becomes of completions that are being decoded when new weights come: they go on, and their keys
             and values are computed anew (``recompute``) or stay those of the old weights (``keep``, vLLM alone); or
             the weights wait for them, while nothing else begins (``drain``).
-        prune_at: Once all completions of a group have so many tokens or have ended, some are dropped
-            (:class:`lit_grpo.rollout.pruning.Pruner`); None drops nobody.
-        keep: Share of those that are still decoded then that goes on.
-        positive_share: Of successes, that a group is to have then.
 
     Raises:
         ValueError: The fields contradict each other.
     """
+
+    role: ClassVar[str] = "when groups leave the buffer"
 
     batches_in_work: float | None = None
     refill: Refill = "always"
@@ -98,12 +97,8 @@ class RolloutMode:
     tokens_per_update: int | None = None
     overlap: Overlap = "none"
     at_sync: AtSync = "recompute"
-    prune_at: int | None = None
-    keep: float = 0.5
-    positive_share: float = 0.5
 
     def __post_init__(self) -> None:
-        self._check_pruning()
         for name, choices in CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
@@ -135,24 +130,6 @@ class RolloutMode:
         """Batches of prompts that are open at a time."""
         return self.max_staleness + 1 if self.batches_in_work is None else self.batches_in_work
 
-    def _check_pruning(self) -> None:
-        if self.prune_at is not None:
-            check_number("prune_at", self.prune_at, 1, int)
-            if self.leftovers != "finish":
-                raise ValueError(
-                    f"prune_at {self.prune_at} compares the completions of one rollout, and leftovers "
-                    f"{self.leftovers!r} spreads a group over several: take finish, or leave prune_at out."
-                )
-            if self.overlap != "none":
-                raise ValueError(
-                    f"prune_at {self.prune_at} looks at hidden states, which overlap {self.overlap!r} does without: "
-                    "take overlap none, or leave prune_at out."
-                )
-        for name in ("keep", "positive_share"):
-            check_number(name, getattr(self, name), 0, int | float)
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} is a share, so it must be at most 1, not {getattr(self, name)}.")
-
     @property
     def carries(self) -> bool:
         """Whether prompts stay open from one update to the next."""
@@ -179,35 +156,54 @@ class RolloutMode:
             return 0
         return max(math.ceil(self.num_batches * num_prompts) - num_open, 0)
 
-    def check(self, steps_per_batch: int, max_tokens: int, num_generations: int = 2, predicts: bool = True) -> None:
-        """Check that it goes with a run's updates.
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it takes prompts from, and what the generator has to be able to do."""
+        needs = {"prompt_stream"} if self.carries else set()
+        needs |= {"own_devices"} if self.overlap != "none" else set()
+        needs |= {"keeps_kv"} if self.at_sync == "keep" else set()
+        return frozenset(needs)
 
-        Args:
-            steps_per_batch: Optimizer steps on one batch.
-            max_tokens: Of a completion.
-            num_generations: Completions of a group.
-            predicts: Whether hidden states are looked at, which lengths are predicted from.
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """What it does to groups and rollouts."""
+        changes: dict[str, str] = {}
+        if self.unit == "completion":
+            changes["whole_groups"] = "lets groups leave in parts"
+        if self.carries:
+            changes["whole_rollouts"] = "keeps groups open from one rollout to the next"
+        if self.overlap != "none":
+            changes["whole_rollouts"] = "decodes while the policy is updated"
+            changes["hidden_states"] = "looks at no hidden states"
+        return changes
+
+    @property
+    def remedy(self) -> str:
+        """Whole groups can be had."""
+        return "add unit=group to it" if self.unit == "completion" else ""
+
+    def check(self, run: RunFacts) -> None:
+        """Check that it goes with a run's updates.
 
         Raises:
             ValueError: It does not.
         """
+        steps_per_batch, max_tokens = run.updates_per_batch, run.max_tokens
         if self.leftovers in ("keep", "mask") and self.max_staleness < steps_per_batch:
             raise ValueError(
-                f"The mode's max_staleness is {self.max_staleness}, and every batch takes {steps_per_batch} optimizer "
+                f"max_staleness is {self.max_staleness}, and every batch takes {steps_per_batch} optimizer "
                 f"steps, so nothing could ever go on; give {steps_per_batch} or more."
             )
         if self.tokens_per_update is not None and self.tokens_per_update >= max_tokens:
             raise ValueError(
-                f"The mode's tokens_per_update is {self.tokens_per_update}, and sampling.max_tokens is {max_tokens}, "
-                "so every completion would end in one rollout; give less, or take the mode synchronous."
+                f"tokens_per_update is {self.tokens_per_update}, and sampling.max_tokens is {max_tokens}, "
+                "so every completion would end in one rollout; give less, or leave it out."
             )
         if self.overlap == "within" and steps_per_batch > 1:
             raise ValueError(
-                f"The mode's overlap is within, which takes one optimizer step once a batch is whole, and "
+                f"overlap is within, which takes one optimizer step once a batch is whole, and "
                 f"model.num_iterations x model.num_minibatches is {steps_per_batch}; set both to 1."
             )
-        if self.prune_at is not None:
-            _check_pruning(self.prune_at, max_tokens, num_generations, predicts)
 
 
 CHOICES = {"refill": Refill, "unit": Unit, "leftovers": Leftovers, "overlap": Overlap, "at_sync": AtSync}
@@ -236,107 +232,3 @@ def _check_overlap(mode: RolloutMode) -> None:
         )
     if mode.at_sync == "drain" and mode.overlap != "across":
         raise ValueError("at_sync 'drain' waits for what is decoded beside an update; take overlap across with it.")
-
-
-def _check_pruning(prune_at: int, max_tokens: int, num_generations: int, predicts: bool) -> None:
-    if prune_at > max_tokens - 2:
-        raise ValueError(
-            f"The mode's prune_at is {prune_at}, and sampling.max_tokens is {max_tokens}: {max(max_tokens - 2, 0)} is "
-            "the largest that leaves anything to save; give less (rollout.mode pruned:prune_at=...)."
-        )
-    if num_generations < 3:
-        raise ValueError(
-            f"The mode's prune_at needs groups of 3 or more, of which two stay, and num_generations is "
-            f"{num_generations}; give more, or take the mode synchronous."
-        )
-    if not predicts:
-        raise ValueError(
-            "The mode's prune_at foretells success from hidden states, and rollout.predict_lengths is false: "
-            "set it to true."
-        )
-
-
-MODES: dict[str, RolloutMode] = {
-    "synchronous": RolloutMode(),
-    "april": RolloutMode(batches_in_work=2, leftovers="keep", max_staleness=8),
-    "sortedrl": RolloutMode(batches_in_work=4, refill="when_empty", unit="completion", leftovers="discard"),
-    "sortedrl_partial": RolloutMode(
-        batches_in_work=4, refill="when_empty", unit="completion", leftovers="keep", max_staleness=16
-    ),
-    "chunked": RolloutMode(
-        batches_in_work=2, unit="completion", leftovers="keep", max_staleness=16, tokens_per_update=1024
-    ),
-    "periodic": RolloutMode(overlap="within"),
-    "asynchronous": RolloutMode(leftovers="keep", max_staleness=2, max_restarts=0, overlap="across"),
-    "pruned": RolloutMode(prune_at=512, keep=0.5, positive_share=0.5),
-}
-"""Modes by name: docs/modes.md says where each comes from."""
-
-
-def make_mode(spec: str) -> RolloutMode:
-    """Return a mode.
-
-    Args:
-        spec: A name of ``MODES``, or the class path of a :class:`RolloutMode`; behind a colon fields and their values,
-            as in ``april:batches_in_work=3,max_staleness=4``.
-
-    Raises:
-        ValueError: There is no such mode or field, or a value does not fit.
-    """
-    return by_name("rollout.mode", spec, MODES, RolloutMode)
-
-
-def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
-    """Check that a generator can do what a mode asks of it.
-
-    Raises:
-        ValueError: It decodes on the policy's device, or drops keys and values that are to be kept.
-    """
-    name = type(generator).__name__
-    if mode.overlap != "none" and not decodes_beside_updates(generator):
-        others = ", ".join(name for name, other in MODES.items() if other.overlap == "none")
-        raise ValueError(
-            f"rollout.mode {spec} decodes while the policy is updated, and {name} decodes on the policy's "
-            f"device: take model.generator vllm_servers, or a mode that takes turns ({others})."
-        )
-    if mode.at_sync == "keep" and not hasattr(generator, "keeps_kv"):
-        raise ValueError(
-            f"rollout.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
-            "at_sync=recompute, or a generator of vLLM's."
-        )
-    if mode.at_sync == "keep" and getattr(generator, "adapters", None) == "alone":
-        raise ValueError(
-            f"rollout.mode {spec} keeps keys and values over a sync, and with adapters: alone vLLM drops "
-            "them; take at_sync=recompute, or adapters: merged."
-        )
-
-
-def check_resumed(own: tuple[str, int], before: tuple[str, int], num_open: int) -> None:
-    """Check that a run can go on with the prompts that a checkpoint has in work.
-
-    Args:
-        own: Its mode and number of ranks.
-        before: Those of the run that saved.
-        num_open: Prompts in work.
-
-    Raises:
-        ValueError: Prompts are open that another mode has begun with, or as many ranks as are not there.
-    """
-    if num_open and own != before:
-        raise ValueError(
-            f"The checkpoint has {num_open} prompts in work, begun on {before[1]} ranks in the rollout.mode "
-            f"{before[0]}, and this run has {own[1]} and {own[0]}: go on as it was."
-        )
-
-
-def check_estimator(spec: str, mode: RolloutMode, estimator: str) -> None:
-    """Check that an estimator of advantages, by its name, can do with the groups that a mode lets out.
-
-    Raises:
-        ValueError: It remembers whole visits, and groups leave in parts.
-    """
-    if mode.unit == "completion" and estimator == "dcpo":
-        raise ValueError(
-            f"advantages.estimator dcpo remembers each visit of a prompt, and rollout.mode {spec} lets its "
-            "group leave in parts; add unit=group, or take another estimator."
-        )

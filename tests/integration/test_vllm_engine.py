@@ -13,11 +13,11 @@ from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.plugins import Listener
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.listeners import Listener
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.jobs import Job, NoLengths

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lit_grpo.plugins import Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
-from lit_grpo.rollout.listeners import Listener
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.scheduling.flight import RETRY_STEPS, Flight
 from lit_grpo.scheduling.jobs import LearntLengths

@@ -1,4 +1,4 @@
-"""Replay: successes of earlier visits of a prompt take part in its group again."""
+"""Replay of successes: RLEP (arXiv 2507.07451) and RePO (arXiv 2506.09340) let earlier ones join a prompt's group."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import hashlib
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lit_grpo.budgets.history import is_flat, moments
-from lit_grpo.settings import by_name, check_number
+from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.settings import check_number
 from lit_grpo.types import (
     EMPTY,
     Completion,
@@ -62,20 +63,22 @@ class Success:
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Plugin):
     """Which successes of earlier visits take part in a prompt's group, and how many.
 
     A rule of your own is a dataclass that derives from it, with a ``choose`` of its own.
 
     Args:
         members: The most of them in a group.
-        share: The most of a group that they may be, of the members that have a reward; 0 replays nothing.
+        share: The most of a group that they may be, of the members that have a reward.
         max_age: Policy updates that may lie between the version that sampled the oldest token of a completion and the
             one that learns from it again.
         choice: Which ones, where there are more: ``random`` ones, by a hash; the most ``recent``; or those of the
             highest ``reward``, of equals the most recent.
         kept: How many of a prompt are remembered; the oldest is forgotten first.
     """
+
+    role: ClassVar[str] = "which earlier completions join a group"
 
     members: int = 2
     share: float = 0.5
@@ -91,6 +94,23 @@ class Replay:
             raise ValueError(f"share must be below 1, not {self.share}: some of a group has to be sampled anew.")
         if self.choice not in get_args(Choice):
             raise ValueError(f"choice must be one of {', '.join(get_args(Choice))}, not {self.choice!r}.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Members join whole groups, and older policies sampled their tokens."""
+        return frozenset({"whole_groups", "ratios_to_sampler"})
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """Groups get members of earlier visits."""
+        return {
+            "fresh_members": "lets completions of earlier visits join groups",
+            "kept_versions": "learns from tokens of policies whose weights are not kept",
+        }
+
+    def worker(self) -> ReplayMemory:
+        """Return what remembers successes."""
+        return ReplayMemory(self)
 
     def most(self, num_fresh: int) -> int:
         """Return how many may join so many members that have been sampled anew."""
@@ -112,98 +132,27 @@ class Replay:
         return newest_first[:number]
 
 
-REPLAYS: dict[str, Replay] = {
-    "none": Replay(share=0),
-    "rlep": Replay(members=2, choice="random"),
-    "repo": Replay(members=8, choice="reward", kept=16),
-}
-"""Rules by name: docs/budgets.md says where each comes from."""
-
-
-def make_replay(spec: str) -> Replay:
-    """Return a rule.
-
-    Args:
-        spec: A name of ``REPLAYS``, or the class path of a :class:`Replay`; behind a colon fields and their values, as
-            in ``rlep:members=4,max_age=100``.
-
-    Raises:
-        ValueError: There is no such rule or field, or a value does not fit.
-    """
-    rule = by_name("rollout.replay", spec, REPLAYS, Replay)
-    if spec.startswith("none:"):
-        raise ValueError(f"rollout.replay {spec}: none has no fields; set them of rlep or repo.")
-    return rule
-
-
-class Objective(Protocol):
-    """What replay has to know of an objective."""
-
-    @property
-    def proximal_policy(self) -> str:
-        """What ratios are taken to."""
-        ...
-
-    @property
-    def correction(self) -> Any:
-        """Whether it is ``active``."""
-        ...
-
-
-class ReplayMemory:
+class ReplayMemory(Worker):
     """Successes by prompt, the same on every rank, and what of them has joined a batch.
 
     What a batch brings is remembered once it has been learnt from, so that a batch that is broken off and sampled again
-    comes to the same. Of completions with the same tokens the last is remembered alone. What has been replayed is not
-    remembered anew.
+    ends the same. Of completions with the same tokens the last is remembered alone. What has been replayed is not
+    remembered again.
 
     Args:
-        spec: What :func:`make_replay` takes.
+        rule: Which successes join.
     """
 
-    def __init__(self, spec: str = "none") -> None:
-        self.spec, self.rule = spec, make_replay(spec)
+    common = True
+
+    def __init__(self, rule: Replay) -> None:
+        self.rule = rule
         self._known: dict[str, list[Success]] = {}
         self._clear()
 
-    @property
-    def active(self) -> bool:
-        """Whether anything is ever replayed."""
-        return self.rule.share > 0
-
-    def check(self, objective: Objective, estimator: str) -> None:
-        """Check that a run can learn from what is replayed.
-
-        Args:
-            objective: What a step minimises.
-            estimator: The name of the one of advantages.
-
-        Raises:
-            ValueError: It cannot.
-        """
-        own = f"rollout.replay {self.spec}"
-        if not self.active:
-            return
-        if estimator == "dcpo":
-            raise ValueError(
-                f"{own} lets completions of earlier visits count in a group, and advantages.estimator dcpo counts them "
-                "by itself, so they would count twice; take another estimator, or replay none."
-            )
-        if objective.proximal_policy == "snapshots":
-            raise ValueError(
-                f"{own} learns from tokens of policies whose weights objective.proximal snapshots does not keep; take "
-                "another proximal, or replay none."
-            )
-        if objective.proximal_policy != "sampled" and not objective.correction.active:
-            raise ValueError(
-                f"{own} learns from tokens of older policies, and objective.proximal {objective.proximal_policy} "
-                "without a correction does not weigh what has changed since; set objective.correction.mode to "
-                "token_truncate, or leave proximal out, so that ratios are taken to the sampler."
-            )
-
     # ---- into a batch -------------------------------------------------------------------------------
 
-    def join(self, groups: Iterable[RolloutGroup], version: int) -> None:
+    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """Let successes of earlier visits join groups, which have their rewards, as members.
 
         Nothing joins a group that is not learnt from, or that has no difference even then.
@@ -212,8 +161,6 @@ class ReplayMemory:
             groups: Whole ones.
             version: Of the policy that learns from them.
         """
-        if not self.active:
-            return
         for group in groups:
             rewarded = [rollout for rollout in group.rollouts if not math.isnan(rollout.reward)]
             learnt = [rollout for rollout in rewarded if rollout.kept]
@@ -225,12 +172,6 @@ class ReplayMemory:
             self._num_revived += _are_equal([rollout.reward for rollout in rewarded])
             self._ages += [each.age(version) for each in chosen]
             group.rollouts += _members(group, chosen)
-
-    def joining(self, arriving: Iterable[list[RolloutGroup]], version: int) -> Iterator[list[RolloutGroup]]:
-        """Yield groups as they arrive, joined."""
-        for groups in arriving:
-            self.join(groups, version)
-            yield groups
 
     def _chosen(self, group: RolloutGroup, num_fresh: int, version: int) -> Sequence[Success]:
         """Those that may join a group."""
@@ -247,8 +188,6 @@ class ReplayMemory:
 
     def metrics(self) -> dict[str, float]:
         """Return what to log of a batch."""
-        if not self.active:
-            return {}
         num_replayed = len(self._ages)
         return {
             "replay/members": num_replayed / max(self._num_fresh + num_replayed, 1),
@@ -259,24 +198,15 @@ class ReplayMemory:
 
     # ---- out of a batch -----------------------------------------------------------------------------
 
-    def learn(
+    def learnt(
         self,
         groups: Sequence[RolloutGroup],
         pass_rule: PassRule,
         version: int,
-        gather: Callable[[list[Success]], list[list[Success]]] = lambda own: [own],
-    ) -> None:
-        """Remember the successes of a batch that has been learnt from, of all ranks, and forget what is too old.
-
-        Args:
-            groups: Of this rank.
-            pass_rule: When a completion is a success.
-            version: Of the policy now.
-            gather: Brings lists of all ranks together; each of them calls it.
-        """
+        gather: Callable[[Any], list[Any]],
+    ) -> dict[str, float]:
+        """Remember the successes of a batch that has been learnt from, of all ranks, and forget what is too old."""
         self._clear()
-        if not self.active:
-            return
         own: list[Success] = []
         for group in groups:
             passed = [_success(rollout) for rollout in group.fresh if _passed(rollout, pass_rule)]
@@ -286,6 +216,7 @@ class ReplayMemory:
             before = [each for each in self._known.get(success.prompt_id, ()) if _tokens(each.trajectory) != tokens]
             self._known[success.prompt_id] = [*before, success][-self.rule.kept :]
         self._forget(version)
+        return {}
 
     def _forget(self, version: int) -> None:
         young = {
@@ -320,8 +251,6 @@ class ReplayMemory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; what this rule would not keep is forgotten."""
         self._known = {}
-        if not self.active:
-            return
         parts = [state[name].split(state["num_tokens"]) for name in ("token_ids", "logprobs", "versions", "trained")]
         rows = zip(*parts, state["entropy"], strict=True)
         plain = zip(*(state[name] for name in PLAIN), strict=True)
@@ -381,3 +310,6 @@ def _checksum(prompt: Prompt) -> int:
 def _draw(success: Success, request: Request) -> bytes:
     text = repr((request.seed, "replay", *request.group, success.visit, success.path))
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+PLUGINS = {"rlep": Replay(members=2, choice="random"), "repo": Replay(members=8, choice="reward", kept=16)}

@@ -1,19 +1,21 @@
-"""Which completions of a group go on once all have come to the same number of tokens."""
+"""ARRoL (arXiv 2603.24840): completions that are predicted to add nothing to their group are stopped early."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from lit_grpo.methods.arrol_head import WINDOW, QualityHead
+from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rollout.generator import StepEvents
-from lit_grpo.rollout.listeners import Answer, Listener
-from lit_grpo.rollout.pruning.head import WINDOW, QualityHead
 from lit_grpo.scheduling.flight import Flight
+from lit_grpo.settings import check_number
 from lit_grpo.types import GroupKey, Key, PassRule, RolloutGroup
 
 LEFT_WHOLE = 8  # one group in so many loses nobody, so that the head can be judged and the bias be measured
@@ -21,7 +23,58 @@ MIN_SURVIVORS = 2  # fewer have no advantages
 STEPS = 100  # of a chance, in choosing: finer than any head knows it
 
 
-class Pruner(Listener):
+@dataclass(frozen=True)
+class Arrol(Plugin):
+    """Stop completions early by the success that is predicted of them (ARRoL, arXiv 2603.24840); see :class:`Pruner`.
+
+    Args:
+        at: Once all completions of a group have so many tokens or have ended, some are dropped.
+        keep: Share of those that are still decoded then that goes on.
+        positive_share: Share of successes that a group is to have then.
+    """
+
+    role: ClassVar[str] = "which completions are stopped early"
+
+    at: int = 512
+    keep: float = 0.5
+    positive_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("at", self.at, 1, int)
+        for name in ("keep", "positive_share"):
+            check_number(name, getattr(self, name), 0, int | float)
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is a share, so it must be at most 1, not {getattr(self, name)}.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """It compares the completions of one rollout by their hidden states."""
+        return frozenset({"whole_rollouts", "hidden_states"})
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """Groups lose members."""
+        return {"whole_rollouts": "drops completions before they end"}
+
+    def check(self, run: RunFacts) -> None:
+        """Check that something can be saved, and that groups stay large enough."""
+        if self.at > run.max_tokens - 2:
+            raise ValueError(
+                f"at is {self.at}, and sampling.max_tokens is {run.max_tokens}: {max(run.max_tokens - 2, 0)} is the "
+                "largest that leaves anything to save; give less, as in arrol:at=64."
+            )
+        if run.num_generations < 3:
+            raise ValueError(
+                f"it needs groups of 3 or more, of which two stay, and num_generations is {run.num_generations}; give "
+                "more, or leave arrol out."
+            )
+
+    def worker(self) -> Pruner:
+        """Return what drops completions."""
+        return Pruner(self.at, self.keep, self.positive_share)
+
+
+class Pruner(Worker):
     """Drops completions of a group so that about a given share of the others succeed (ARRoL, arXiv 2603.24840).
 
     Once every member of a group has come to ``at`` tokens or ended, ``keep`` of those still decoded go on: the subset
@@ -29,7 +82,7 @@ class Pruner(Listener):
     dropped, and are no members. What has ended stays, and so do two members at least. Nobody is dropped before the
     head is proven, nor ever in one group of eight, chosen by its name.
 
-    What is told of a rollout is no part of the state; it is learnt from in :meth:`learn`, once the update has been
+    What is told of a rollout is no part of the state; it is learnt from in :meth:`learnt`, once the update has been
     made.
 
     Args:
@@ -39,7 +92,8 @@ class Pruner(Listener):
     """
 
     def __init__(self, at: int, keep: float, share: float) -> None:
-        self.at, self.keep, self.share = at, keep, share
+        self.point = self.at = at
+        self.keep, self.share = keep, share
         self.head = QualityHead()
         self._shifts: list[list[float]] = []  # of groups left whole: mean reward, and of those that would have stayed
         self._clear()
@@ -104,8 +158,23 @@ class Pruner(Listener):
             "rollout/pruned_tokens_saved": sum(max(expected - had, 0.0) for had in self._dropped.values()),
         }
 
-    def learn(self, groups: Sequence[RolloutGroup], pass_rule: PassRule) -> None:
-        """Learn from the rewards of the rollout; a success is what passes. One without that reward tells nothing."""
+    @property
+    def gathers(self) -> bool:
+        """Completions reach the point together once the head is proven, so that nobody goes on who could be dropped."""
+        return self.head.proven
+
+    def learnt(
+        self,
+        groups: Sequence[RolloutGroup],
+        pass_rule: PassRule,
+        version: int,
+        gather: Callable[[Any], list[Any]],
+    ) -> dict[str, float]:
+        """Learn from the rewards of the rollout: what passes is a success; a rollout without that reward is left out.
+
+        Returns:
+            How good the head is, and how far the survivors' mean reward would be off that of their group.
+        """
         pruned = {key[:2] for key in self._dropped}
         rows, early = [], []
         for number, group in enumerate(groups):
@@ -121,6 +190,8 @@ class Pruner(Listener):
         features, successes, numbers, whole = zip(*rows, strict=True) if rows else ([],) * 4
         self.head.learn(*map(np.array, (features, successes, numbers, whole, early)))
         self._clear()
+        means = np.array(self._shifts).reshape(-1, 2).mean(0) if self._shifts else None
+        return self.head.metrics() | ({} if means is None else {"pruning/reward_shift": float(means[1] - means[0])})
 
     def _shift(self, group: RolloutGroup) -> None:
         """Note what pruning would have made of the mean reward of a group that was left whole."""
@@ -130,11 +201,6 @@ class Pruner(Listener):
         others = [each.reward for each in group.fresh if each.completion.request.key not in leaving]
         if np.isfinite([*rewards, *others]).all():
             self._shifts = [*self._shifts, [float(np.mean(rewards)), float(np.mean(others))]][-WINDOW:]
-
-    def quality(self) -> dict[str, float]:
-        """Return how good the head is, and how far survivors' mean reward would be off that of their group."""
-        means = np.array(self._shifts).reshape(-1, 2).mean(0) if self._shifts else None
-        return self.head.metrics() | ({} if means is None else {"pruning/reward_shift": float(means[1] - means[0])})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been learnt as plain values; a rollout under way is no part of it."""
@@ -200,3 +266,6 @@ def _union(sets: Any) -> int:
     for each in sets:
         union |= each
     return union
+
+
+PLUGINS = {"arrol": Arrol()}

@@ -1,0 +1,50 @@
+"""Which methods ship, one file a paper or family, each built on the seam of :mod:`lit_grpo.plugins` alone.
+
+A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from lit_grpo.plugins import Plugin
+from lit_grpo.settings import by_name
+
+SETTING = "rollout.plugins"
+
+
+@cache
+def shipped() -> dict[str, Plugin]:
+    """Return all plug-ins that ship, by name."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    return {name: plugin for module in modules for name, plugin in getattr(module, "PLUGINS", {}).items()}
+
+
+def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
+    """Return plug-ins by the names that a user gave them.
+
+    Args:
+        specs: For each plug-in its name or class path, as in ``april``; with fields ``april:max_staleness=4`` or
+            ``{april: {max_staleness: 4}}``.
+
+    Raises:
+        ValueError: There is no such plug-in or field, a value does not fit, or two decide the same thing.
+    """
+    if isinstance(specs, str | Mapping):
+        specs = [specs]
+    plugins: dict[str, Plugin] = {}
+    for spec in specs:
+        name = spec.partition(":")[0] if isinstance(spec, str) else next(iter(spec), "")
+        if name in plugins:
+            raise ValueError(f"{SETTING} has {name} twice; leave one out.")
+        plugins[name] = by_name(SETTING, spec, shipped(), Plugin)
+    roles = Counter(plugin.role for plugin in plugins.values() if plugin.role)
+    for role in (role for role, number in roles.items() if number > 1):
+        named = [name for name, plugin in plugins.items() if plugin.role == role]
+        raise ValueError(f"{SETTING} has {' and '.join(named)}, which both decide {role}; take one of them.")
+    return plugins

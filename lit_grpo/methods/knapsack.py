@@ -1,0 +1,62 @@
+"""Knapsack RL (arXiv 2509.25849): completions go where they are worth most, and to prompts that nobody passes yet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lit_grpo.budgets.allocation import Divided, greedy
+from lit_grpo.settings import check_number
+
+
+@dataclass(frozen=True)
+class Knapsack(Divided):
+    """What mixed prompts need, divided by worth, and the rest for unsolved ones (Knapsack RL, arXiv 2509.25849).
+
+    N completions of a prompt that passes at rate p are worth ``(1 - p^N - (1 - p)^N) p (1 - p)^2``: the chance that not
+    all are alike, times what the policy learns then. It is concave in N, so giving one completion after another to
+    whomever it is worth most is exact; of a budget of tokens, to whomever it is worth most a token, which falls short
+    of the best division by less than one completion.
+
+    Beyond ``least``, mixed prompts (0 < p < 1) share no more than they are taken to need:
+    ``floor(ln(1 - alpha) / ln max(p, 1 - p))`` completions each, after which at least one differs from the likelier
+    outcome with a chance of about ``alpha``. What that leaves goes to unsolved prompts (p = 0), evenly, up to ``most``,
+    and what they leave again to mixed ones by worth and then to solved ones, evenly. The division and its ``alpha`` are
+    those of the paper's code. One rule differs: where no prompt is unsolved, mixed ones get everything, while that code
+    gives what they do not need to solved ones.
+
+    Args:
+        alpha: See above, in (0, 1).
+    """
+
+    alpha: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("alpha", self.alpha, 0, int | float)
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha must be in (0, 1), not {self.alpha}; the paper's code takes 0.9.")
+
+    def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
+        """See above."""
+        counts = np.full(len(rates), self.least)
+        mixed, unsolved = (rates > 0) & (rates < 1), rates == 0
+        if unsolved.any():
+            needs = np.log(1 - self.alpha) / np.log(np.maximum(rates, 1 - rates)[mixed])
+            needed = float((self.least + np.floor(np.minimum(needs, most - self.least))) @ costs[mixed])
+            for rows, limit in ((mixed, needed), (unsolved, math.inf)):
+                shared = min(limit, budget - float(counts[~rows] @ costs[~rows]))
+                counts[rows] = greedy(
+                    rates[rows].tolist(), shared, self.least, most, knapsack_value, costs[rows].tolist()
+                )
+        return greedy(rates.tolist(), budget, counts.tolist(), most, knapsack_value, costs.tolist())
+
+
+def knapsack_value(number: int, rate: float) -> float:
+    """Return what so many completions are worth of a prompt that passes at ``rate``."""
+    return (1 - rate**number - (1 - rate) ** number) * rate * (1 - rate) ** 2
+
+
+PLUGINS = {"knapsack": Knapsack()}

@@ -1,0 +1,48 @@
+"""Reinforce-Ada (arXiv 2510.04996): rounds of completions until a prompt has passes and failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lit_grpo.budgets.allocation import Allocation, check_whole
+
+
+@dataclass(frozen=True)
+class Balanced(Allocation):
+    """Rounds of ``num_generations`` until so many have passed and so many have not (Reinforce-Ada, arXiv 2510.04996).
+
+    With ``model.selection`` max_variance and statistics of the group, a balanced few of them are learnt from, and their
+    baseline is over all. Stopping at what one waits for biases the group's mean: docs/budgets.md says how far.
+
+    Args:
+        rounds: The most rounds of a prompt.
+        passed: How many of a prompt's completions are to pass; Reinforce-Ada's *positive* form is 1, with 0 failed.
+        failed: How many are not to.
+    """
+
+    rounds: int = 4
+    passed: int = 2
+    failed: int = 2
+
+    def __post_init__(self) -> None:
+        check_whole(self, 1, "rounds")
+        check_whole(self, 0, "passed", "failed")
+        if self.rounds < 2:
+            raise ValueError(f"rounds must be at least 2, not {self.rounds}: with one there is nothing to wait for.")
+        if not self.passed + self.failed:
+            raise ValueError(
+                f"passed is {self.passed} and failed is {self.failed}; give numbers that are to be reached."
+            )
+
+    @property
+    def has_rounds(self) -> bool:
+        """As many as ``rounds``."""
+        return True
+
+    def more(self, num_rewarded: int, num_passed: int, num_rounds: int, num_first: int) -> int:
+        """See above."""
+        decided = num_passed >= self.passed and num_rewarded - num_passed >= self.failed
+        return 0 if decided or num_rounds >= self.rounds else num_first
+
+
+PLUGINS = {"balanced": Balanced()}

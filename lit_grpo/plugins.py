@@ -1,0 +1,169 @@
+"""The seam for methods: what a plug-in may decide in a run, and where it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.generator import StepEvents
+    from lit_grpo.scheduling.flight import Flight
+    from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a listener wants done: more requests of open groups or of new ones, or none of some that are in work.
+
+    An ``abort`` ends a request with what it has, as a member of its group; a ``drop`` leaves it out of its group.
+    """
+
+    submit: Sequence[Request] = ()
+    open: Sequence[Request] = ()
+    abort: Sequence[Key] = ()
+    drop: Sequence[Key] = ()
+
+
+class Listener:
+    """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden."""
+
+    def begin(self, flight: Flight) -> None:
+        """A rollout begins; ``flight`` tells what is in work for as long as it lasts."""
+
+    def step(self, events: StepEvents) -> Answer | None:
+        """A step has been taken."""
+
+    def finish(self, completion: Completion) -> Answer | None:
+        """A completion has ended."""
+
+    def whole(self, group: RolloutGroup) -> Answer | None:
+        """The last member of a group has ended."""
+
+    def idle(self) -> Answer | None:
+        """Nothing is left to decode; whoever has more to ask, or waits for what tells whether, does so now."""
+
+    def end(self, failed: bool) -> None:
+        """The rollout is over, or has ``failed``: what was told of it is void."""
+
+
+class Plugin:
+    """An optional method of a run, given by name or class path in ``rollout.plugins``.
+
+    A plug-in is a dataclass: its fields are what the user can set, as in ``{knapsack: {budget: 256}}``. What it decides
+    is said by the class that it derives from, one of:
+
+    ==================================================  ==========================================================
+    :class:`lit_grpo.budgets.prompts.PromptRule`        which prompts are asked when they are due
+    :class:`lit_grpo.budgets.hints.Hint`                what a prompt is asked with
+    :class:`lit_grpo.budgets.allocation.Allocation`     how many completions each prompt gets, in how many rounds
+    :class:`lit_grpo.budgets.allocation.Replacement`    how many prompts are asked in place of groups without signal
+    :class:`lit_grpo.rollout.rules.RolloutMode`         when groups leave the buffer, and what becomes of the others
+    :class:`Plugin` itself                              what its :class:`Worker` does during and after a rollout
+    ==================================================  ==========================================================
+
+    There is at most one plug-in of each of these classes, and any number of others.
+    """
+
+    role: ClassVar[str] = ""
+    """What a class of plug-ins decides, such as ``how many completions each prompt gets``; one of a role is enough."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it needs of a run: words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        return frozenset()
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """What it takes away from others, by the same words; see :class:`lit_grpo.compatibility.Part`."""
+        return {}
+
+    @property
+    def remedy(self) -> str:
+        """What to do, other than leaving it out, where it does not go with another part."""
+        return ""
+
+    def check(self, run: RunFacts) -> None:
+        """Check its fields against a run's numbers.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+
+    def worker(self) -> Worker | None:
+        """Return what acts for it during a run, where it does more than to decide."""
+        return None
+
+
+class RunFacts:
+    """The numbers of a run that a plug-in may depend on.
+
+    Args:
+        num_prompts: Prompts of a batch on each rank; None where the user's own dataloader says.
+        num_generations: ``model.num_generations``.
+        max_tokens: The most tokens of a completion.
+        updates_per_batch: Optimizer steps on one batch.
+    """
+
+    def __init__(self, num_prompts: int | None, num_generations: int, max_tokens: int, updates_per_batch: int) -> None:
+        self.num_prompts, self.num_generations = num_prompts, num_generations
+        self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
+
+
+class Worker(Listener):
+    """What acts for a plug-in during a run; it owns what the plug-in remembers.
+
+    It hears of every training rollout, as any :class:`Listener`, and may answer.
+
+    Attributes:
+        point: The number of tokens at which it looks at the policy's hidden state of each completion; None for none.
+        common: Whether all ranks have the same state, which checkpoints then keep once.
+    """
+
+    point: int | None = None
+    common: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all completions are to reach ``point`` before any goes on."""
+        return False
+
+    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
+        """Let members join whole groups before the policy of ``version`` learns from them, or leave members out."""
+
+    def learnt(
+        self,
+        groups: Sequence[RolloutGroup],
+        pass_rule: PassRule,
+        version: int,
+        gather: Callable[[Any], list[Any]],
+    ) -> dict[str, float]:
+        """Learn from a batch that the policy has learnt from.
+
+        Args:
+            groups: Of this rank.
+            pass_rule: When a completion passes.
+            version: Of the policy now.
+            gather: Brings values of all ranks together in their order; all of them call it.
+
+        Returns:
+            What to log.
+        """
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        """Return what to log of the last rollout."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+
+
+def join_all(workers: Iterable[Worker], groups: Sequence[RolloutGroup], version: int) -> None:
+    """Let every worker in turn have its members join."""
+    for worker in workers:
+        worker.join(groups, version)

@@ -1,0 +1,496 @@
+"""The conductor of rollouts: from the prompts of a batch to groups with rewards, one batch after another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from lit_grpo.budgets.allocation import Allocation, Replacement
+from lit_grpo.budgets.hints import Hint, hint_metrics
+from lit_grpo.budgets.history import PromptHistory
+from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.compatibility import Part, check_together
+from lit_grpo.plugins import Listener, Plugin, RunFacts, join_all
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
+from lit_grpo.rollout.listeners import Rewarding, Stepped
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.pump import RolloutPump
+from lit_grpo.rollout.rounds import Rounds
+from lit_grpo.rollout.rules import RolloutMode
+from lit_grpo.rollout.stats import RolloutStats
+from lit_grpo.scheduling.lengths import LengthPredictor
+from lit_grpo.scheduling.lengths.probe import PREDICTION_POINTS, Points, ProbeChoice, make_predictor
+from lit_grpo.scheduling.plans.plan import BLIND, check_probe, make_plan
+from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from lit_grpo.faults import Phases
+    from lit_grpo.ranks import Ranks
+    from lit_grpo.rewards import RewardRunner
+    from lit_grpo.rollout.generator import Generator
+
+Kind = TypeVar("Kind", bound=Plugin)
+
+
+class Run(Protocol):
+    """What a session needs of the run whose batches it fills; :class:`lit_grpo.module.GRPOModule` is one."""
+
+    generator: Generator
+    sampling: SamplingParams
+    num_generations: int
+    sampling_seed: int
+    policy_version: int
+    pass_rule: PassRule
+    phases: Phases
+
+    @property
+    def ranks(self) -> Ranks:
+        """Reductions over the ranks of the run."""
+        ...
+
+
+class PromptStream(Protocol):
+    """Where a session takes further prompts from; :class:`lit_grpo.data.loaders.PromptLoader` is one."""
+
+    chooser: PromptChooser | None
+    batch_size: int
+
+    @property
+    def hints(self) -> bool:
+        """Whether prompts may get hints."""
+        ...
+
+    def go_by(self, history: PromptHistory) -> None:
+        """Let who is asked, and with which hints, depend on what is known of prompts."""
+        ...
+
+    def draw(self, num_prompts: int) -> list[Prompt]:
+        """Take the next prompts of this rank."""
+        ...
+
+    def further(self, most: int) -> Iterator[Prompt]:
+        """Yield prompts that follow those of the batch, at most so many."""
+        ...
+
+    def agree(self, largest: Callable[[float], float]) -> None:
+        """Count to the batch what any rank has taken."""
+        ...
+
+    def take_skipped(self) -> int:
+        """Return how many prompts have been passed over since this was asked last."""
+        ...
+
+
+class RolloutSession:
+    """Samples and rewards batch after batch of a run; it owns the buffer, the plan, predicted lengths and plug-ins.
+
+    The life of a session, as :class:`lit_grpo.callbacks.RolloutScheduler` leads it::
+
+        session = RolloutSession(make_plugins(["april", {"knapsack": {"budget": 256}}]))
+        session.check(facts, parts)           # before anything expensive starts
+        session.open(run, history, stream, rewards)
+        for batch in batches:
+            session.next_batch(run, batch)    # batch.groups is filled
+            ...                               # the policy learns from them
+            session.learnt(run, batch)
+        session.close()
+
+    Args:
+        plugins: By name, as :func:`lit_grpo.methods.make_plugins` returns them.
+        plan: What :func:`lit_grpo.scheduling.plans.plan.make_plan` takes.
+        predict_lengths: Whether lengths of completions are learnt.
+        prediction_points: After how many tokens the policy's hidden state is looked at.
+        min_correlation: From which rank correlation on predictions are followed.
+        probe_tokens: See :class:`lit_grpo.callbacks.RolloutScheduler`.
+
+    Raises:
+        ValueError: The plan does not exist, or the points do not fit.
+    """
+
+    def __init__(
+        self,
+        plugins: Mapping[str, Plugin] | None = None,
+        plan: str = "short_last",
+        predict_lengths: bool = True,
+        prediction_points: Sequence[int] | None = None,
+        min_correlation: float = 0.2,
+        probe_tokens: int | list[int] | Literal["auto"] = "auto",
+    ) -> None:
+        try:
+            make_plan(plan, LengthPredictor(), num_slots=1)
+        except ValueError as error:
+            raise ValueError(f"rollout.plan {plan}: {error}") from None
+        LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)  # checks both
+        self.plugins = dict(plugins or {})
+        self.plan, self.predict_lengths = plan, predict_lengths
+        self._prediction_points, self._min_correlation = prediction_points, min_correlation
+        self.turns = self._plugin(RolloutMode) or RolloutMode()
+        self.allocation = self._plugin(Allocation) or Allocation()
+        self.prompt_rule, self.hint = self._plugin(PromptRule), self._plugin(Hint)
+        replacement = self._plugin(Replacement)
+        self.replaces = 0 if replacement is None else replacement.most
+        workers = {name: plugin.worker() for name, plugin in self.plugins.items()}
+        self.workers = {name: worker for name, worker in workers.items() if worker is not None}
+        self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
+        self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, plan, predict_lengths)
+        self.buffer = RolloutBuffer()
+        self.lengths: LengthPredictor | None = None
+        self.rewards: RewardRunner | None = None
+        self._history: PromptHistory | None = None
+        self._stream: PromptStream | None = None
+        self._pump: RolloutPump | None = None
+        self._rounds: Rounds | None = None
+        self._predicted: dict[Key, float] = {}  # tokens of completions whose groups are open between two batches
+        self._sizes: list[int] = []
+        self._num_slots = 0
+        self._num_prompts: int | None = None  # of a batch, on each rank
+        self._told_of_flat_groups = False
+
+    def _plugin(self, kind: type[Kind]) -> Kind | None:
+        """Return the plug-in of a class, where there is one."""
+        return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
+
+    # ---- before the first batch ---------------------------------------------------------------------
+
+    def check(self, facts: RunFacts, parts: Iterable[Part]) -> None:
+        """Check that the plug-ins go with a run, and with each other.
+
+        Args:
+            facts: Numbers of the run.
+            parts: What else the run has: generator, data, estimator, objective.
+
+        Raises:
+            ValueError: They do not.
+        """
+        for name, plugin in self.plugins.items():
+            try:
+                plugin.check(facts)
+            except ValueError as error:
+                raise ValueError(f"rollout.plugins {name}: {error}") from None
+        own = [
+            Part(f"rollout.plugins {name}", plugin.needs, plugin.changes, plugin.remedy)
+            for name, plugin in self.plugins.items()
+        ]
+        if not self.predict_lengths:
+            own.append(Part("rollout.predict_lengths false", changes={"hidden_states": "looks at no hidden states"}))
+        check_together([*own, *parts])
+        self._num_prompts = facts.num_prompts
+
+    def prepare(self, facts: RunFacts) -> None:
+        """Make what learns lengths, once it is known how long completions may be."""
+        if self.predict_lengths and self.lengths is None and self.turns.overlap == "none":
+            point = next((worker.point for worker in self.workers.values() if worker.point is not None), None)
+            self.lengths = make_predictor(
+                self._prediction_points, self._points, point, self._min_correlation, facts.max_tokens
+            )
+        if self.turns.carries and facts.num_prompts is not None:
+            self.buffer.rule = self.turns.rule(facts.num_prompts, facts.num_generations, facts.updates_per_batch)
+
+    def open(self, history: PromptHistory, stream: PromptStream | None) -> None:
+        """Go by what is known of prompts, and take prompts from a stream.
+
+        Args:
+            history: What earlier visits of prompts have shown.
+            stream: Where prompts come from; None where the user's own dataloader gives them.
+        """
+        self._history, self._stream = history, stream
+        if self.lengths is not None:
+            self.lengths.share(history)
+        if stream is not None:
+            stream.go_by(history)
+
+    # ---- a batch ------------------------------------------------------------------------------------
+
+    def next_batch(
+        self,
+        run: Run,
+        batch: PromptBatch,
+        listeners: Sequence[Listener] = (),
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Fill a training batch with groups that have their rewards, and with figures of its rollout.
+
+        Where the turns overlap, decoding goes on after the call.
+
+        Args:
+            run: Whose policy samples.
+            batch: Of prompts; where groups stay open between batches, the session takes the prompts that it wants.
+            listeners: Hear of the rollout.
+            context: In which the policy computes.
+        """
+        if self.lengths is not None:
+            self.lengths.end(commit=False)  # of a rollout whose update was interrupted
+        self._choose_points()
+        self._num_slots = run.generator.capacity().slots
+        if self.turns.carries:
+            batch.prompts = self._open_prompts(run)
+        sizes = self._group_sizes(batch.prompts, run.num_generations)
+        requests = group_requests(batch.prompts, sizes, run.sampling, run.sampling_seed)
+        if self.turns.overlap != "none":
+            self._begin_beside(run, batch, requests, listeners)
+            return
+        loop = RolloutLoop(
+            run.generator,
+            self.buffer,
+            self.plan,
+            self.lengths,
+            [_moving(run.phases), *listeners, *self._scoring(run.pass_rule), *self.workers.values()],
+            self._points,
+        )
+        self.buffer.open(requests)
+        with run.phases.of("rollout"), context():
+            stats = loop.run(self.buffer.ready)
+            batch.groups = self.buffer.take()
+        self._describe(batch, stats)
+        if self.turns.carries:
+            self._carry(batch, stats)
+        batch.prompts = [group.prompt for group in batch.groups]
+        if self.replaces and self._rounds is not None and self._stream is not None:
+            self._leave_out(batch, run.ranks)
+        join_all(self.workers.values(), batch.groups, run.policy_version)
+        batch.metrics |= self._metrics()
+        batch.metrics["rollout/probe_tokens"] = float(self._points[0]) if self._points else 0.0
+        batch.metrics |= run.generator.sleep()
+
+    def evaluate(
+        self,
+        run: Run,
+        batch: PromptBatch,
+        num_generations: int,
+        sampling: SamplingParams,
+        listeners: Sequence[Listener] = (),
+        phase: str = "validation",
+        context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Fill a batch that is not learnt from: no plug-in acts, and nothing is remembered."""
+        scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
+        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *scoring])
+        with run.phases.of(phase), context():
+            batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
+        self._describe(batch, stats)
+
+    def learnt(self, run: Run, batch: PromptBatch) -> dict[str, dict[str, float]]:
+        """Learn from a batch that the policy has learnt from, and forget it.
+
+        Returns:
+            What to log, by source: figures of the rollout, where it went on beside the update, and of what was learnt.
+        """
+        logs: dict[str, dict[str, float]] = {}
+        if self._pump is not None:
+            logs["rollout"] = self._end_beside(self._pump, batch)
+        self.buffer.learnt()
+        learnt: dict[str, float] = {}
+        if self.lengths is not None:
+            if self._choice is not None:
+                outcome = self.lengths.outcome()
+                self._choice.learn(outcome, run.sampling.max_tokens, self._num_slots, self.lengths.informative)
+                learnt |= self._choice.metrics()
+            self.lengths.end(commit=True)
+            learnt |= self.lengths.metrics()
+        history, stream = self._history, self._stream
+        if history is not None:
+            history.commit_lengths(run.ranks.gather)
+        for worker in self.workers.values():
+            learnt |= worker.learnt(batch.groups, run.pass_rule, run.policy_version, run.ranks.gather)
+        if stream is not None and stream.chooser is not None:
+            own = [group.prompt.prompt_id for group in batch.groups if not group.prompt.hint]
+            stream.chooser.learn([prompt_id for part in run.ranks.gather(own) for prompt_id in part])
+        has_hints = history is not None and stream is not None and stream.hints
+        logs["hints"] = hint_metrics(history.committed) if history is not None and has_hints else {}
+        return logs | {"learnt": learnt}
+
+    # ---- parts of a batch ---------------------------------------------------------------------------
+
+    def _choose_points(self) -> None:
+        """Choose at how many tokens the next rollout brings all completions together."""
+        if self.lengths is None or self._choice is None or self.plan in BLIND:
+            return
+        gathering = [worker.point for worker in self.workers.values() if worker.gathers and worker.point is not None]
+        if gathering:
+            self._points = (gathering[0],)
+            return
+        correlations = {point: self.lengths.within_correlation(point) for point in self.lengths.points if point}
+        self._points = self._choice.points(correlations)
+
+    def _open_prompts(self, run: Run) -> list[Prompt]:
+        """Take the prompts that the turns want beside those that are open; on all ranks equally many."""
+        assert self._stream is not None
+        wanted = self.turns.num_wanted(len(self.buffer), self._stream.batch_size)
+        return self._stream.draw(int(run.ranks.max(wanted)))
+
+    def _group_sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
+        """Return how many completions each prompt of a batch gets to begin with."""
+        assert self._history is not None, "open comes first"
+        ids = [prompt.prompt_id for prompt in prompts]
+        by_lengths = self.allocation.goes_by_lengths
+        records = self._history.expected(ids) if by_lengths else [self._history[prompt_id] for prompt_id in ids]
+        self._sizes = self.allocation.first(records, num_generations, self._num_prompts)
+        return self._sizes
+
+    def _scoring(self, pass_rule: PassRule) -> list[Listener]:
+        """Return what scores groups, and asks for further rounds and prompts."""
+        self._rounds = None
+        if self.rewards is None:
+            return []
+        if not (self.allocation.has_rounds or self.replaces):
+            return [Rewarding(self.rewards)]
+        further = None if self._stream is None else self._stream.further(self.replaces)
+        self._rounds = Rounds(self.rewards, self.allocation, pass_rule, further)
+        return [self._rounds]
+
+    def _leave_out(self, batch: PromptBatch, ranks: Ranks) -> None:
+        """Leave groups whose rewards are all equal out of a batch's update."""
+        assert self._rounds is not None and self._stream is not None
+        self._stream.agree(lambda taken: float(ranks.max(taken)))
+        flat = self._rounds.flat
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                rollout.kept = group.key not in flat
+        short = int(ranks.max(float(max(len(flat) - self.replaces, 0))))
+        if short and not self._told_of_flat_groups:
+            self._told_of_flat_groups = True
+            ranks.warn(
+                f"All {self.replaces} prompts that may replace groups without signal have been asked: {short} groups "
+                "of a batch have no difference in their rewards and could not be replaced; raise most of the plug-in, "
+                "or give prompts that are passed now and then."
+            )
+
+    def _carry(self, batch: PromptBatch, stats: RolloutStats) -> None:
+        """Let the batch be of the groups that have left the buffer, and keep what is known of the others."""
+        batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
+        batch.predicted = self._predicted | dict(batch.predicted)
+        self._predicted = {key: value for key, value in batch.predicted.items() if key[:2] in self.buffer}
+        batch.metrics |= {
+            "rollout/open_prompts": float(self.buffer.num_left),
+            "rollout/waiting_groups": float(self.buffer.num_waiting),
+            "rollout/continued_tokens": float(stats.num_continued),
+            "rollout/discarded_tokens": float(stats.num_discarded),
+        }
+
+    def _describe(self, batch: PromptBatch, stats: RolloutStats) -> None:
+        """Let the batch say how its rollout went."""
+        batch.metrics, batch.predicted = stats.metrics(), stats.predicted
+        batch.spans, batch.clock, batch.messages = stats.spans, stats.clock, stats.messages
+        if self.rewards is not None:
+            batch.metrics["num_reward_errors"] = float(self.rewards.num_errors)
+
+    def _metrics(self) -> dict[str, float]:
+        """Return what plug-ins, rounds, sizes and rewards have to say of a batch."""
+        metrics: dict[str, float] = {}
+        for worker in self.workers.values():
+            metrics |= worker.metrics()
+        if self._rounds is not None and self.allocation.has_rounds:
+            metrics |= self._rounds.metrics()
+        if self._rounds is not None and self.replaces:
+            metrics["budget/replaced_groups"] = float(min(len(self._rounds.flat), self.replaces))
+        if self._stream is not None and self._stream.chooser is not None:
+            metrics |= self._stream.chooser.metrics() | {"prompts/skipped": float(self._stream.take_skipped())}
+        if len(set(self._sizes)) > 1:
+            metrics["budget/smallest_group"] = float(min(self._sizes))
+            metrics["budget/largest_group"] = float(max(self._sizes))
+        return metrics | ({} if self.rewards is None else self.rewards.metrics.take())
+
+    # ---- decoding beside an update ------------------------------------------------------------------
+
+    def _begin_beside(
+        self, run: Run, batch: PromptBatch, requests: Sequence[Request], listeners: Sequence[Listener]
+    ) -> None:
+        """Let decoding begin, and the batch be of what is ready, or of what is going to be."""
+        assert self.rewards is not None
+        self._pump = self._pump or RolloutPump(self.rewards, drains=self.turns.at_sync == "drain")
+        scoring = Rewarding(self.rewards, waits=False)
+        self.buffer.open(requests)
+        self._pump.start(
+            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, scoring, *self.workers.values()])
+        )
+        if self.turns.overlap == "within":
+            batch.arriving = self._joined(self._pump.arriving(batch, run.phases), run.policy_version)
+            return
+        with run.phases.of("rollout"):
+            batch.groups = self._pump.take(run.phases.move)
+        join_all(self.workers.values(), batch.groups, run.policy_version)
+        batch.prompts, batch.carried = [group.prompt for group in batch.groups], True
+
+    def _joined(self, arriving: Iterator[list[RolloutGroup]], version: int) -> Iterator[list[RolloutGroup]]:
+        """Yield groups as they become whole, once the members that join them have."""
+        for groups in arriving:
+            join_all(self.workers.values(), groups, version)
+            yield groups
+
+    def _end_beside(self, pump: RolloutPump, batch: PromptBatch) -> dict[str, float]:
+        """Stop decoding; return what was done beside the update."""
+        stats = pump.stop()
+        assert stats is not None
+        self._describe(batch, stats)
+        if self.turns.carries:
+            self._carry(batch, stats)
+        batch.metrics |= pump.metrics(stats) | self._metrics()
+        return batch.metrics
+
+    # ---- the end, and checkpoints -------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Decode no more, where a run is broken off; whatever goes wrong then is not the reason."""
+        if self._pump is not None and self._pump.runs:
+            with contextlib.suppress(Exception):
+                self._pump.stop()
+            if not self.turns.carries:
+                self.buffer.undo()
+
+    def close(self) -> None:
+        """Stop, and end what scores."""
+        self.stop()
+        if self.rewards is not None:
+            self.rewards.close()
+            self.rewards = None
+
+    def state_dict(self, ranks: Ranks) -> dict[str, Any]:
+        """Return what each rank has learnt, and has sampled and not yet learnt from; all ranks ask together."""
+        self.stop()
+        own: dict[str, Any] = {"buffer": self.buffer.state_dict(), "predicted": list(self._predicted.items())}
+        if self.lengths is not None:
+            own["lengths"] = self.lengths.state_dict()
+        if self._choice is not None:
+            own["probe"] = self._choice.state_dict()
+        states = {name: worker.state_dict() for name, worker in self.workers.items()}
+        own["workers"] = {name: state for name, state in states.items() if not self.workers[name].common}
+        common = {name: state for name, state in states.items() if self.workers[name].common}
+        return {"turns": self._turns_name, "ranks": ranks.gather(own), "workers": common}
+
+    def load_state_dict(self, state: Mapping[str, Any], ranks: Ranks) -> None:
+        """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left.
+
+        Raises:
+            ValueError: Prompts are open that other turns have begun with, or as many ranks as are not there.
+        """
+        states = state["ranks"]
+        num_open = sum(len(each["buffer"]["groups"]) for each in states)
+        if num_open and (self._turns_name, ranks.size) != (state["turns"], len(states)):
+            raise ValueError(
+                f"The checkpoint has {num_open} prompts in work, begun on {len(states)} ranks with {state['turns']}, "
+                f"and this run has {ranks.size} and {self._turns_name}: go on as it was."
+            )
+        own = states[ranks.own % len(states)]
+        if self.lengths is not None and "lengths" in own:
+            self.lengths.load_state_dict(own["lengths"])
+        if self._choice is not None and "probe" in own:
+            self._choice.load_state_dict(own["probe"])
+        self.buffer.load_state_dict(own["buffer"])
+        for name, worker in self.workers.items():
+            kept = {**own["workers"], **state["workers"]}
+            if name in kept:
+                worker.load_state_dict(kept[name])
+        self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
+
+    @property
+    def _turns_name(self) -> str:
+        """The turns as the user has set them, for messages."""
+        found = [name for name, plugin in self.plugins.items() if plugin is self.turns]
+        return f"rollout.plugins {found[0]}" if found else "no plug-in that keeps prompts open"
+
+
+def _moving(phases: Phases) -> Listener:
+    """Return what tells displays that a rollout moves, and that rewards are waited for at its end."""
+    return Stepped(lambda _: phases.move(), lambda: phases.begin("reward"))
