@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ALPHABET, random_policy, save_tokenizer
 
+from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.sharding import whole
 from lit_grpo.policy.spec import PolicySpec
@@ -229,3 +230,14 @@ def check_slots_decode_with(module: Any) -> None:
     groups, _ = RolloutLoop(generator).collect(prompts, 3, SamplingParams(max_tokens=12), seed=0)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         assert torch.allclose(rollout.completion.logprobs_T, full_logprobs(module.policy, rollout), atol=1e-5)
+
+
+def plugin(spec: str) -> Any:
+    """The plug-in of a name with fields, as ``april:max_staleness=4``."""
+    (made,) = make_plugins([spec]).values()
+    return made
+
+
+def chosen(*specs: str | None) -> list[str | dict[str, Any]]:
+    """Those that are given, for ``RolloutScheduler(plugins=...)``."""
+    return [spec for spec in specs if spec is not None]

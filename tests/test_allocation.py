@@ -11,22 +11,17 @@ from functools import cache
 
 import numpy as np
 import pytest
+from hand_made import plugin
 
-from lit_grpo.budgets.allocation import (
-    ALLOCATIONS,
-    Allocation,
-    Balanced,
-    Buckets,
-    HardMore,
-    Knapsack,
-    Proportional,
-    Uniform,
-    greedy,
-    knapsack_value,
-    make_allocation,
-    proportional,
-)
+from lit_grpo.budgets.allocation import Allocation, proportional
 from lit_grpo.budgets.history import Lengths, PromptHistory, Record, Visit
+from lit_grpo.methods import shipped
+from lit_grpo.methods.dars import HardMore
+from lit_grpo.methods.divided import Proportional, Uniform
+from lit_grpo.methods.knapsack import Knapsack, greedy, knapsack_value
+from lit_grpo.methods.reinforce_ada import Balanced
+from lit_grpo.methods.sgpo import Buckets
+from lit_grpo.plugins import RunFacts
 
 
 def at(*rates: float | None) -> list[Record]:
@@ -179,7 +174,7 @@ def long(*tokens: float, rate: float = 0.5) -> list[Record]:
 @pytest.mark.parametrize("name", ["uniform", "knapsack", "variance"])
 def test_a_budget_of_tokens_is_spent_to_less_than_a_completion(name: str) -> None:
     records = [*long(10, 100, 40), Record(mean_tokens=50)]
-    counts = make_allocation(f"{name}:tokens=2000").first(records, 8)
+    counts = plugin(f"{name}:tokens=2000").first(records, 8)
     spent = 10 * counts[0] + 100 * counts[1] + 40 * counts[2] + 50 * counts[3]
     assert 1900 < spent <= 2000 and min(counts) >= 2
     if name == "knapsack":  # equal in all else, the short ones are cheaper
@@ -189,13 +184,13 @@ def test_a_budget_of_tokens_is_spent_to_less_than_a_completion(name: str) -> Non
 
 
 def test_tokens_are_counted_from_the_first_length_on_and_each_prompt_gets_the_least() -> None:
-    rule = make_allocation("uniform:tokens=1000")
+    rule = plugin("uniform:tokens=1000")
     assert rule.first(at(None, None), 8) == [8, 8]  # nothing is known of any length
     assert rule.first(long(400, 900), 8) == [2, 2]
     assert rule.first(long(10, 10), 8, 4) == [25, 25]  # of an update of four prompts, half
-    assert make_allocation("uniform:tokens=1000,most=20").first(long(10, 10), 8) == [20, 20]
-    assert make_allocation("uniform:budget=12").first(at(0.5, None), 8) == [6, 6]
-    assert rule.goes_by_lengths and not make_allocation("uniform").goes_by_lengths
+    assert plugin("uniform:tokens=1000,most=20").first(long(10, 10), 8) == [20, 20]
+    assert plugin("uniform:budget=12").first(at(0.5, None), 8) == [6, 6]
+    assert rule.goes_by_lengths and not plugin("uniform").goes_by_lengths
 
 
 def test_a_new_prompt_is_expected_to_be_as_long_as_all_others() -> None:
@@ -226,7 +221,7 @@ DARS = {  # of 8 completions in the first round: how many passed, and how many m
 
 @pytest.mark.parametrize("passed", DARS)
 def test_dars_gives_what_its_table_says(passed: int) -> None:
-    equal, hardness = make_allocation("dars_equal"), make_allocation("dars_hardness")
+    equal, hardness = plugin("dars_equal"), plugin("dars_hardness")
     rate = passed / 8 or 0.5 / 8
     s = 2 * rate * (1 - rate)
     for rule, most, peak in ((equal, 32, 4.0), (hardness, 64, 2 * (1 - rate) * 4 if passed else 2 * (1 - 1 / 16) * 4)):
@@ -240,7 +235,7 @@ def test_a_balanced_prompt_ends_once_both_kinds_are_there_or_rounds_are_over() -
     rule = Balanced(rounds=4, passed=2, failed=2)
     assert [rule.more(8, passed, 1, 8) for passed in (0, 1, 2, 6, 7, 8)] == [8, 8, 0, 0, 8, 8]
     assert rule.more(24, 1, 3, 8) == 8 and rule.more(32, 1, 4, 8) == 0
-    positive = make_allocation("balanced:passed=1,failed=0")
+    positive = plugin("balanced:passed=1,failed=0")
     assert positive.more(8, 0, 1, 8) == 8 and positive.more(8, 1, 1, 8) == positive.more(8, 8, 1, 8) == 0
 
 
@@ -255,22 +250,23 @@ class Mine(Allocation):
 
 
 def test_rules_have_names_fields_and_class_paths() -> None:
-    assert make_allocation("knapsack:budget=64,most=20") == Knapsack(64, most=20)
-    assert make_allocation(f"{__name__}.Mine:size=5") == Mine(5)
-    assert [name for name, rule in ALLOCATIONS.items() if rule.has_rounds] == [
+    assert plugin("knapsack:budget=64,most=20") == Knapsack(64, most=20)
+    assert plugin(f"{__name__}.Mine:size=5") == Mine(5)
+    allocations = {name: rule for name, rule in shipped().items() if isinstance(rule, Allocation)}
+    assert [name for name, rule in allocations.items() if rule.has_rounds] == [
         "dars_equal",
         "dars_hardness",
         "balanced",
     ]
-    assert make_allocation("uniform").first(at(0.2, None), 6) == [6, 6]
+    assert plugin("uniform").first(at(0.2, None), 6) == [6, 6]
 
 
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("best", "allocation best: there is none; give one of uniform, knapsack"),
+        ("best", "plugins best: there is none; give one of april, "),
         ("no.such.Rule", "cannot be loaded"),
-        ("math.floor", "or the class path of an Allocation"),
+        ("math.floor", "or the class path of a Plugin"),
         ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most"),
         ("knapsack:budget=64,tokens=900", "budget is 64 completions and tokens is 900; give one of them"),
         ("uniform:tokens=0", "tokens must be a whole number of at least 1, not 0"),
@@ -286,8 +282,8 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     ],
 )
 def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.allocation ") as caught:
-        make_allocation(spec)
+    with pytest.raises(ValueError, match=r"^rollout\.plugins ") as caught:
+        plugin(spec)
     assert sentence in str(caught.value)
 
 
@@ -301,7 +297,7 @@ def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence:
 )
 def test_a_budget_that_does_not_suffice_is_told_beforehand(rule: Allocation, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        rule.check(4, 8)
+        rule.check(RunFacts(4, 8, 100, 1))
 
 
 # ---- what a rule does to the gradient ------------------------------------------------------------------
@@ -345,7 +341,7 @@ def test_sizes_that_are_set_beforehand_leave_the_gradient_unbiased(rate: float) 
     ],
 )
 def test_stopping_at_what_one_waits_for_biases_the_gradient(spec: str, rate: float, share: float) -> None:
-    gradients = policy_gradients(rate, make_allocation(spec), 8, np.random.default_rng(0))
+    gradients = policy_gradients(rate, plugin(spec), 8, np.random.default_rng(0))
     found = gradients.mean() / (rate * (1 - rate))
     error = gradients.std() / DRAWS**0.5 / (rate * (1 - rate))
     assert found == pytest.approx(share, abs=0.03) and abs(found - 1) > 4 * error
@@ -373,5 +369,5 @@ def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: All
     ],
 )
 def test_a_field_that_is_no_whole_number_is_told(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.allocation {spec}: {sentence}\.$"):
-        make_allocation(spec)
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins {spec}: {sentence}\.$"):
+        plugin(spec)

@@ -11,10 +11,11 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from lit_grpo.budgets.history import Record
-from lit_grpo.budgets.prompts import Greso, PromptChooser, PromptRule
+from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.data.sources import RowSource
+from lit_grpo.methods.greso import Greso
 from lit_grpo.types import Prompt, PromptBatch
 
 WORDS = [
@@ -499,7 +500,7 @@ class Nobody(PromptRule):
 
 def test_a_rule_that_asks_hardly_anybody_is_told() -> None:
     loader = PromptLoader(numbered(10), 2, chooser=PromptChooser(Nobody(), 0))
-    with pytest.raises(ValueError, match=r"data\.ask asks none of 100000 prompts in a row"):
+    with pytest.raises(ValueError, match=r"rollout\.plugins asks none of 100000 prompts in a row"):
         draw(loader, 1)
 
 

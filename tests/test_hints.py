@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import ALPHABET, save_tokenizer
-from hand_made import make_rollout
+from hand_made import make_rollout, plugin
 
-from lit_grpo.budgets.hints import Hint, Reference, Strategy, hint_metrics, make_hint
+from lit_grpo.budgets.hints import Hint, hint_metrics
 from lit_grpo.budgets.history import PromptHistory, Record, Visit
-from lit_grpo.budgets.prompts import Greso, PromptChooser
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.module import PromptDataModule, asked_prompts
+from lit_grpo.methods.hints import Reference, Strategy
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
-from lit_grpo.rollout.budget import Budget
-from lit_grpo.rollout.rules import make_mode
-from lit_grpo.types import PassRule, Prompt, RolloutGroup
+from lit_grpo.rollout.session import RolloutSession
+from lit_grpo.types import PassRule, Prompt, PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 
 NAN = math.nan
@@ -180,9 +179,14 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
-    data = PromptDataModule(tokenizer, train=rows, hint=hint, **{"batch_size": 5, "shuffle": False, **options})
+    data = PromptDataModule(tokenizer, train=rows, **{"batch_size": 5, "shuffle": False, **options})
     data.setup("fit")
+    data.plug_in(None, None if hint == "none" else plugin(hint), on_demand=False)
     return data
+
+
+def hinter_of(data: PromptDataModule) -> Any:
+    return data.train_dataloader()._hinter  # pyright: ignore[reportPrivateUsage]
 
 
 FAILED = Record(1, num_unsolved=1)
@@ -200,7 +204,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 def test_the_beginning_of_a_reference_stands_behind_the_prompt(tokenizer: str) -> None:
-    data = data_of(tokenizer, "reference:begin=0.4")
+    data = data_of(tokenizer, "reference_hint:begin=0.4")
     history = {f"train/{number}": FAILED for number in range(1, 10)}
     for number, prompt in enumerate(drawn(data, history)):
         given = "" if number == 0 else "abcdefghij"[: max(int(0.4 * (number + 1)), 1)]
@@ -213,18 +217,18 @@ def test_the_beginning_of_a_reference_stands_behind_the_prompt(tokenizer: str) -
 
 def test_a_strategy_stands_in_front_of_the_question(tokenizer: str, chat_tokenizer: str) -> None:
     failed = {"train/0": FAILED}
-    said = drawn(data_of(tokenizer, 'strategy:say=plan,between=" "'), failed)
+    said = drawn(data_of(tokenizer, 'strategy_hint:say=plan,between=" "'), failed)
     assert [prompt.text for prompt in said[:2]] == ["plan 0+0=", "1+1="]
     assert said[0].token_ids == ids_of("plan 0+0=") and (said[0].given, said[0].hint) == ("", 0.5)
-    by_column = drawn(data_of(tokenizer, 'strategy:column=plan,between=" "', template="{prompt}#"), failed)
+    by_column = drawn(data_of(tokenizer, 'strategy_hint:column=plan,between=" "', template="{prompt}#"), failed)
     assert [prompt.text for prompt in by_column[:2]] == ["add 0+0=#", "1+1=#"]
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     rows = [{"prompt": turns}, {"prompt": turns[:1]}]
     options: dict[str, Any] = {"batch_size": 1}
-    chat = drawn(data_of(chat_tokenizer, 'strategy:say=name,between=" "', rows, **options), failed, 2)
+    chat = drawn(data_of(chat_tokenizer, 'strategy_hint:say=name,between=" "', rows, **options), failed, 2)
     assert [prompt.text for prompt in chat] == ["b a#a b#b name c#a ", "b a#a "]
     assert chat[0].messages is not None and chat[0].messages[-1]["content"] == "name c" and turns[-1]["content"] == "c"
-    goes_on = data_of(chat_tokenizer, "reference:column=plan", [{"prompt": turns, "plan": "go on"}], batch_size=1)
+    goes_on = data_of(chat_tokenizer, "reference_hint:column=plan", [{"prompt": turns, "plan": "go on"}], batch_size=1)
     assert drawn(goes_on, failed, 1)[0].text == "b a#a b#b c#a go"
 
 
@@ -247,10 +251,10 @@ def test_a_hint_of_ones_own_is_a_class_path(tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize("limit", range(4, 14))
-@pytest.mark.parametrize("hint", ["reference:begin=0.9", 'strategy:say=plan,between=" "'])
+@pytest.mark.parametrize("hint", ["reference_hint:begin=0.9", 'strategy_hint:say=plan,between=" "'])
 def test_a_hint_is_cut_to_fit_and_the_prompt_never(tokenizer: str, hint: str, limit: int) -> None:
     if limit == 4:
-        with pytest.raises(ValueError, match=r"data\.hint: no row of the list given has a hint that there is room for"):
+        with pytest.raises(ValueError, match=r"rollout\.plugins: no row of the list given has a hint that there is r"):
             data_of(tokenizer, hint, max_prompt_tokens=limit)
         return
     data = data_of(tokenizer, hint, max_prompt_tokens=limit)
@@ -262,7 +266,7 @@ def test_a_hint_is_cut_to_fit_and_the_prompt_never(tokenizer: str, hint: str, li
 
 
 def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> None:
-    data = data_of(tokenizer, "reference")
+    data = data_of(tokenizer, "reference_hint")
     trainer: Any = SimpleNamespace(datamodule=data)
     assert [prompt.text for prompt in asked_prompts(trainer)["train"][10:]] == ["9+9=abcdefghi"] * 2
     assert asked_prompts(SimpleNamespace(datamodule=data_of(tokenizer, "none")))["train"] == data.prompts["train"]  # pyright: ignore[reportArgumentType]
@@ -272,14 +276,14 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
         def text(self, prompt: Prompt, share: float) -> str:
             return "a" if share == self.most else "abcdefghijklmnop"
 
-    data._hinter.rule = LongAtFirst()  # pyright: ignore[reportOptionalMemberAccess, reportPrivateUsage]
+    hinter_of(data).rule = LongAtFirst()
     assert {len(prompt.token_ids) for prompt in drawn(data, dict.fromkeys(["train/0"], FAILED))} == {13, 4}
 
 
 def test_ranks_get_the_same_hints_and_so_do_prompts_that_are_asked_instead(tokenizer: str) -> None:
     history = PromptHistory()
     history.records = {f"train/{number}": FAILED for number in range(0, 10, 3)}
-    hinter = data_of(tokenizer, "reference")._hinter  # pyright: ignore[reportPrivateUsage]
+    hinter = hinter_of(data_of(tokenizer, "reference_hint"))
     prompts = data_of(tokenizer, "none").prompts["train"]
 
     def loader(size: int, rank: int = 0, ranks: int = 1) -> PromptLoader:
@@ -316,26 +320,26 @@ def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
 
 
 def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> None:
-    budget, history, chooser = Budget("uniform"), PromptHistory(), PromptChooser(Greso(), 0)
-    data = data_of(tokenizer, "reference")
-    loader = data.train_dataloader()
-    loader.chooser = chooser
-    budget.begin(history, loader, make_mode("synchronous"))
+    history, data = PromptHistory(), data_of(tokenizer, "reference_hint")
+    data.plug_in(plugin("greso"), plugin("reference_hint"), on_demand=False)
+    chooser, session = data.train_dataloader().chooser, RolloutSession()
+    assert chooser is not None
+    session.open(history, data.train_dataloader())
     history.records = {"train/0": Record(1, num_flat=1), "train/1": Record(2)}
     groups = [RolloutGroup(Prompt("train/0", (1,), "", hint=0.5), []), RolloutGroup(Prompt("train/1", (1,), ""), [])]
     history.note([visit([1.0, 0.0], 0.5), visit([0.0, 1.0], name="train/1")])
     history.commit()
-    logged = budget.learn(groups, PassRule("one"), 1, Ranks())
+    batch = PromptBatch([])
+    batch.groups = groups
+    logged = session.learnt(run_of(), batch)["hints"]
     assert chooser.state == {"easy": 0.51, "hard": 0.51}  # as if no group had been flat
     assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 0.5
-    budget.begin(history, data_of(tokenizer, "none").train_dataloader(), make_mode("synchronous"))
-    assert budget.learn(groups, PassRule("one"), 1, Ranks()) == {}
+    session.open(history, data_of(tokenizer, "none").train_dataloader())
+    assert session.learnt(run_of(), batch)["hints"] == {}
 
 
-def test_hints_need_whole_groups(tokenizer: str) -> None:
-    loader = data_of(tokenizer, "reference").train_dataloader()
-    with pytest.raises(ValueError, match=r"data\.hint goes by the rewards of a prompt's whole visit.* set it to none"):
-        Budget("uniform").begin(PromptHistory(), loader, make_mode("sortedrl"))
+def run_of() -> Any:
+    return SimpleNamespace(ranks=Ranks(), pass_rule=PassRule("one"), policy_version=1)
 
 
 @dataclass(frozen=True)
@@ -347,19 +351,19 @@ class Numbers(Hint):
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("some", "there is none; give one of none, reference, strategy, or the class path of a Hint."),
-        ("reference:from=x", "it has no field 'from'; it has after, begin, step, most, column."),
-        ("reference:after=0", "after must be a whole number of at least 1, not 0."),
-        ("reference:begin=1.5", "begin must be above 0 and at most 1, not 1.5."),
-        ("reference:begin=0.95", "begin must be at most most, 0.9, not 0.95."),
-        ("strategy:step=0", "step must be above 0 and at most 1, not 0."),
-        ("strategy:most=much", "most must be a number of at least 0, not 'much'."),
-        ("strategy:say=3", "say must be text, not 3; put it into quotes."),
+        ("some", "there is none; give one of april, "),
+        ("reference_hint:from=x", "it has no field 'from'; it has after, begin, step, most, column."),
+        ("reference_hint:after=0", "after must be a whole number of at least 1, not 0."),
+        ("reference_hint:begin=1.5", "begin must be above 0 and at most 1, not 1.5."),
+        ("reference_hint:begin=0.95", "begin must be at most most, 0.9, not 0.95."),
+        ("strategy_hint:step=0", "step must be above 0 and at most 1, not 0."),
+        ("strategy_hint:most=much", "most must be a number of at least 0, not 'much'."),
+        ("strategy_hint:say=3", "say must be text, not 3; put it into quotes."),
     ],
 )
 def test_a_hint_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"^data\.hint") as caught:
-        make_hint(spec)
+    with pytest.raises(ValueError, match=r"^rollout\.plugins ") as caught:
+        plugin(spec)
     assert sentence in str(caught.value)
 
 
@@ -369,35 +373,47 @@ ROW = {"prompt": "1=", "solution": "a"}
 @pytest.mark.parametrize(
     ("spec", "rows", "sentence"),
     [
-        ("reference:column=proof", ROWS, r"row 0 of the list given has no column 'proof' \(it has 'prompt', 'solu"),
-        ("reference", [ROW, {"prompt": "2="}], r"row 1 of the list given has no column 'solution' \(it has 'prompt'\)"),
-        ("reference", [ROW, {**ROW, "solution": 3}], r"row 1 of .* has no text in column 'solution', but 3"),
-        ("reference", [{**ROW, "solution": "A"}], r"row 0 of .* has a hint with characters that the tokenizer does"),
-        ("strategy:say=do", ROWS, r"row 0 of .* has a hint with characters .* \('do\\n\\n'\); mend the row"),
+        (
+            "reference_hint:column=proof",
+            ROWS,
+            r"row 0 of .* since the row has no column 'proof' \(it has 'prompt', 'solu",
+        ),
+        (
+            "reference_hint",
+            [ROW, {"prompt": "2="}],
+            r"row 1 of .* since the row has no column 'solution' \(it has 'prompt'\)",
+        ),
+        ("reference_hint", [ROW, {**ROW, "solution": 3}], r"row 1 of .* has no text in column 'solution', but 3"),
+        (
+            "reference_hint",
+            [{**ROW, "solution": "A"}],
+            r"row 0 of .* has a hint with characters that the tokenizer",
+        ),
+        ("strategy_hint:say=do", ROWS, r"row 0 of .* has a hint with characters .* \('do\\n\\n'\); mend the row"),
         (f"{__name__}.Numbers", ROWS, r"row 0 of .* gets a hint of type int from Numbers, not text"),
-        ("reference", [{**ROW, "solution": None}], "no row of the list given has a hint that there is room for"),
+        ("reference_hint", [{**ROW, "solution": None}], "no row of the list given has a hint that there is room for"),
     ],
 )
 def test_a_row_that_lacks_its_hint_is_told_before_anything_starts(
     tokenizer: str, spec: str, rows: list[dict[str, Any]], sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^data\.hint: {sentence}"):
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins: .*{sentence}"):
         data_of(tokenizer, spec, rows, batch_size=1)
 
 
 def test_rules_have_names_fields_and_rows_without_a_text_no_hint(tokenizer: str) -> None:
-    assert make_hint("none") is None and make_hint("reference:step=0.5") == Reference(step=0.5)
-    assert make_hint("strategy:say=plan") == Strategy(say="plan")
+    assert plugin("reference_hint:step=0.5") == Reference(step=0.5)
+    assert plugin("strategy_hint:say=plan") == Strategy(say="plan")
     rows = [ROW, {"prompt": "2=", "solution": ""}, {"prompt": "3=", "solution": None}]
-    prompts = drawn(data_of(tokenizer, "reference", rows, batch_size=3), {f"train/{n}": FAILED for n in range(3)}, 3)
+    prompts = drawn(
+        data_of(tokenizer, "reference_hint", rows, batch_size=3), {f"train/{n}": FAILED for n in range(3)}, 3
+    )
     assert [(prompt.text, prompt.hint) for prompt in prompts] == [("1=a", 0.5), ("2=", 0.0), ("3=", 0.0)]
 
 
 def test_validation_is_never_hinted(tokenizer: str) -> None:
     source: Any = ROWS
-    data = PromptDataModule(tokenizer, train=source, validation=source, batch_size=5, hint="reference")
-    data.setup("fit")
-    assert data._hinter is not None  # pyright: ignore[reportPrivateUsage]
-    data._hinter.history.records = {f"{split}/0": FAILED for split in ("train", "validation")}  # pyright: ignore[reportPrivateUsage]
+    data = data_of(tokenizer, "reference_hint", source, validation=source)
+    hinter_of(data).history.records = {f"{split}/0": FAILED for split in ("train", "validation")}
     loader: Any = data.val_dataloader()
     assert [prompt.hint for batch in loader for prompt in batch.prompts] == [0.0] * 10

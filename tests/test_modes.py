@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hand_made import plugin
 from test_buffer import SAMPLING, A, B, tokens
 
+from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.buffer import Renewal, RolloutBuffer, group_requests
-from lit_grpo.rollout.rules import MODES, SYNCHRONOUS, ReleaseRule, RolloutMode, check_generator, make_mode
-from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.vllm.engine import VLLMGenerator
-from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule, RolloutMode
 from lit_grpo.types import Prompt
 
 
@@ -27,19 +26,22 @@ class Mine(RolloutMode):
         return 3 * num_prompts - num_open
 
 
+OWN = "lit_grpo.rollout.rules.RolloutMode"
+
+
 def test_synchronous_is_the_default_and_carries_nothing() -> None:
-    mode = make_mode("synchronous")
-    assert mode == RolloutMode() and not mode.carries
+    mode = RolloutMode()
+    assert not mode.carries and not mode.needs and not mode.changes
     assert mode.rule(8, 4) == SYNCHRONOUS
 
 
 def test_fields_of_a_mode_are_set_behind_its_name() -> None:
-    mode = make_mode("april:batches_in_work=1.5,max_staleness=4")
+    mode = plugin("april:batches_in_work=1.5,max_staleness=4")
     assert mode == RolloutMode(1.5, leftovers="keep", max_staleness=4)
     assert mode.rule(4, 8) == ReleaseRule(4, None, None, "keep", 4, 3)
-    assert make_mode("sortedrl").rule(4, 8) == ReleaseRule(None, 32, None, "discard", 0, 3)
-    assert make_mode("chunked:tokens_per_update=5").rule(4, 8).num_steps == 5
-    assert make_mode(f"{__name__}.Mine:max_staleness=5") == Mine(max_staleness=5)
+    assert plugin("sortedrl").rule(4, 8) == ReleaseRule(None, 32, None, "discard", 0, 3)
+    assert plugin("chunked:tokens_per_update=5").rule(4, 8).num_steps == 5
+    assert plugin(f"{__name__}.Mine:max_staleness=5") == Mine(max_staleness=5)
 
 
 @pytest.mark.parametrize(
@@ -47,28 +49,34 @@ def test_fields_of_a_mode_are_set_behind_its_name() -> None:
     [("april", 0, 8), ("april", 5, 3), ("april", 9, 0), ("sortedrl", 0, 16), ("sortedrl", 1, 0)],
 )
 def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted: int) -> None:
-    assert MODES[mode].num_wanted(num_open, 4) == wanted
+    assert plugin(mode).num_wanted(num_open, 4) == wanted
 
 
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("aprill", "give one of synchronous, april, sortedrl, .*asynchronous.*, or the class path of"),
+        ("aprill", "give one of april, .*asynchronous.*sortedrl.*, or the class path of"),
         ("no.such.Mode", "it cannot be loaded .No module named 'no'.; give one of"),
-        ("collections.Counter", "or the class path of a RolloutMode"),
-        ("april:batches=2", "mode april:batches=2: it has no field 'batches'; it has batches_in_work, refill"),
+        ("collections.Counter", "or the class path of a Plugin"),
+        ("april:batches=2", "plugins april:batches=2: it has no field 'batches'; it has batches_in_work, refill"),
         ("april:batches_in_work=0.5", "batches_in_work must be a number of at least 1, not 0.5"),
         ("april:batches_in_work=many", "batches_in_work must be a number of at least 1, not 'many'"),
-        ("april:unit=[", "mode april:unit=.: unit is set to '.', which is no value"),
+        ("april:unit=[", "plugins april:unit=.: unit is set to '.', which is no value"),
         ("april:max_staleness=1.5", "max_staleness must be a whole number of at least 0, not 1.5"),
         ("april:max_staleness=0", "which max_staleness 0 never lets out; give a max_staleness of 1 or more"),
         ("april:leftovers=finish", "leave completions unfinished, and leftovers 'finish' allows none"),
-        ("synchronous:unit=completion", "leave completions unfinished, and leftovers 'finish' allows none"),
+        (
+            f"{OWN}:unit=completion",
+            "leave completions unfinished, and leftovers 'finish' allows none",
+        ),
         ("sortedrl:unit=token", "unit must be one of group, completion, not 'token'"),
         ("sortedrl:tokens_per_update=9", "would never end a completion that is longer: take keep or mask"),
         ("april:overlap=beside", "overlap must be one of none, within, across, not 'beside'"),
         ("april:overlap=within", "overlap 'within' learns from one batch as it becomes whole, and leftovers 'keep'"),
-        ("synchronous:overlap=across", "overlap 'across' decodes while weights change, and leftovers 'finish' lets"),
+        (
+            f"{OWN}:overlap=across",
+            "overlap 'across' decodes while weights change, and leftovers 'finish' lets",
+        ),
         ("sortedrl:overlap=across", "overlap 'across' decodes while weights change, and leftovers 'discard' lets"),
         ("chunked:overlap=across", "tokens_per_update 1024 ends a rollout, and with overlap 'across' none ends"),
         ("asynchronous:batches_in_work=4", "batches_in_work 4 is more than max_staleness 2 allows.*give at most 3"),
@@ -79,43 +87,37 @@ def test_a_mode_says_how_many_prompts_it_wants(mode: str, num_open: int, wanted:
 )
 def test_a_mode_that_means_nothing_is_refused(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as error:
-        make_mode(spec)
-    assert str(error.value).startswith("rollout.mode ")
+        plugin(spec)
+    assert str(error.value).startswith("rollout.plugins ")
 
 
 def test_a_mode_has_to_go_with_the_updates() -> None:
-    make_mode("april:max_staleness=4").check(4, 16)
+    plugin("april:max_staleness=4").check(RunFacts(2, 2, 16, 4))
     with pytest.raises(ValueError, match="max_staleness is 3, and every batch takes 4 optimizer steps"):
-        make_mode("april:max_staleness=3").check(4, 16)
+        plugin("april:max_staleness=3").check(RunFacts(2, 2, 16, 4))
     with pytest.raises(ValueError, match=r"tokens_per_update is 16, and sampling\.max_tokens is 16"):
-        make_mode("chunked:tokens_per_update=16").check(1, 16)
+        plugin("chunked:tokens_per_update=16").check(RunFacts(2, 2, 16, 1))
 
 
 def test_what_may_be_open_follows_from_how_old_it_may_be() -> None:
-    assert make_mode("asynchronous:max_staleness=4").num_wanted(3, 4) == 17
-    assert make_mode("periodic").num_wanted(0, 4) == 4 and not make_mode("periodic").carries
-    make_mode("periodic").check(1, 16)
+    assert plugin("asynchronous:max_staleness=4").num_wanted(3, 4) == 17
+    assert plugin("periodic").num_wanted(0, 4) == 4 and not plugin("periodic").carries
+    plugin("periodic").check(RunFacts(2, 2, 16, 1))
     with pytest.raises(ValueError, match=r"overlap is within, which takes one optimizer step .* is 2; set both to 1"):
-        make_mode("periodic").check(2, 16)
+        plugin("periodic").check(RunFacts(2, 2, 16, 2))
 
 
-def test_a_mode_that_decodes_beside_updates_needs_a_generator_that_can() -> None:
-    for spec in ("periodic", "asynchronous:max_staleness=1"):
-        with pytest.raises(ValueError, match=f"mode {spec} decodes while .* SlotGenerator .*.synchronous, april"):
-            check_generator(spec, make_mode(spec), SlotGenerator())
-        with pytest.raises(
-            ValueError, match=r"VLLMGenerator decodes on the policy's device: take model.generator vllm_s"
-        ):
-            check_generator(spec, make_mode(spec), VLLMGenerator())
-        check_generator(spec, make_mode(spec), VLLMServerGenerator())
-    with pytest.raises(ValueError, match="keeps keys and values over a sync, and SlotGenerator drops them; take at_s"):
-        check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), SlotGenerator())
-    check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), VLLMGenerator())
-    with pytest.raises(ValueError, match="over a sync, and with adapters: alone vLLM drops them; take at_sync=recom"):
-        check_generator("april:at_sync=keep", make_mode("april:at_sync=keep"), VLLMGenerator(adapters="alone"))
+def test_a_mode_says_what_it_needs_and_what_it_changes() -> None:
+    assert plugin("periodic").needs == {"own_devices"}
+    assert plugin("asynchronous").needs == {"own_devices", "prompt_stream"}
+    assert plugin("april:at_sync=keep").needs == {"prompt_stream", "keeps_kv"}
+    assert plugin("april").changes.keys() == {"whole_rollouts"} and not plugin("april").remedy
+    assert plugin("sortedrl").changes.keys() == {"whole_rollouts", "whole_groups"}
+    assert "unit=group" in plugin("sortedrl").remedy and not plugin("sortedrl:unit=group").remedy
+    assert plugin("periodic").changes.keys() == {"whole_rollouts", "hidden_states"}
 
 
-PACED = make_mode("asynchronous:max_staleness=2").rule(1, 1)
+PACED = plugin("asynchronous:max_staleness=2").rule(1, 1)
 
 
 def test_a_release_waits_for_what_would_be_too_old_after_it_and_gives_it_out_first() -> None:
@@ -180,7 +182,7 @@ def test_a_group_leaves_in_parts_and_what_has_left_counts_in_its_statistics() ->
 
 def test_a_rollout_of_a_fixed_length_goes_on_until_it_has_something_to_give_out() -> None:
     for unit, num_needed in (("completion", 1), ("group", 2)):
-        mode = make_mode(f"chunked:unit={unit},tokens_per_update=5")
+        mode = plugin(f"chunked:unit={unit},tokens_per_update=5")
         buffer, requests = RolloutBuffer(mode.rule(1, 2)), group_requests([A, B], 2, SAMPLING, 7)
         buffer.open(requests)
         for number in range(num_needed):

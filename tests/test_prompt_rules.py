@@ -6,9 +6,13 @@ import math
 from dataclasses import dataclass
 
 import pytest
+from hand_made import plugin
 
 from lit_grpo.budgets.history import Lengths, PromptHistory, Record, Visit
-from lit_grpo.budgets.prompts import Greso, NearHalf, Phases, PromptChooser, PromptRule, make_prompt_rule
+from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.methods.greso import Greso
+from lit_grpo.methods.near_half import NearHalf
+from lit_grpo.methods.sgpo import Phases
 from lit_grpo.types import Prompt
 
 NAN = math.nan
@@ -173,9 +177,9 @@ class Mine(PromptRule):
 
 
 def test_rules_have_names_fields_and_class_paths() -> None:
-    assert make_prompt_rule("greso:target=0.5") == Greso(0.5)
-    assert make_prompt_rule(f"{__name__}.Mine:value=0.5") == Mine(0.5)
-    chooser = PromptChooser(make_prompt_rule("all"), 0)
+    assert plugin("greso:target=0.5") == Greso(0.5)
+    assert plugin(f"{__name__}.Mine:value=0.5") == Mine(0.5)
+    chooser = PromptChooser(PromptRule(), 0)
     assert chooser.asks(Prompt("a", (1,), "")) and chooser.metrics() == {}
     assert PromptChooser(Greso(), 0).metrics() == {"prompts/easy": 0.5, "prompts/hard": 0.5}
 
@@ -185,7 +189,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     [
         (
             "some",
-            "there is none; give one of all, greso, near_half, phases, or the class path of a PromptRule.",
+            "there is none; give one of april, ",
         ),
         ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
         ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
@@ -200,8 +204,8 @@ def test_rules_have_names_fields_and_class_paths() -> None:
     ],
 )
 def test_a_rule_that_there_is_none_of_is_told_in_a_sentence(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.ask") as caught:
-        make_prompt_rule(spec)
+    with pytest.raises(ValueError, match=r"^rollout\.plugins ") as caught:
+        plugin(spec)
     assert sentence in str(caught.value)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hand_made import plugin
 from test_loop import SAMPLING, FakeGenerator, prompts
 
+from lit_grpo.methods.arrol import Arrol, Pruner, choose, is_left_whole
+from lit_grpo.methods.arrol_head import QualityHead, calibration_error, rising, within_auc
+from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.pruning.head import QualityHead, calibration_error, rising, within_auc
-from lit_grpo.rollout.pruning.pruner import Pruner, choose, is_left_whole
-from lit_grpo.rollout.rules import MODES, make_mode
 from lit_grpo.types import Completion, Key, PassRule, RolloutGroup
 
 AT = 2
@@ -156,8 +157,7 @@ def test_what_pruning_does_to_the_mean_reward_is_measured_where_it_is_not_done()
     loop = RolloutLoop(ShowingGenerator(64, {WHOLE: [8] * 8}, good), listeners=[pruner], points=(AT,))
     groups, _ = loop.collect(prompts(WHOLE), 8, SAMPLING, seed=0)
     reward(groups, good)
-    pruner.learn(groups, PassRule("good"))
-    assert pruner.quality()["pruning/reward_shift"] == pytest.approx(0.5 - 0.75)
+    assert pruner.learnt(groups, PassRule("good"), 1, alone)["pruning/reward_shift"] == pytest.approx(0.5 - 0.75)
 
 
 def test_nothing_is_learnt_from_what_is_replayed() -> None:
@@ -172,8 +172,8 @@ def test_nothing_is_learnt_from_what_is_replayed() -> None:
             request = replace(old.completion.request, path=(-1,))
             completion = Completion.of(request, old.completion, "stop")
             groups[0].rollouts.append(replace(old, completion=completion, reward=5.0, replayed=True))
-        pruner.learn(groups, PassRule("good"))
-        states.append(repr(pruner.state_dict()) + repr(pruner.quality()))
+        quality = pruner.learnt(groups, PassRule("good"), 1, alone)
+        states.append(repr(pruner.state_dict()) + repr(quality))
     assert states[0] == states[1]
 
 
@@ -257,29 +257,31 @@ def test_a_rollout_that_is_not_learnt_from_leaves_nothing() -> None:
     assert collect(pruner, 4, lengths, good) == first
 
 
-def test_the_mode_says_when_completions_are_dropped() -> None:
-    mode = MODES["pruned"]
-    assert (mode.prune_at, mode.keep, mode.positive_share, mode.carries) == (512, 0.5, 0.5, False)
-    make_mode("pruned:prune_at=24,keep=0.25").check(1, 26, 3, predicts=True)
-    make_mode("synchronous").check(1, 1, 1, predicts=False)
-    for arguments, sentence in (
-        ((513, 8, True), r"prune_at is 512, and sampling\.max_tokens is 513: 511 is the largest"),
-        ((1024, 2, True), "needs groups of 3 or more, of which two stay, and num_generations is 2"),
-        ((1024, 8, False), r"rollout\.predict_lengths is false: set it to true"),
+def test_the_plug_in_says_when_completions_are_dropped() -> None:
+    arrol = plugin("arrol")
+    assert arrol == Arrol(512, 0.5, 0.5) and arrol.needs == {"whole_rollouts", "hidden_states"}
+    plugin("arrol:at=24,keep=0.25").check(RunFacts(2, 3, 26, 1))
+    for max_tokens, num_generations, sentence in (
+        (513, 8, r"at is 512, and sampling\.max_tokens is 513: 511 is the largest"),
+        (1024, 2, "needs groups of 3 or more, of which two stay, and num_generations is 2"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            mode.check(1, arguments[0], arguments[1], predicts=arguments[2])
+            arrol.check(RunFacts(2, num_generations, max_tokens, 1))
 
 
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("pruned:prune_at=0", "prune_at must be a whole number of at least 1, not 0"),
-        ("pruned:keep=1.5", r"keep is a share, so it must be at most 1, not 1\.5"),
-        ("pruned:positive_share=-1", "positive_share must be a number of at least 0, not -1"),
-        ("april:prune_at=4", "leftovers 'keep' spreads a group over several: take finish, or leave prune_at out"),
+        ("arrol:at=0", "at must be a whole number of at least 1, not 0"),
+        ("arrol:keep=1.5", r"keep is a share, so it must be at most 1, not 1\.5"),
+        ("arrol:positive_share=-1", "positive_share must be a number of at least 0, not -1"),
     ],
 )
-def test_a_mode_that_cannot_prune_is_refused(spec: str, sentence: str) -> None:
+def test_a_plug_in_that_cannot_drop_is_refused(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        make_mode(spec)
+        plugin(spec)
+
+
+def alone(own: Any) -> list[Any]:
+    """Bring together what one rank has."""
+    return [own]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hand_made import plugin
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
@@ -16,7 +17,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
-from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule, make_mode
+from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Prompt, SamplingParams
 
@@ -58,7 +59,7 @@ def nothing() -> None:
 
 def test_batches_are_given_out_while_the_rest_is_decoded(generator: SlotGenerator, rewards: RewardRunner) -> None:
     pump = RolloutPump(rewards)
-    buffer = begin(pump, generator, rewards, make_mode("asynchronous").rule(2, 3))
+    buffer = begin(pump, generator, rewards, plugin("asynchronous").rule(2, 3))
     first = pump.take(nothing)
     assert len(first) == 2 and all(rollout.rewards for group in first for rollout in group.rollouts)
     stats = pump.stop()
@@ -91,7 +92,7 @@ def test_groups_arrive_one_after_another_until_all_are_there(generator: SlotGene
 
 def test_a_drained_stop_lets_what_is_decoded_end(generator: SlotGenerator, rewards: RewardRunner) -> None:
     pump = RolloutPump(rewards, drains=True)
-    buffer = begin(pump, generator, rewards, make_mode("asynchronous").rule(1, 3))
+    buffer = begin(pump, generator, rewards, plugin("asynchronous").rule(1, 3))
     pump.take(nothing)
     pump.stop()
     assert all(request.prefix.num_tokens == 0 for request in buffer.unfinished)
@@ -100,7 +101,7 @@ def test_a_drained_stop_lets_what_is_decoded_end(generator: SlotGenerator, rewar
 
 def test_more_can_be_opened_between_two_steps(generator: SlotGenerator, rewards: RewardRunner) -> None:
     pump = RolloutPump(rewards)
-    buffer = begin(pump, generator, rewards, make_mode("asynchronous").rule(6, 3))
+    buffer = begin(pump, generator, rewards, plugin("asynchronous").rule(6, 3))
     assert len(pump.take(nothing)) == 6
     with pump._between_steps():
         assert threading.current_thread() is threading.main_thread() and not buffer.asks

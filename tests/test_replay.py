@@ -7,19 +7,20 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import make_rollout
+from hand_made import make_rollout, plugin
 from test_learner import make_learner, member
 
-from lit_grpo.budgets.replay import REPLAYS, Replay, ReplayMemory, Success, make_replay
+from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.methods.replay import Replay, ReplayMemory, Success
 from lit_grpo.metrics import rollout_metrics
+from lit_grpo.plugins import RunFacts
 from lit_grpo.ranks import Ranks
-from lit_grpo.rollout.budget import Budget
-from lit_grpo.rollout.rules import make_mode
+from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import (
     OBSERVED,
     Completion,
@@ -54,10 +55,15 @@ def group(prompt: Prompt, rewards: Sequence[float], version: int = 0, visit: int
 
 
 def remembering(spec: str, *groups: RolloutGroup, version: int = 1) -> ReplayMemory:
-    memory = ReplayMemory(spec)
+    memory = ReplayMemory(plugin(spec))
     for each in groups:
-        memory.learn([each], EXACT, version)
+        memory.learnt([each], EXACT, version, alone)
     return memory
+
+
+def alone(own: Any) -> list[Any]:
+    """Bring together what one rank has."""
+    return [own]
 
 
 def joined(memory: ReplayMemory, group: RolloutGroup, version: int) -> list[Rollout]:
@@ -150,9 +156,11 @@ def test_groups_that_would_show_no_difference_or_are_not_learnt_from_get_none() 
 
 
 def test_groups_that_arrive_one_after_another_are_joined_as_they_come() -> None:
-    memory = remembering("rlep", group(FIRST, [1, 0]))
+    session = RolloutSession(make_plugins(["rlep"]))
+    memory = cast(ReplayMemory, session.workers["rlep"])
+    memory.learnt([group(FIRST, [1, 0])], EXACT, 1, alone)
     groups = [group(SECOND, [0, 0], 1, 1), group(FIRST, [0, 0], 1, 1)]
-    arrived = [[len(each.rollouts) for each in some] for some in memory.joining(([each] for each in groups), 1)]
+    arrived = [[len(each.rollouts) for each in some] for some in session._joined(iter([each] for each in groups), 1)]
     assert arrived == [[2], [3]] and memory.metrics()["replay/members"] == 1 / 5
 
 
@@ -160,16 +168,16 @@ def test_groups_that_arrive_one_after_another_are_joined_as_they_come() -> None:
 
 
 def test_successes_alone_are_remembered_and_each_once() -> None:
-    memory = ReplayMemory("rlep:members=9,share=0.9,choice=recent")
+    memory = ReplayMemory(plugin("rlep:members=9,share=0.9,choice=recent"))
     batch = group(FIRST, [1, 0.9, math.nan, 1, 1, 2, 1])
     batch.rollouts[3].completion.finish_reason = "abort"
     batch.rollouts[4].learnt = True  # in an earlier part
     batch.rollouts[5].kept = False  # by a selection: it has passed all the same
     batch.rollouts[6] = member(FIRST, 6, [OBSERVED] * 3, [True] * 3, 1.0)  # nothing to learn from
-    memory.learn([batch], EXACT, 1)
+    memory.learnt([batch], EXACT, 1, alone)
     again = group(FIRST, [0, 0], 1, 1)
     assert sources(joined(memory, again, 1)) == [(0, 5), (0, 0)]
-    memory.learn([again], EXACT, 2)  # what was replayed is not remembered as of this visit
+    memory.learnt([again], EXACT, 2, alone)  # what was replayed is not remembered as of this visit
     assert memory.metrics()["replay/members"] == 0  # of the next batch, so far
     third = joined(memory, group(FIRST, [0, 0], 2, 2), 2)
     assert sources(third) == [(0, 5), (0, 0)] and memory.metrics()["replay/age"] == 2
@@ -183,14 +191,16 @@ def test_of_equal_completions_the_last_is_remembered() -> None:
 
 
 def test_the_memory_is_bounded_and_forgets_what_is_too_old() -> None:
-    memory = ReplayMemory("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent")
+    memory = ReplayMemory(plugin("rlep:kept=3,max_age=5,members=9,share=0.9,choice=recent"))
     for visit in range(4):
-        memory.learn([group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], EXACT, visit + 1)
+        memory.learnt(
+            [group(FIRST, [1, 1], visit, visit), group(SECOND, [0, 0], visit, visit)], EXACT, visit + 1, alone
+        )
     assert len(memory.state_dict()["path"]) == 3
     assert sources(joined(memory, group(FIRST, [0] * 4, 4, 4), 4)) == [(3, 1), (3, 0), (2, 1)]
-    memory.learn([], EXACT, 8)
+    memory.learnt([], EXACT, 8, alone)
     assert len(memory.state_dict()["path"]) == 2 and memory.metrics()["replay/prompts"] == 1
-    memory.learn([], EXACT, 9)
+    memory.learnt([], EXACT, 9, alone)
     assert not memory.state_dict()["path"] and memory.metrics()["replay/prompts"] == 0
 
 
@@ -215,11 +225,11 @@ def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
     memory = remembering("rlep:choice=recent", group(FIRST, [1, 1]), group(SECOND, [0, 3.25]))
     mixed = member(FIRST, 5, [0, OBSERVED, 1, 1], [True, True, False, True], 1.0)
     mixed.completion.entropy = 0.1 + 0.2
-    memory.learn([RolloutGroup(FIRST, [mixed])], EXACT, 2)
+    memory.learnt([RolloutGroup(FIRST, [mixed])], EXACT, 2, alone)
     file = io.BytesIO()
     torch.save(memory.state_dict(), file)
     file.seek(0)
-    again = ReplayMemory("rlep:choice=recent")
+    again = ReplayMemory(plugin("rlep:choice=recent"))
     again.load_state_dict(torch.load(file, weights_only=True))
     assert rows(again) == rows(memory)
     (one, _), (other, _) = (joined(each, group(FIRST, [0, 0], 2, 1), 2) for each in (memory, again))
@@ -227,11 +237,9 @@ def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
     for name in ("token_ids_T", "logprobs_T", "versions_T", "trained_T"):
         assert getattr(one.completion, name).equal(getattr(other.completion, name))
     assert other.completion.entropy == 0.1 + 0.2 and other.rewards == {"exact": 1.0}
-    fewer, none = ReplayMemory("rlep:kept=1"), ReplayMemory()
-    for each in (fewer, none):
-        each.load_state_dict(memory.state_dict())
-    assert fewer.state_dict()["path"] == [[5], [1]] and not none.state_dict()["path"]
-    none.load_state_dict(ReplayMemory().state_dict())
+    fewer, none = ReplayMemory(plugin("rlep:kept=1")), ReplayMemory(plugin("rlep"))
+    fewer.load_state_dict(memory.state_dict())
+    assert fewer.state_dict()["path"] == [[5], [1]]
     again.load_state_dict(none.state_dict())
     assert not again.state_dict()["path"]
 
@@ -240,10 +248,10 @@ def test_ranks_remember_the_same() -> None:
     batches = [[group(FIRST, [1, 0, 1])], [group(SECOND, [1, 1]), group(FIRST, [0, 1], visit=1)]]
     parts: list[list[Success]] = []
     for batch in batches:  # what each rank would give
-        ReplayMemory("rlep").learn(batch, EXACT, 1, lambda own: [parts.append(own) or []])
-    ranks = [ReplayMemory("rlep") for _ in batches]
+        ReplayMemory(plugin("rlep")).learnt(batch, EXACT, 1, lambda own: [parts.append(own) or []])
+    ranks = [ReplayMemory(plugin("rlep")) for _ in batches]
     for memory, batch in zip(ranks, batches, strict=True):
-        memory.learn(batch, EXACT, 1, lambda own: parts)
+        memory.learnt(batch, EXACT, 1, lambda own: parts)
     assert rows(ranks[0]) == rows(ranks[1])
     assert ranks[0].state_dict()["prompt_id"] == ["train/0"] * 3 + ["train/1"] * 2
 
@@ -358,31 +366,19 @@ def test_a_reward_by_function_counts_in_advantages() -> None:
 # ---- what it goes with ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "april", "periodic", "asynchronous", "pruned", "sortedrl:unit=group"])
+def check(*specs: str) -> None:
+    RolloutSession(make_plugins(specs)).check(RunFacts(4, 8, 2000, 1), [])
+
+
+@pytest.mark.parametrize("mode", ["april", "periodic", "asynchronous", "arrol", "sortedrl:unit=group"])
 def test_it_goes_with_modes_whose_groups_are_whole(mode: str) -> None:
-    Budget("uniform", replay="rlep").check(mode, make_mode(mode), 4, 8)
+    check("rlep", mode)
 
 
 @pytest.mark.parametrize("mode", ["sortedrl", "sortedrl_partial", "chunked"])
 def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
-    with pytest.raises(ValueError, match=rf"replay rlep adds members .*mode {mode} lets them leave in parts"):
-        Budget("uniform", replay="rlep").check(mode, make_mode(mode), 4, 8)
-    Budget("uniform").check(mode, make_mode(mode), 4, 8)
-
-
-@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "averaged"])
-def test_old_tokens_need_a_ratio_or_a_weight_to_their_sampler(proximal: Any) -> None:
-    options = {"proximal": proximal, "proximal_decay": 0.9 if proximal == "averaged" else None}
-    with pytest.raises(ValueError, match=rf"replay rlep learns from tokens .* objective\.proximal {proximal}"):
-        ReplayMemory("rlep").check(Objective(**options), "grpo")
-    ReplayMemory("rlep").check(Objective(correction=Correction("token_truncate"), **options), "grpo")
-    ReplayMemory("rlep").check(Objective(), "grpo")
-    ReplayMemory().check(Objective(**options), "dcpo")
-
-
-def test_an_estimator_that_counts_visits_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"replay repo lets .*estimator dcpo counts them by itself"):
-        ReplayMemory("repo").check(Objective(), "dcpo")
+    with pytest.raises(ValueError, match=rf"rlep needs all members of .*plugins {mode} lets groups leave in parts"):
+        check("rlep", mode)
 
 
 @dataclass(frozen=True)
@@ -394,13 +390,12 @@ class Shortest(Replay):
 
 
 def test_rules_have_names_fields_and_class_paths() -> None:
-    assert not ReplayMemory("none").active and ReplayMemory("none").metrics() == {}
-    assert make_replay("rlep:members=4,share=0.3,max_age=9") == replace(
-        REPLAYS["rlep"], members=4, share=0.3, max_age=9
+    assert plugin("rlep:members=4,share=0.3,max_age=9") == replace(
+        cast(Replay, shipped()["rlep"]), members=4, share=0.3, max_age=9
     )
-    assert make_replay(f"{__name__}.Shortest:members=1") == Shortest(members=1)
+    assert plugin(f"{__name__}.Shortest:members=1") == Shortest(members=1)
     memory = remembering(f"{__name__}.Shortest:members=1", group(FIRST, [1, 1]))
-    memory.learn([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], EXACT, 1)
+    memory.learnt([RolloutGroup(FIRST, [sampled(FIRST, 7, [5], 1)])], EXACT, 1, alone)
     assert len(joined(memory, group(FIRST, [0, 0], 1, 1), 1)[0].completion.token_ids_T) == 1
 
 
@@ -415,10 +410,9 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("rlep:share=half", "share must be a number of at least 0, not 'half'"),
         ("rlep:choice=best", "choice must be one of random, recent, reward, not 'best'"),
         ("rlep:size=3", "it has no field 'size'; it has members, share, max_age, choice, kept"),
-        ("none:members=3", "none has no fields; set them of rlep or repo"),
-        ("everything", "there is none; give one of none, rlep, repo, or the class path of a Replay"),
+        ("everything", "there is none; give one of april, "),
     ],
 )
 def test_what_cannot_be_is_told(spec: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.replay {spec}: {sentence}"):
-        make_replay(spec)
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins {spec}: {sentence}"):
+        plugin(spec)

@@ -6,24 +6,32 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from test_loop import FakeGenerator, prompts
 
-from lit_grpo.budgets.allocation import Allocation, Balanced, HardMore, make_allocation
+from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import MOST_LEFT, Foresight
 from lit_grpo.budgets.history import PromptHistory, Record
-from lit_grpo.budgets.prompts import Greso, PromptChooser
+from lit_grpo.budgets.prompts import PromptChooser
+from lit_grpo.compatibility import Part
 from lit_grpo.data.loaders import PromptLoader
+from lit_grpo.faults import Phases
+from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.methods.dars import HardMore
+from lit_grpo.methods.greso import Greso
+from lit_grpo.methods.reinforce_ada import Balanced
+from lit_grpo.plugins import RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, load_rewards
-from lit_grpo.rollout.budget import Budget
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Rounds
-from lit_grpo.rollout.rules import MODES, make_mode
+from lit_grpo.rollout.rules import RolloutMode
+from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, PromptBatch, RolloutGroup, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=40)
@@ -210,14 +218,16 @@ def test_an_interrupt_leaves_nothing_behind(runner: RewardRunner) -> None:
 # ---- a run's budget ------------------------------------------------------------------------------------
 
 
+def session_of(*specs: str) -> RolloutSession:
+    return RolloutSession(make_plugins(specs))
+
+
 def test_sizes_follow_what_is_known_of_prompts() -> None:
-    budget = Budget("knapsack:least=2")
-    history = PromptHistory()
+    session, history = session_of("knapsack:least=2"), PromptHistory()
     history.records = {"a": Record(1, pass_rate=1.0), "b": Record(1, pass_rate=0.3)}
-    budget.begin(history, None, make_mode("synchronous"))
-    sizes = budget.sizes(prompts("a", "b", "c"), 6)
-    assert sizes == [2, 10, 6]
-    assert budget.metrics() == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
+    session.open(history, None)
+    assert session._group_sizes(prompts("a", "b", "c"), 6) == [2, 10, 6]
+    assert session._metrics() == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
 
 
 def loader(number: int = 9, size: int = 3, **options: Any) -> PromptLoader:
@@ -226,39 +236,46 @@ def loader(number: int = 9, size: int = 3, **options: Any) -> PromptLoader:
     return loader
 
 
+def run_of() -> Any:
+    return SimpleNamespace(ranks=Ranks(), pass_rule=PassRule("mark"), policy_version=1)
+
+
 def test_who_is_asked_is_learnt_from_every_batch() -> None:
-    budget, chooser = Budget("uniform"), PromptChooser(Greso(), 0)
-    history = PromptHistory()
-    budget.begin(history, loader(chooser=chooser), make_mode("synchronous"))
+    session, chooser, history = RolloutSession(), PromptChooser(Greso(), 0), PromptHistory()
+    session.open(history, loader(chooser=chooser))
     history.records = {"p0": Record(1, num_flat=1)}
     assert chooser.history is history
-    budget.learn([RolloutGroup(prompts("p0")[0], [])], PassRule("mark"), 1, Ranks())
-    assert budget.metrics() == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
+    batch = PromptBatch([])
+    batch.groups = [RolloutGroup(prompts("p0")[0], [])]
+    session.learnt(run_of(), batch)
+    assert session._metrics() == {"prompts/easy": 0.51, "prompts/hard": 0.49, "prompts/skipped": 0.0}
 
 
-@pytest.mark.parametrize("mode", [name for name in MODES if name != "synchronous"])
+FACTS = RunFacts(num_prompts=4, num_generations=8, max_tokens=2000, updates_per_batch=1)
+MODES = sorted(name for name, plugin in shipped().items() if isinstance(plugin, RolloutMode))
+
+
+@pytest.mark.parametrize("mode", [*MODES, "arrol"])
 def test_rounds_need_a_mode_that_waits_for_them(mode: str) -> None:
-    turns = make_mode(mode)
-    with pytest.raises(ValueError, match=f"replace_flat 4 asks for more .* rollout.mode {mode} does not"):
-        Budget("uniform", 4).check(mode, turns, 4, 8)
-    with pytest.raises(ValueError, match=f"balanced asks for more .* rollout.mode {mode} does not"):
-        Budget("balanced").check(mode, turns, 4, 8)
-    Budget("knapsack").check(mode, turns, 4, 8)
+    for name in ("replace_flat", "balanced"):
+        sentence = rf"^rollout\.plugins {name} needs every group to be sampled whole .* rollout\.plugins {mode} .*; "
+        with pytest.raises(ValueError, match=sentence):
+            session_of(name, mode).check(FACTS, [])
+    session_of("knapsack", mode).check(FACTS, [])
 
 
-def test_what_is_asked_by_whole_visits_needs_whole_groups() -> None:
-    budget, turns = Budget("uniform"), make_mode("sortedrl")
-    with pytest.raises(ValueError, match=r"data\.ask goes by the rewards of a prompt's whole visit"):
-        budget.begin(PromptHistory(), loader(chooser=PromptChooser(Greso(), 0)), turns)
-    budget.begin(PromptHistory(), None, turns)
-    budget.begin(PromptHistory(), loader(chooser=PromptChooser(Greso(), 0)), replace(turns, unit="group"))
+@pytest.mark.parametrize("name", ["greso", "reference_hint", "rlep"])
+def test_what_goes_by_whole_visits_needs_whole_groups(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} needs all members .* sortedrl lets .*; add unit=group to it"):
+        session_of(name, "sortedrl").check(FACTS, [])
+    session_of(name, "sortedrl:unit=group").check(FACTS, [])
 
 
-def test_a_budget_that_does_not_suffice_names_its_field() -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.allocation knapsack:budget=7: budget is 7 completions"):
-        Budget("knapsack:budget=7").check("synchronous", make_mode("synchronous"), 4, 8)
-    Budget("knapsack:budget=7").check("synchronous", make_mode("synchronous"), None, 8)
-    assert make_allocation("knapsack:budget=8").check(4, 8) is None
+def test_a_budget_that_does_not_suffice_names_its_plug_in() -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.plugins knapsack: budget is 7 completions"):
+        session_of("knapsack:budget=7").check(FACTS, [])
+    session_of("knapsack:budget=7").check(RunFacts(None, 8, 2000, 1), [])
+    session_of("knapsack:budget=8").check(FACTS, [])
 
 
 # ---- groups without a difference are replaced ----------------------------------------------------------
@@ -281,12 +298,21 @@ def fill(runner: RewardRunner, loader: PromptLoader, replaces: int, seed_of_leng
     batch = next(iter(loader))
     rng = random.Random(seed_of_lengths)
     lengths = {f"p{number}": [rng.randint(1, 9) for _ in range(4)] for number in range(40)}
-    budget = Budget("uniform", replaces)
-    budget.begin(PromptHistory(), loader, make_mode("synchronous"))
-    rollout = RolloutLoop(Marked(5, lengths), listeners=[budget.scoring(runner, PassRule("mark"))])
-    batch.groups, _ = rollout.collect(batch.prompts, budget.sizes(batch.prompts, 4), SAMPLING, seed=0)
-    budget.settle(batch, 0, Ranks())
-    batch.metrics = budget.metrics()
+    session = session_of(f"replace_flat:most={replaces}")
+    session.open(PromptHistory(), loader)
+    session.rewards = runner
+    run = SimpleNamespace(
+        generator=Marked(5, lengths),
+        sampling=SAMPLING,
+        sampling_seed=0,
+        num_generations=4,
+        policy_version=0,
+        pass_rule=PassRule("mark"),
+        ranks=Ranks(),
+        phases=Phases(),
+    )
+    session.next_batch(cast(Any, run), batch)
+    batch.metrics = {name: value for name, value in batch.metrics.items() if name.startswith("budget/")}
     return batch
 
 
@@ -309,7 +335,7 @@ def test_prompts_are_asked_until_the_batch_is_full_of_groups_that_differ(runner:
 @pytest.mark.usefixtures("marks")
 def test_a_limit_on_replacements_that_is_reached_is_told_once(runner: RewardRunner) -> None:
     stream = PromptLoader(prompts(*(f"p{place}" for place in range(20))), 3, shuffle=False)
-    with pytest.warns(UserWarning, match=r"replace_flat 1 is reached: 1 groups of a batch have no difference"):
+    with pytest.warns(UserWarning, match=r"All 1 prompts that may .* asked: 1 groups of a batch have no difference"):
         batch = fill(runner, stream, 1)
     assert [prompt.prompt_id for prompt in batch.prompts] == ["p0", "p1", "p2", "p3"]
     assert batch.metrics == {"budget/replaced_groups": 1.0}
@@ -329,7 +355,8 @@ def test_ranks_share_what_stands_behind_the_batch() -> None:
 
 
 def test_replacing_needs_our_prompts_and_a_number() -> None:
-    with pytest.raises(ValueError, match=r"replace_flat must be at least 0, which replaces none, not -1"):
-        Budget("uniform", -1)
-    with pytest.raises(ValueError, match=r"replace_flat asks further prompts of lit_grpo\.data\.PromptDataModule"):
-        Budget("uniform", 2).check("synchronous", make_mode("synchronous"), None, 8)
+    with pytest.raises(ValueError, match=r"replace_flat:most=-1: most must be a whole number of at least 1, not -1"):
+        session_of("replace_flat:most=-1")
+    own = Part("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
+    with pytest.raises(ValueError, match=r"replace_flat needs prompts from .*PromptDataModule, and a dataloader of"):
+        session_of("replace_flat").check(FACTS, [own])

@@ -60,9 +60,9 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("sync/logprob_gap", "sync/relative_gap", "sync/rounding"), "vLLM"),
     **dict.fromkeys(
         (f"rollout/{name}" for name in ("open_prompts", "waiting_groups", "continued_tokens", "discarded_tokens")),
-        "rollout.mode other than synchronous",
+        "rollout.plugins that keep prompts open",
     ),
-    **dict.fromkeys((f"staleness/share_{name}" for name in STALENESS), "rollout.mode other than synchronous"),
+    **dict.fromkeys((f"staleness/share_{name}" for name in STALENESS), "rollout.plugins that keep prompts open"),
     **dict.fromkeys(("time/generation_s", "perf/overlap"), "a mode with overlap"),
     **dict.fromkeys(
         (f"snapshots/{name}" for name in ("discrepancy", "staleness", "versions", "gib")),
@@ -73,23 +73,25 @@ ONLY_ELSEWHERE = {
             *(f"rollout/pruned_{name}" for name in ("completions", "tokens_saved")),
             *(f"pruning/{name}" for name in ("active", "auc", "calibration_error", "reward_shift")),
         ),
-        "rollout.mode pruned",
+        "rollout.plugins arrol",
     ),
     **dict.fromkeys(("rollout/drafted_tokens", "rollout/draft_acceptance"), "generator.speculate"),
-    **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.allocation with rounds"),
-    **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.allocation that divides"),
-    "budget/replaced_groups": "rollout.replace_flat",
-    **dict.fromkeys(("prompts/easy", "prompts/hard"), "data.ask greso"),
-    **dict.fromkeys(("prompts/phase", "prompts/phase_batches"), "data.ask phases"),
+    **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.plugins with rounds"),
+    **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.plugins that divide completions"),
+    "budget/replaced_groups": "rollout.plugins replace_flat",
+    **dict.fromkeys(("prompts/easy", "prompts/hard"), "rollout.plugins greso"),
+    **dict.fromkeys(("prompts/phase", "prompts/phase_batches"), "rollout.plugins phases"),
     **dict.fromkeys(
         (
             f"hints/{name}"
             for name in ("share_of_prompts", "mean_share", "pass_rate", "reward_hinted", "reward_unhinted")
         ),
-        "data.hint other than none",
+        "rollout.plugins with hints",
     ),
-    "prompts/skipped": "data.ask other than all",
-    **dict.fromkeys((f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout.replay"),
+    "prompts/skipped": "rollout.plugins that choose prompts",
+    **dict.fromkeys(
+        (f"replay/{name}" for name in ("members", "frac_revived", "age", "prompts")), "rollout.plugins rlep"
+    ),
     "sapo/gate": "objective.loss sapo",
     "vespo/weight": "objective.loss vespo",
 }

@@ -26,19 +26,20 @@ pytestmark = pytest.mark.integration
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 9
 RULES: dict[str, dict[str, Any]] = {
     "greso, balanced, PODS": {
-        "ask": "greso:begin_at=0.3",
-        "allocation": "balanced:rounds=3,passed=1,failed=1",
+        "plugins": ["greso:begin_at=0.3", "balanced:rounds=3,passed=1,failed=1"],
         "selection": Selection("max_variance", 3, "group"),
     },
     "near a half, knapsack, D3S": {
-        "ask": "near_half",
-        "allocation": "knapsack:budget=15",
+        "plugins": ["near_half", "knapsack:budget=15"],
         "selection": Selection("batch_variance", 3, tokens=0.9, first_keep=2, first_tokens=0.3),
     },
-    "entropies while prompts stay open": {"mode": "april:max_staleness=3", "selection": Selection("max_entropy", 2)},
-    "dars": {"allocation": "dars_equal:most=9"},
-    "tokens": {"allocation": "variance:tokens=200"},
-    "variance while prompts stay open": {"mode": "april:max_staleness=3", "ask": "greso", "allocation": "variance"},
+    "entropies while prompts stay open": {
+        "plugins": ["april:max_staleness=3"],
+        "selection": Selection("max_entropy", 2),
+    },
+    "dars": {"plugins": ["dars_equal:most=9"]},
+    "tokens": {"plugins": ["variance:tokens=200"]},
+    "variance while prompts stay open": {"plugins": ["april:max_staleness=3", "greso", "variance"]},
 }
 
 
@@ -55,7 +56,7 @@ def train(
     folder.mkdir(exist_ok=True)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = str(folder / "prompts.jsonl")
-    data = PromptDataModule(str(policy_folder), train=source, batch_size=BATCH, ask=rule.get("ask", "all"))
+    data = PromptDataModule(str(policy_folder), train=source, batch_size=BATCH)
     module = make_module(
         policy_folder,
         generator=SlotGenerator(7),
@@ -66,7 +67,7 @@ def train(
         selection=rule.get("selection", Selection()),
     )
     trained = Trained()
-    scheduler = RolloutScheduler(allocation=rule.get("allocation", "uniform"), mode=rule.get("mode", "synchronous"))
+    scheduler = RolloutScheduler(plugins=rule.get("plugins"))
     options: dict[str, Any] = {"max_steps": UPDATES, "max_epochs": -1, "default_root_dir": folder}
     trainer = make_trainer(scheduler, WeightSync(), trained, Checkpoints(folder), **options)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -106,7 +107,7 @@ def kind(prompt_id: str) -> int:
 
 
 def test_rounds_go_to_prompts_without_a_difference(policy_folder: Path, tmp_path: Path) -> None:
-    trained, _, _ = train(policy_folder, {"allocation": "balanced:rounds=3,passed=1,failed=1"}, tmp_path)
+    trained, _, _ = train(policy_folder, {"plugins": ["balanced:rounds=3,passed=1,failed=1"]}, tmp_path)
     for counts, log in zip(sizes(trained), trained.logs, strict=True):
         assert all(size == 3 * GROUP for name, size in counts.items() if kind(name) != 1)  # which never differ
         assert all(size % GROUP == 0 and size <= 3 * GROUP for size in counts.values())
@@ -116,7 +117,7 @@ def test_rounds_go_to_prompts_without_a_difference(policy_folder: Path, tmp_path
 
 
 def test_a_budget_of_tokens_sets_what_an_update_samples(policy_folder: Path, tmp_path: Path) -> None:
-    trained, _, _ = train(policy_folder, {"allocation": "uniform:tokens=400"}, tmp_path)
+    trained, _, _ = train(policy_folder, {"plugins": ["uniform:tokens=400"]}, tmp_path)
     first, *others = sizes(trained)
     assert set(first.values()) == {GROUP}  # nothing is known of any length
     tokens = [sum(rollout.completion.num_tokens for rollout in batch) for batch in trained.batches.values()]
@@ -125,7 +126,7 @@ def test_a_budget_of_tokens_sets_what_an_update_samples(policy_folder: Path, tmp
 
 
 def test_the_knapsack_spends_its_budget_on_prompts_that_differ(policy_folder: Path, tmp_path: Path) -> None:
-    trained, _, _ = train(policy_folder, {"allocation": "knapsack:budget=18"}, tmp_path)
+    trained, _, _ = train(policy_folder, {"plugins": ["knapsack:budget=18"]}, tmp_path)
     first, second, *others = sizes(trained)
     assert set(first.values()) == set(second.values()) == {6}  # nothing is known of anybody
     for counts in others:
@@ -139,7 +140,7 @@ def differs(prompt_id: str) -> bool:
 
 
 def test_what_is_mastered_or_hopeless_is_passed_over(policy_folder: Path, tmp_path: Path) -> None:
-    trained, _, data = train(policy_folder, {"ask": "greso:begin_at=0.05,step=0.01"}, tmp_path)
+    trained, _, data = train(policy_folder, {"plugins": ["greso:begin_at=0.05,step=0.01"]}, tmp_path)
     asked = [key for batch in trained.batches.values() for key in {r.completion.request.group for r in batch}]
     taken = data.state_dict()["prompts_consumed"]
     skipped = sum(log["prompts/skipped"] for log in trained.logs)
@@ -152,11 +153,11 @@ def test_what_is_mastered_or_hopeless_is_passed_over(policy_folder: Path, tmp_pa
     ("rule", "sentence"),
     [
         (
-            {"allocation": "balanced", "mode": "april"},
-            r"balanced asks for more once .*\.mode april does not",
+            {"plugins": ["balanced", "april"]},
+            r"balanced needs every group .* april keeps groups open",
         ),
-        ({"allocation": "knapsack:budget=5"}, "budget is 5 completions for 3 prompts, which is less than 2 each"),
-        ({"ask": "greso", "mode": "sortedrl"}, r"data\.ask goes by the rewards of a prompt's whole visit"),
+        ({"plugins": ["knapsack:budget=5"]}, "budget is 5 completions for 3 prompts, which is less than 2 each"),
+        ({"plugins": ["greso", "sortedrl"]}, r"greso needs all members .* sortedrl lets groups leave in parts"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_starts(

@@ -121,8 +121,13 @@ MISTAKES_BEFORE_A_RUN = {
     "learning rate": ["--model.optimizer.lr", "-1"],
     "minibatches": ["--model.num_minibatches", "4"],
     "strategy": ["--trainer.gradient_clip_val", "1"],
-    "hint beyond the context": ["--data.hint", "reference:column=answer", "--model.sampling.max_tokens", "250"],
-    "who is asked by parts of groups": ["--data.ask", "greso", "--rollout.mode", "sortedrl"],
+    "hint beyond the context": [
+        "--rollout.plugins",
+        "[reference_hint:column=answer]",
+        "--model.sampling.max_tokens",
+        "250",
+    ],
+    "who is asked by parts of groups": ["--rollout.plugins", "[greso, sortedrl]"],
     "shards": ["--trainer.strategy", "fsdp2", "--model.max_tokens_per_micro_batch", "auto"],
     "rows of two ranks": ["--model.sequence_parallel_size", "2"],
 }
@@ -193,11 +198,11 @@ def test_settings_that_a_checkpoint_would_override_are_refused_and_others_named(
             fit(*resume, *options)
         assert said in capsys.readouterr().err
     named = (
-        r"other settings .*: model\.objective\.loss was dapo and is now gspo, data\.ask was all and is now greso, "
-        r"rollout\.allocation was uniform and is now knapsack\."
+        r"other settings .*: model\.objective\.loss was dapo and is now gspo, "
+        r"rollout\.plugins was \[\] and is now \['greso', 'knapsack'\]\."
     )
     with pytest.warns(UserWarning, match=named):
-        others = "--data.ask", "greso", "--rollout.allocation", "knapsack"
+        others = "--rollout.plugins", "[greso, knapsack]"
         fit(*resume, linear, "--model.objective.loss", "gspo", *others)
 
 

@@ -67,7 +67,7 @@ NOT_RUN = {
         (
             "lit_grpo fit --config configs/arithmetic.yaml --config configs/generators/vllm_servers.yaml",
             "lit_grpo fit --config arithmetic --config generators/vllm_servers",
-            "lit_grpo fit --config arithmetic --config generators/vllm_servers --rollout.mode asynchronous",
+            "lit_grpo fit --config arithmetic --config generators/vllm_servers --rollout.plugins asynchronous",
         ),
         ("starts vLLM twice", "integration/test_serve.py::test_the_check_up_finds_no_fault_in_a_run_on_named_servers"),
     ),

@@ -322,7 +322,7 @@ def test_what_needs_whole_weights_is_refused(policy_folder: Path, options: dict[
 
 
 def test_a_mode_in_which_ranks_come_to_layers_at_different_times_is_refused(policy_folder: Path) -> None:
-    scheduler = RolloutScheduler(mode="periodic")
+    scheduler = RolloutScheduler(plugins=["periodic"])
     module: GRPOModule = make_module(policy_folder, generator=SlotsApart())
     module.trainer = make_trainer(scheduler, WeightSync(), strategy="fsdp2")
     with pytest.raises(ValueError, match=r"and model\.policy is sharded .* take a mode with overlap none"):

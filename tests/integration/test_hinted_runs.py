@@ -26,10 +26,12 @@ pytestmark = pytest.mark.integration
 
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 12
 RUNS: dict[str, dict[str, Any]] = {
-    "reference": {"hint": "reference"},
-    "reference, replaced groups, phases": {"hint": "reference:after=2", "ask": "phases:batches=2", "replace_flat": 2},
-    "reference, dcpo, while prompts stay open": {"hint": "reference", "mode": "april", "estimator": "dcpo"},
-    "strategy": {"hint": 'strategy:say=plan,between=" "'},
+    "reference": {"plugins": ["reference_hint"]},
+    "reference, replaced groups, phases": {
+        "plugins": ["reference_hint:after=2", "phases:batches=2", "replace_flat:most=2"]
+    },
+    "reference, dcpo, while prompts stay open": {"plugins": ["reference_hint", "april"], "estimator": "dcpo"},
+    "strategy": {"plugins": ['strategy_hint:say=plan,between=" "']},
 }
 
 
@@ -55,8 +57,7 @@ def train(
     rows = [{"prompt": f"{n}+{n + 1}=", "solution": f"{n}bcdefgh"} for n in range(NUM_PROMPTS)]
     folder.mkdir(exist_ok=True)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source, told = str(folder / "prompts.jsonl"), {"ask": run.get("ask", "all"), "hint": run.get("hint", "none")}
-    data = PromptDataModule(str(policy_folder), train=source, batch_size=BATCH, **told)
+    data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
     module = make_module(
         policy_folder,
         generator=SlotGenerator(7),
@@ -67,7 +68,7 @@ def train(
         advantages=Advantages(run.get("estimator", "grpo")),
     )
     trained = Recorded()
-    scheduler = RolloutScheduler(mode=run.get("mode", "synchronous"), replace_flat=run.get("replace_flat", 0))
+    scheduler = RolloutScheduler(plugins=run.get("plugins"))
     callbacks = [scheduler, WeightSync(), trained, SampleLogger(every_n_updates=1), Checkpoints(folder)]
     limits: dict[str, Any] = {"max_steps": UPDATES, "max_epochs": -1, "default_root_dir": folder}
     trainer = make_trainer(*callbacks, **limits)
@@ -108,7 +109,7 @@ def visits(trained: Trained) -> list[list[list[Rollout]]]:
 def test_hints_go_to_prompts_that_nobody_passed_and_fall_and_rise_by_what_they_earn(
     policy_folder: Path, tmp_path: Path
 ) -> None:
-    trained, module, _ = train(policy_folder, {"hint": "reference"}, tmp_path)
+    trained, module, _ = train(policy_folder, {"plugins": ["reference_hint"]}, tmp_path)
     share: dict[str, float] = {}
     rewards: dict[str, list[list[float]]] = {}  # of visits without a hint
     moves: set[float] = set()
@@ -167,7 +168,7 @@ def check_samples(folder: Path) -> None:
 
 def test_hints_that_never_begin_change_no_bit(policy_folder: Path, tmp_path: Path) -> None:
     without, module, _ = train(policy_folder, {}, tmp_path / "none")
-    never, other, _ = train(policy_folder, {"hint": "reference:after=99"}, tmp_path / "never")
+    never, other, _ = train(policy_folder, {"plugins": ["reference_hint:after=99"]}, tmp_path / "never")
     assert [describe(batch) for batch in never.batches.values()] == [*map(describe, without.batches.values())]
     for one, two in zip(module.policy.parameters(), other.policy.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -184,11 +185,13 @@ def test_hints_that_never_begin_change_no_bit(policy_folder: Path, tmp_path: Pat
 
 def test_a_prompt_with_its_hint_has_to_leave_room_for_its_completion(policy_folder: Path, tmp_path: Path) -> None:
     rows: Any = [{"prompt": "1+1=", "solution": "abc" * 90}]
-    data = PromptDataModule(str(policy_folder), train=rows, batch_size=1, hint="reference")
+    data = PromptDataModule(str(policy_folder), train=rows, batch_size=1)
     module = make_module(
         policy_folder, rewards=[RewardSpec(f"{__file__}:begins")], sampling=SamplingParams(max_tokens=16)
     )
-    trainer = make_trainer(RolloutScheduler(), WeightSync(), max_steps=1, default_root_dir=tmp_path)
+    trainer = make_trainer(
+        RolloutScheduler(plugins=["reference_hint"]), WeightSync(), max_steps=1, default_root_dir=tmp_path
+    )
     with pytest.raises(
         ValueError, match=r"has 247 tokens and up to 16 may follow.* 256; lower .*data.max_prompt_tokens"
     ):

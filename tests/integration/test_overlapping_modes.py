@@ -9,7 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from hand_made import SERVER_ARGUMENTS, StepRecorder, flat, relative_error, save_policy_for_vllm, sgd, weights_of
+from hand_made import (
+    SERVER_ARGUMENTS,
+    StepRecorder,
+    flat,
+    plugin,
+    relative_error,
+    save_policy_for_vllm,
+    sgd,
+    weights_of,
+)
 from test_training_modes import (
     UPDATES,
     Interrupt,
@@ -21,7 +30,6 @@ from test_training_modes import (
 )
 
 from lit_grpo.rollout.generator import GenerationError
-from lit_grpo.rollout.rules import make_mode
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.vllm.streams import Streams
 from lit_grpo.types import SamplingParams
@@ -50,7 +58,7 @@ def test_nothing_is_lost_and_every_token_is_of_its_version(
 ) -> None:
     trained, _, scheduler = train(folder, mode, tmp_path, generator=server)
     assert list(trained.batches) == list(range(UPDATES))
-    check_staleness(trained, make_mode(mode).max_staleness)
+    check_staleness(trained, plugin(mode).max_staleness)
     check_log_probs(trained)
     check_stream(trained, scheduler)
     assert all(log["rollout/discarded_tokens"] == 0 for log in trained.logs)  # it waits rather than throw away

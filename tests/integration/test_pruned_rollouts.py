@@ -14,9 +14,9 @@ from test_training_modes import Trained, check_log_probs, describe
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.cli.command_line import run
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods.arrol import is_left_whole
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.pruning.pruner import is_left_whole
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import SamplingParams
 
@@ -45,7 +45,7 @@ def train(policy_folder: Path, folder: Path, checkpoint: str | None = None) -> t
     )
     trained = Trained()
     trainer = make_trainer(
-        RolloutScheduler(mode=f"pruned:prune_at={AT}"),
+        RolloutScheduler(plugins=[f"arrol:at={AT}"]),
         WeightSync(),
         trained,
         Checkpoints(folder),
@@ -87,7 +87,7 @@ def test_members_are_dropped_once_the_head_is_proven_and_resuming_is_exact(polic
 def test_the_demo_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["--data.batch_size", "4", "--trainer.max_steps", "3", "--trainer.val_check_interval", "3"]
-    run(["fit", "--config", "arithmetic", "--rollout.mode", "pruned:prune_at=24", *small])
+    run(["fit", "--config", "arithmetic", "--rollout.plugins", "[arrol:at=24]", *small])
     with (tmp_path / "runs" / "arithmetic" / "metrics.csv").open(newline="") as file:
         logged = [row for row in csv.DictReader(file) if row["rollout/pruned_completions"]]
     assert len(logged) == 3 and all(row["pruning/active"] for row in logged)
@@ -98,6 +98,6 @@ def test_a_point_beyond_the_limit_is_refused(policy_folder: Path, tmp_path: Path
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     data = PromptDataModule(str(policy_folder), train=str(tmp_path / "prompts.jsonl"), batch_size=1)
     module = make_module(policy_folder, rewards=[RewardSpec(f"{__file__}:early_sign")])
-    trainer = make_trainer(RolloutScheduler(mode="pruned"), WeightSync(), max_steps=1)
-    with pytest.raises(ValueError, match=r"prune_at is 512, and sampling\.max_tokens is \d+: .* give less"):
+    trainer = make_trainer(RolloutScheduler(plugins=["arrol"]), WeightSync(), max_steps=1)
+    with pytest.raises(ValueError, match=r"arrol: at is 512, and sampling\.max_tokens is \d+: .* give less"):
         trainer.fit(module, datamodule=data)

@@ -31,14 +31,13 @@ NUM_PROMPTS, BATCH, GROUP, BATCHES = 4, 2, 4, 8
 CORRECTED = Objective(correction=Correction("token_truncate"))
 RUNS: dict[str, dict[str, Any]] = {
     "synchronous": {},
-    "repo, two steps a batch, corrected": {"replay": "repo:members=3", "objective": CORRECTED, "num_minibatches": 2},
-    "april": {"mode": "april:max_staleness=3"},
+    "repo, two steps a batch, corrected": {"plugins": ["repo:members=3"], "objective": CORRECTED, "num_minibatches": 2},
+    "april": {"plugins": ["rlep", "april:max_staleness=3"]},
     "rounds and a selection": {
-        "allocation": "balanced:rounds=2,passed=1,failed=1",
         "selection": Selection("max_variance", 4),
-        "replay": "rlep:members=3,share=0.6,kept=4",
+        "plugins": ["rlep:members=3,share=0.6,kept=4", "balanced:rounds=2,passed=1,failed=1"],
     },
-    "groups are replaced": {"replace_flat": 2},
+    "groups are replaced": {"plugins": ["rlep", "replace_flat:most=2"]},
 }
 
 
@@ -70,7 +69,6 @@ def train(
     rows = [{"prompt": f"{n}+{n + 1}="} for n in range(NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=BATCH)
-    of_scheduler = {name: options[name] for name in ("mode", "allocation", "replace_flat", "replay") if name in options}
     module = make_module(
         policy_folder,
         generator=generator or SlotGenerator(6),
@@ -78,10 +76,9 @@ def train(
         rewards=[RewardSpec(f"{__file__}:rarely")],
         optimizer=sgd(0.5),
         sampling=SamplingParams(max_tokens=24),
-        **{name: value for name, value in options.items() if name not in of_scheduler},
+        **{name: value for name, value in options.items() if name != "plugins"},
     )
-    settings: dict[str, Any] = {"replay": "rlep"} | of_scheduler
-    learnt, scheduler = Learnt(), RolloutScheduler(**settings)
+    learnt, scheduler = Learnt(), RolloutScheduler(plugins=options.get("plugins", ["rlep"]))
     steps = BATCHES * options.get("num_minibatches", 1)
     trainer = make_trainer(
         scheduler,
@@ -162,14 +159,14 @@ def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp
         for one, two in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):
             assert torch.equal(one, two)
         assert resumed.learner.state.history.records == history
-        assert repr(other.state_dict()["replay"]) == repr(scheduler.state_dict()["replay"])
+        assert repr(other.state_dict()["workers"]) == repr(scheduler.state_dict()["workers"])
 
 
 @pytest.mark.parametrize("mode", ["periodic", "asynchronous:max_staleness=1"])
 def test_successes_come_again_where_others_decode_beside_the_update(
     policy_folder: Path, tmp_path: Path, mode: str
 ) -> None:
-    options: dict[str, Any] = {"mode": mode}
+    options: dict[str, Any] = {"plugins": ["rlep", mode]}
     learnt, _, _ = train(policy_folder, tmp_path, options, generator=SlotsBeside(lag=0, num_slots=6))
     assert len(learnt.batches) == BATCHES
     check_replays(learnt)
@@ -178,7 +175,8 @@ def test_successes_come_again_where_others_decode_beside_the_update(
 def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_folder: Path, tmp_path: Path) -> None:
     ends = []
     for replay in ("none", "rlep"):
-        learnt, module, _ = train(policy_folder, tmp_path / replay, {"replay": replay})
+        plugins = [replay] if replay == "rlep" else []
+        learnt, module, _ = train(policy_folder, tmp_path / replay, {"plugins": plugins})
         ends.append(torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()]))
         assert any(name.startswith("replay/") for name in learnt.logs[-1]) == (replay == "rlep")
     assert not torch.equal(*ends)
@@ -187,13 +185,19 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mode": "chunked:tokens_per_update=5"}, r"replay rlep adds members .* add unit=group"),
-        ({"advantages": Advantages("dcpo")}, r"estimator dcpo counts them by itself"),
+        (
+            {"plugins": ["rlep", "chunked:tokens_per_update=5"]},
+            r"rlep needs all members .* add unit=group",
+        ),
+        (
+            {"advantages": Advantages("dcpo")},
+            r"estimator dcpo needs every member .* rlep lets",
+        ),
         (
             {"objective": Objective(proximal="recomputed")},
-            r"replay rlep learns from .* objective\.correction\.mode",
+            r"rlep needs probability ratios .* objective\.proximal recomputed .*correction\.mode",
         ),
-        ({"replay": "rlep:share=1.5"}, r"rollout\.replay rlep:share=1\.5: share must be below 1"),
+        ({"plugins": ["rlep:share=1.5"]}, r"rollout\.plugins rlep:share=1\.5: share must be below 1"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_starts(

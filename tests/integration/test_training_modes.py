@@ -12,14 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hand_made import Checkpoints, make_module, make_trainer, sgd
+from hand_made import Checkpoints, chosen, make_module, make_trainer, plugin, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.metrics import STALENESS
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.rules import make_mode
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import OBSERVED, PromptBatch, Rollout, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.integration
 
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 5, 2, 4, 7
 MODES = [
-    "synchronous",
+    None,
     "april",
     "april:leftovers=mask,max_staleness=3",
     "april:unit=completion,batches_in_work=1.5",
@@ -78,7 +77,7 @@ def even_sum(completion: str) -> float:
 
 def train(
     policy_folder: Path,
-    mode: str,
+    mode: str | None,
     folder: Path,
     checkpoint: str | None = None,
     callbacks: Sequence[pl.Callback] = (),
@@ -96,7 +95,7 @@ def train(
         rewards=[RewardSpec(f"{__file__}:even_sum")],
         **({"optimizer": sgd(0.5), "sampling": SamplingParams(max_tokens=24)} | settings),
     )
-    trained, scheduler = Trained(), RolloutScheduler(mode=mode)
+    trained, scheduler = Trained(), RolloutScheduler(plugins=chosen(mode))
     trainer = make_trainer(
         scheduler,
         WeightSync(),
@@ -116,7 +115,7 @@ def test_nothing_is_lost_and_every_token_is_of_its_version_and_resuming_is_exact
     policy_folder: Path, tmp_path: Path, mode: str
 ) -> None:
     trained, module, scheduler = train(policy_folder, mode, tmp_path / "whole")
-    cap = make_mode(mode).max_staleness
+    cap = plugin(mode).max_staleness if mode else 0
     check_staleness(trained, cap)
     check_log_probs(trained)
     check_stream(trained, scheduler)
@@ -222,7 +221,7 @@ def test_masked_leftovers_are_not_learnt_from(policy_folder: Path, tmp_path: Pat
 
 def test_a_checkpoint_of_another_mode_is_refused_while_prompts_are_open(policy_folder: Path, tmp_path: Path) -> None:
     train(policy_folder, "april", tmp_path)
-    with pytest.raises(ValueError, match=r"has 2 prompts in work, begun on 1 ranks in the rollout.mode april"):
+    with pytest.raises(ValueError, match=r"has 2 prompts in work, begun on 1 ranks with rollout.plugins april"):
         train(policy_folder, "chunked:tokens_per_update=5", tmp_path / "other", str(tmp_path / f"{UPDATES}.ckpt"))
 
 
@@ -232,15 +231,15 @@ def test_groups_that_leave_in_parts_do_not_go_with_what_remembers_visits(policy_
     module = make_module(
         policy_folder, advantages=Advantages("dcpo"), rewards=[RewardSpec(f"{__file__}:even_sum")], num_generations=2
     )
-    trainer = make_trainer(RolloutScheduler(mode="sortedrl"), WeightSync(), max_steps=1)
-    with pytest.raises(ValueError, match="mode sortedrl lets its group leave in parts; add unit=group"):
+    trainer = make_trainer(RolloutScheduler(plugins=["sortedrl"]), WeightSync(), max_steps=1)
+    with pytest.raises(ValueError, match=r"estimator dcpo needs all members .* sortedrl lets .*; add unit=group"):
         trainer.fit(module, datamodule=data)
 
 
 def test_a_mode_needs_the_data_module(policy_folder: Path) -> None:
     module = make_module(policy_folder, rewards=[RewardSpec(f"{__file__}:even_sum")])
-    trainer = make_trainer(RolloutScheduler(mode="april"), WeightSync(), max_steps=1)
-    with pytest.raises(ValueError, match=r"with a dataloader of your own take synchronous"):
+    trainer = make_trainer(RolloutScheduler(plugins=["april"]), WeightSync(), max_steps=1)
+    with pytest.raises(ValueError, match=r"april needs prompts from .*PromptDataModule, and a dataloader of yo"):
         trainer.fit(module, train_dataloaders=[PromptBatch([])])
 
 

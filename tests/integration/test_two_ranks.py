@@ -23,6 +23,7 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     Batches,
     StepRecorder,
     assert_ranks_end_as_one,
+    chosen,
     make_module,
     make_trainer,
     random_groups,
@@ -284,10 +285,10 @@ class Scheduling(pl.Callback):
 
 
 def run_on(
-    policy: str, output: Path, mode: str = "synchronous", replay: str = "none", **trainer_options: Any
+    policy: str, output: Path, mode: str | None = None, replay: str | None = None, **trainer_options: Any
 ) -> dict[str, Any]:
     """Six batches at a stretch, and the last three again from the checkpoint after the third."""
-    output = output / f"{mode.partition(':')[0]}-{replay}"
+    output = output / f"{(mode or 'synchronous').partition(':')[0]}-{replay}"
     output.mkdir(exist_ok=True)
     rows = "\n".join(json.dumps({"prompt": prompt}) for prompt in ["1+1=", "2*3=", "a", "9-4=", "7", "12+30="])
     (output / "train.jsonl").write_text(rows)
@@ -297,7 +298,7 @@ def run_on(
         module = make_module(policy, optimizer=momentum, rewards=rewards, num_generations=24)
         data = PromptDataModule(policy, train=str(output / "train.jsonl"), batch_size=1)
         own = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
-        trainer = make_trainer(RolloutScheduler(mode=mode, replay=replay), WeightSync(), scheduling, **own)
+        trainer = make_trainer(RolloutScheduler(plugins=chosen(mode, replay)), WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return scheduling.seen
 
@@ -323,7 +324,7 @@ def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> 
         generator=SlotsBeside(lag=0, num_slots=6),
     )
     recorder, scheduling = StepRecorder(), Scheduling()
-    callbacks = (RolloutScheduler(mode=mode), WeightSync(), recorder, scheduling)
+    callbacks = (RolloutScheduler(plugins=[mode]), WeightSync(), recorder, scheduling)
     options = {"max_steps": 4, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
     make_trainer(*callbacks, **options).fit(module, datamodule=data)
     return outcome(module, recorder) | {"learnt": [batch for *_, batch in scheduling.seen]}
@@ -343,10 +344,12 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
     def train(scheduling: Scheduling, ckpt_path: Path | None = None) -> dict[str, Any]:
         batch_size = 4 // trainer_options.get("devices", 1)
         source = str(output / "train.jsonl")
-        data = PromptDataModule(policy, train=source, batch_size=batch_size, ask="greso:begin_at=0.3")
+        data = PromptDataModule(policy, train=source, batch_size=batch_size)
         rewards = [RewardSpec(f"{__file__}:seldom")]
         module = make_module(policy, optimizer=momentum, rewards=rewards, num_generations=4)
-        scheduler = RolloutScheduler(allocation="balanced:rounds=2,passed=1,failed=1", replace_flat=replace_flat)
+        replacing = f"replace_flat:most={replace_flat}" if replace_flat else None
+        plugins = chosen("greso:begin_at=0.3", "balanced:rounds=2,passed=1,failed=1", replacing)
+        scheduler = RolloutScheduler(plugins=plugins)
         own = {"max_steps": 8, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
         trainer = make_trainer(scheduler, WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import random_policy
-from hand_made import make_module, make_trainer, save_policy_for_vllm, sgd
+from hand_made import chosen, make_module, make_trainer, save_policy_for_vllm, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
@@ -131,7 +131,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[VLLMGenerator]:
     return made
 
 
-def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, mode: str = "synchronous") -> None:
+def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, mode: str | None = None) -> None:
     """Validate, and train with a validation after each update."""
     rows = str(folder / "train.jsonl")
     module = make_module(
@@ -142,7 +142,7 @@ def train(folder: Path, generator: VLLMGenerator, num_updates: int = 2, mode: st
         rewards=[RewardSpec(f"{__file__}:even_sum")],
     )
     data = PromptDataModule(str(folder), train=rows, validation=rows, batch_size=2)
-    trainer = make_trainer(RolloutScheduler(mode=mode), WeightSync(), max_steps=num_updates, max_epochs=-1)
+    trainer = make_trainer(RolloutScheduler(plugins=chosen(mode)), WeightSync(), max_steps=num_updates, max_epochs=-1)
     trainer.validate(module, datamodule=data, verbose=False)
     assert generator.version == 0
     trainer.fit(module, datamodule=data)
