@@ -13,6 +13,7 @@ a step. Then the same completions are decoded, without updates, in one round of 
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,9 @@ from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve,
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 from benchmarks.rollouts import slots
 from benchmarks.workloads import arithmetic_prompts, arithmetic_rows, load
-from lit_grpo.budgets.allocation import Allocation, Balanced
-from lit_grpo.budgets.hints import Reference
+from lit_grpo.budgets.allocation import Allocation
+from lit_grpo.methods.hints import Reference
+from lit_grpo.methods.reinforce_ada import Balanced
 from lit_grpo.rewards import ExactMatch, RewardRunner, load_rewards
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rounds import Rounds
@@ -54,25 +56,17 @@ class Working(Reference):
 class Rule:
     """How it is set: who is asked, how many completions each gets, of how many at first, and how many are learnt from.
 
-    ``chosen`` is ``model.selection``.
+    ``plugins`` are those of ``rollout.plugins``, and ``chosen`` is ``model.selection``.
     """
 
-    ask: str = "all"
-    allocation: str = "uniform"
+    plugins: tuple[str, ...] = ()
     first: int = 16
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    replace_flat: int = 0
-    replay: str = "none"
-    hint: str = "none"
 
     def arguments(self) -> dict[str, Any]:
         """What stands behind the config."""
         return {
-            "--data.ask": self.ask,
-            "--data.hint": self.hint,
-            "--rollout.allocation": self.allocation,
-            "--rollout.replace_flat": self.replace_flat,
-            "--rollout.replay": self.replay,
+            "--rollout.plugins": json.dumps(self.plugins),
             "--model.num_generations": self.first,
             **{f"--model.selection.{name}": value for name, value in self.chosen.items()},
         }
@@ -84,27 +78,27 @@ def _keeping(rule: str, **more: Any) -> dict[str, Any]:
 
 RULES = {
     UNIFORM: Rule(),
-    TWO_ROUNDS: Rule(allocation="balanced:rounds=2,passed=1000000", first=8),
-    "greso": Rule(ask="greso"),
-    "near_half": Rule(ask="near_half"),
-    "phases": Rule(ask="phases:batches=3"),
-    "knapsack": Rule(allocation="knapsack"),
-    "knapsack of tokens": Rule(allocation="knapsack:tokens={tokens}"),
-    "variance": Rule(allocation="variance"),
-    "buckets": Rule(allocation="buckets:most=16"),
-    "dars_equal": Rule(allocation="dars_equal", first=8),
-    "dars_hardness": Rule(allocation="dars_hardness", first=8),
-    "balanced": Rule(allocation="balanced", first=8, chosen=_keeping("max_variance", statistics="group")),
-    "positive": Rule(allocation="balanced:passed=1,failed=0", first=8),
-    "replace_flat": Rule(replace_flat=16),
+    TWO_ROUNDS: Rule(("balanced:rounds=2,passed=1000000",), first=8),
+    "greso": Rule(("greso",)),
+    "near_half": Rule(("near_half",)),
+    "phases": Rule(("phases:batches=3",)),
+    "knapsack": Rule(("knapsack",)),
+    "knapsack of tokens": Rule(("knapsack:tokens={tokens}",)),
+    "variance": Rule(("variance",)),
+    "buckets": Rule(("buckets:most=16",)),
+    "dars_equal": Rule(("dars_equal",), first=8),
+    "dars_hardness": Rule(("dars_hardness",), first=8),
+    "balanced": Rule(("balanced",), first=8, chosen=_keeping("max_variance", statistics="group")),
+    "positive": Rule(("balanced:passed=1,failed=0",), first=8),
+    "replace_flat": Rule(("replace_flat:most=16",)),
     "PODS": Rule(chosen=_keeping("max_variance")),
     "D3S": Rule(chosen=_keeping("batch_variance", keep=8, first_keep=4, tokens=0.8, first_tokens=0.2)),
     "max_entropy": Rule(chosen=_keeping("max_entropy")),
     "random": Rule(chosen=_keeping("random")),
-    "rlep": Rule(replay="rlep"),
-    "repo": Rule(replay="repo"),
-    "reference": Rule(hint="benchmarks.budgets.Working"),
-    TOGETHER: Rule("greso", "balanced:rounds=3,passed=2,failed=2", 8, _keeping("max_variance", statistics="group")),
+    "rlep": Rule(("rlep",)),
+    "repo": Rule(("repo",)),
+    "reference": Rule(("benchmarks.budgets.Working",)),
+    TOGETHER: Rule(("greso", "balanced:rounds=3,passed=2,failed=2"), 8, _keeping("max_variance", statistics="group")),
 }
 
 

@@ -54,12 +54,12 @@ class Plan:
     kills: dict[str, int]
     ranks: int = 1
     group: bool = False
-    mode: str = "synchronous"
+    mode: str | None = None
 
     @property
     def kind(self) -> str:
         """Of its runs, as part of a folder's name."""
-        return f"{self.ranks}-{self.mode.partition(':')[0]}"
+        return f"{self.ranks}-{(self.mode or 'synchronous').partition(':')[0]}"
 
 
 class Life:
@@ -213,7 +213,7 @@ class Workplace:
             equal += not self._differences(alone, name)
         return {
             "signal": plan.signal,
-            "mode": plan.mode,
+            "mode": plan.mode or "synchronous",
             "ranks": plan.ranks,
             "to": "all" if plan.group else "the first",
             "kills": sum(plan.kills.values()),
@@ -247,7 +247,7 @@ class Workplace:
     def _begin(self, name: str, plan: Plan) -> Life:
         """Start a run, or resume it from its last checkpoint."""
         command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name]
-        command += ["--rollout.mode", plan.mode]
+        command += [] if plan.mode is None else ["--rollout.plugins", plan.mode]
         if plan.ranks > 1:
             command += ["--trainer.devices", str(plan.ranks), "--trainer.strategy", "ddp"]
         checkpoint = self.folder / "runs" / name / "checkpoints" / "last.ckpt"

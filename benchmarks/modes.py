@@ -26,11 +26,12 @@ from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import ForetoldLengths, slots
 from benchmarks.vllm_plan import ForcedEngine
 from benchmarks.workloads import long_tailed
+from lit_grpo.methods import make_plugins
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.rules import make_mode
+from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.scheduling.jobs import LearntLengths, NoLengths
 from lit_grpo.types import Key, Prompt, SamplingParams
 
@@ -137,9 +138,15 @@ def engine(policy: Any, lengths: dict[Key, int], work: Work) -> ForcedEngine:
     return generator
 
 
+def _mode(spec: str) -> RolloutMode:
+    (mode,) = [RolloutMode()] if spec == "synchronous" else make_plugins([spec]).values()
+    assert isinstance(mode, RolloutMode)
+    return mode
+
+
 def measure(arm: Arm, work: Work, generator: Generator, lengths: dict[Key, int]) -> Row:
     """Give out ``num_batches`` batches."""
-    mode, prompts = make_mode(arm.mode), iter(work.prompts)
+    mode, prompts = _mode(arm.mode), iter(work.prompts)
     num_prompts = work.num_prompts * arm.batches
     buffer = RolloutBuffer(mode.rule(num_prompts, work.num_generations))
     foretold: LearntLengths = NoLengths()

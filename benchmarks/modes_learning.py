@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.learning_callbacks import ServersApart, ShortFirst
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
-from lit_grpo.rollout.rules import make_mode
+from lit_grpo.methods import make_plugins
+from lit_grpo.rollout.rules import RolloutMode
 
 PICTURES = ROOT / "docs" / "pictures"
 SERVERS = ROOT / "configs" / "generators" / "vllm_servers.yaml"
@@ -56,7 +57,7 @@ class Task:
 
 def modes(limit: int) -> tuple[str, ...]:
     """The modes of one device, for completions of at most ``limit`` tokens."""
-    chunk, midway = f"chunked:tokens_per_update={limit // 4}", f"pruned:prune_at={limit // 6}"
+    chunk, midway = f"chunked:tokens_per_update={limit // 4}", f"arrol:at={limit // 6}"
     return (SYNCHRONOUS, "april", "sortedrl", "sortedrl_partial", chunk, midway)
 
 
@@ -94,7 +95,7 @@ def compare(name: str, tasks: dict[str, Task], options: Options) -> int:
 def _run(name: str, task: Task, mode: str, seed: int, size: Size) -> LearningRun:
     batches = LOADING if mode == SORTED_AFTERWARDS else 1
     arguments = {
-        "--rollout.mode": SYNCHRONOUS if mode == SORTED_AFTERWARDS else mode,
+        "--rollout.plugins": "[]" if mode in (SYNCHRONOUS, SORTED_AFTERWARDS) else mode,
         "--seed_everything": seed,
         "--trainer.max_steps": task.updates,
         "--trainer.val_check_interval": max(size.validate_every // batches, 1),
@@ -140,7 +141,8 @@ def _row(task: str, mode: str, seeds: Sequence[Curves], synchronous: Sequence[Cu
 
 def _loads(mode: str) -> bool:
     """Whether several updates learn from batches that were opened together."""
-    return mode != SORTED_AFTERWARDS and make_mode(mode).refill == "when_empty"
+    plugins = [] if mode in (SYNCHRONOUS, SORTED_AFTERWARDS) else make_plugins([mode]).values()
+    return any(isinstance(plugin, RolloutMode) and plugin.refill == "when_empty" for plugin in plugins)
 
 
 def _by_update_of_loading(seeds: Sequence[Curves]) -> Row:

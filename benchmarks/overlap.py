@@ -129,7 +129,7 @@ def run(mode: str, policy: str, generator: VLLMServerGenerator, num_updates: int
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
     )
     with tempfile.TemporaryDirectory() as folder:
-        callbacks = [RolloutScheduler(mode=mode), WeightSync(), watch]
+        callbacks = [RolloutScheduler(plugins=[] if mode == "synchronous" else [mode]), WeightSync(), watch]
         trainer = quiet_trainer("cpu", callbacks, max_steps=num_updates, max_epochs=-1, default_root_dir=Path(folder))
         trainer.fit(module, datamodule=data)
     return watch

@@ -59,9 +59,9 @@ class RolloutScheduler(pl.Callback):
         prediction_points: list[int] | None = None,
         min_correlation: float = 0.2,
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
-        plugins: list[str | dict[str, Any]] | None = None,
+        plugins: list[str | dict[str, Any]] | str | None = None,
     ) -> None:
-        self.plugins = plugins or []
+        self.plugins = [plugins] if isinstance(plugins, str) else plugins or []
         self.session = RolloutSession(
             make_plugins(self.plugins), plan, predict_lengths, prediction_points, min_correlation, probe_tokens
         )

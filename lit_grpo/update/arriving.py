@@ -177,6 +177,6 @@ def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False)
     for need, is_there in needs.items():
         if is_there:
             raise ValueError(
-                f"rollout.mode learns from groups while others of their batch decode, and model.{need}; "
+                f"rollout.plugins learns from groups while others of their batch decode, and model.{need}; "
                 "change that, or take a mode with overlap none."
             )

@@ -177,7 +177,7 @@ class Snapshots:
             raise ValueError(
                 f"objective.proximal is snapshots, which may keep the trained weights of {most} versions at a time "
                 f"(max_staleness {max_staleness}, {updates_per_batch} updates a batch), {needed_gib:.3g} GiB of host "
-                f"memory on each rank, and {name} {limit:.3g} GiB; lower max_staleness in rollout.mode, "
+                f"memory on each rank, and {name} {limit:.3g} GiB; lower max_staleness in rollout.plugins, "
                 "train adapters (model.lora), set objective.snapshot_gib higher, or take another proximal."
             )
 

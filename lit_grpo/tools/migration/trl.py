@@ -54,7 +54,7 @@ OLD = {
     ),
     **dict.fromkeys(
         ("max_staleness", "max_inflight_tasks", "weight_sync_steps", "queue_maxsize"),
-        "it is one of AsyncGRPO, which is not converted; convert the rest, and choose one of rollout.plugins (asynchronous, april)",
+        "it is one of AsyncGRPO, which is not converted; convert the rest, and set rollout.plugins to asynchronous",
     ),
 }
 """Fields of earlier versions of TRL and of its other trainers, and what to do instead."""
