@@ -63,7 +63,7 @@ class RolloutMode(Plugin):
             longest completions of a batch are still being decoded. By default ``max_staleness + 1``: as many as can be
             learnt from before they are too old.
         refill: Whether new prompts join at every update (``always``), or only once every open one has been learnt from
-            (``when_empty``; SortedRL's grouped loading).
+            (``when_empty``).
         unit: What an update waits for: a batch of whole groups (``group``), or as many completions of any groups
             (``completion``), the first that end. A group then leaves in parts, each part's advantages being over all
             members that have ended so far: the first parts are of short completions alone.

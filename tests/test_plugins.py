@@ -1,0 +1,226 @@
+"""The seam for methods: what a run has of them, what goes together, and that the core knows none."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hand_made import make_module
+
+from lit_grpo import methods
+from lit_grpo.callbacks import RolloutScheduler
+from lit_grpo.compatibility import REQUIREMENTS, Part, check_together
+from lit_grpo.methods import make_plugins, shipped
+from lit_grpo.plugins import Plugin, RunFacts, Worker
+from lit_grpo.rollout.rules import RolloutMode
+from lit_grpo.rollout.session import RolloutSession
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.objective.corrections import Correction
+from lit_grpo.update.objective.objective import Objective
+
+ROOT = Path(__file__).parents[1]
+FACTS = RunFacts(num_prompts=4, num_generations=8, max_tokens=2000, updates_per_batch=1)
+CORE = ("budgets", "data", "policy", "rewards", "rollout", "scheduling", "update")
+METHODS = (
+    "april",
+    "sortedrl",
+    "arrol",
+    "knapsack",
+    "greso",
+    "dars",
+    "reinforce-ada",
+    "rlep",
+    "sgpo",
+    "near_half",
+    "adhint",
+)
+TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
+
+
+@dataclass(frozen=True)
+class Counting(Plugin):
+    """A method of a user's own, with something to remember."""
+
+    step: int = 1
+
+    def worker(self) -> Worker:
+        return Counter(self.step)
+
+
+class Counter(Worker):
+    def __init__(self, step: int) -> None:
+        self.step, self.count = step, 0
+
+    def learnt(self, groups: Any, pass_rule: Any, version: int, gather: Any) -> dict[str, float]:
+        self.count += self.step
+        return {"mine/count": float(self.count)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_plug_ins_are_given_by_name_with_fields_or_by_class_path() -> None:
+    plugins = make_plugins(
+        ["april:max_staleness=3", {"knapsack": {"budget": 256}}, {f"{__name__}.Counting": {"step": 2}}]
+    )
+    assert list(plugins) == ["april", "knapsack", f"{__name__}.Counting"]
+    assert plugins["april"] == RolloutMode(batches_in_work=2, leftovers="keep", max_staleness=3)
+    assert plugins[f"{__name__}.Counting"] == Counting(2)
+    assert make_plugins("greso") == make_plugins(["greso"]) and make_plugins([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("specs", "sentence"),
+    [
+        (["april", "chunked"], "april and chunked, which both decide when groups leave the buffer; take one"),
+        (["knapsack", "balanced"], "knapsack and balanced, which both decide how many completions each prompt gets"),
+        (["april", "april:max_staleness=2"], "has april twice; leave one out"),
+        ([{"april": {"staleness": 3}}], "april: it has no field 'staleness'; it has batches_in_work, refill"),
+        ([{"april": 3}], r"has \{'april': 3\}; give a name, or one name with its fields"),
+        ([{"april": {}, "greso": {}}], r"has \{'april': \{\}, 'greso': \{\}\}; give a name, or one name with its"),
+        (["aprill"], "aprill: there is none; give one of april, .* or the class path of a Plugin"),
+    ],
+)
+def test_a_list_that_means_nothing_is_refused(specs: list[Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
+        make_plugins(specs)
+
+
+def test_parts_that_do_not_go_together_are_named_with_what_each_needs() -> None:
+    needy = Part("first", needs=frozenset({"whole_groups"}))
+    breaking = Part("second", changes={"whole_groups": "cuts groups"}, remedy="set cut to false")
+    with pytest.raises(ValueError) as caught:
+        check_together([needy, breaking])
+    assert str(caught.value) == (
+        "first needs all members of a group to be in one update, and second cuts groups; set cut to false, or leave "
+        "one of the two out."
+    )
+    check_together([needy, Part("third", changes={"keeps_kv": "drops them"})])
+    check_together([Part("alone", needs=frozenset({"whole_groups"}), changes={"whole_groups": "cuts them"})])
+
+
+def test_every_plug_in_speaks_of_what_there_is() -> None:
+    for plugin in shipped().values():
+        assert plugin.needs <= REQUIREMENTS.keys() and plugin.changes.keys() <= REQUIREMENTS.keys()
+
+
+def refusal(*specs: str, data: object = None, **options: Any) -> str:
+    """What a run with these plug-ins is refused with, nothing where it is not."""
+    scheduler, module = RolloutScheduler(plugins=[*specs]), make_module("tiny", **options)
+    try:
+        scheduler.session.check(FACTS, scheduler._other_parts(data, module))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+CORRECTED = Correction("token_truncate")
+
+
+def test_replay_needs_ratios_to_the_sampler_and_members_that_nobody_else_counts() -> None:
+    for proximal in ("recomputed", "interpolated"):
+        said = refusal("rlep", objective=Objective(proximal=proximal))
+        assert (
+            "rlep needs probability ratios to the policy that sampled" in said and f"proximal {proximal} takes" in said
+        )
+        assert "set model.objective.correction.mode to token_truncate" in said
+        assert refusal("rlep", objective=Objective(proximal=proximal, correction=CORRECTED)) == ""
+    assert "estimator dcpo needs every member" in refusal("rlep", advantages=Advantages("dcpo"))
+    kept = Objective(proximal="snapshots", correction=CORRECTED)
+    assert "proximal snapshots needs the weights of every policy" in refusal("rlep", objective=kept)
+    assert refusal("rlep") == refusal(advantages=Advantages("dcpo")) == ""
+
+
+def test_what_decodes_beside_an_update_needs_devices_of_its_own() -> None:
+    assert "needs a generator with devices of its own, and model.generator SlotGenerator dec" in refusal("periodic")
+    assert refusal("periodic", generator=VLLMServerGenerator()) == ""
+    said = refusal("april:at_sync=keep")
+    assert "SlotGenerator drops them; take at_sync=recompute" in said or "prompts from" in said
+
+
+def test_hidden_states_are_looked_at_where_lengths_are_predicted() -> None:
+    session = RolloutSession(make_plugins(["arrol"]), predict_lengths=False)
+    with pytest.raises(ValueError, match=r"arrol needs the policy's hidden .* rollout\.predict_lengths false"):
+        session.check(FACTS, [])
+
+
+def test_a_worker_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -> None:
+    session = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
+    ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
+    run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
+    batch: Any = SimpleNamespace(groups=[])
+    assert session.learnt(run, batch)["learnt"] == {"mine/count": 2.0}
+    again = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
+    again.load_state_dict(session.state_dict(ranks), ranks)  # pyright: ignore[reportArgumentType]
+    assert again.learnt(run, batch)["learnt"] == {"mine/count": 4.0}
+
+
+# ---- rings ---------------------------------------------------------------------------------------------
+
+
+def test_the_core_names_no_method_and_no_tool() -> None:
+    paths = [path for room in CORE for path in (ROOT / "lit_grpo" / room).rglob("*.py")]
+    paths += [*(ROOT / "lit_grpo").glob("[a-z]*.py"), *(ROOT / "callbacks").glob("*.py")]
+    wanted = re.compile(rf"\b({'|'.join((*METHODS, *TOOLS))})\b", re.IGNORECASE)
+    named = {
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path in paths
+        for word in words_of(path)
+        if (found := wanted.search(word))
+    }
+    assert named == set()
+
+
+def words_of(path: Path) -> set[str]:
+    """Names and texts of a file's code; examples in docstrings are no code."""
+    tree = ast.parse(path.read_text())
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    said = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, holders)}
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in said:
+            words.add(node.value)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            words.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            words |= {str(node.module), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Name | ast.Attribute):
+            words.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return words
+
+
+def imports_of(path: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {str(node.module) for node in nodes} | {
+        f"{node.module}.{alias.name}" for node in nodes for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "lit_grpo" / "methods").glob("[a-z]*.py")))
+def test_a_method_can_be_deleted_and_nothing_else_changes(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "lit_grpo" / "methods"
+    users = [path for path in (ROOT / "lit_grpo").rglob("*.py") if f"lit_grpo.methods.{module}" in imports_of(path)]
+    assert all(path.parent == folder for path in users)
+    gone = {module, *(path.stem for path in users)}
+    names = {
+        name
+        for name in gone
+        for name in getattr(__import__(f"lit_grpo.methods.{name}", fromlist=["PLUGINS"]), "PLUGINS", {})
+    }
+    left = [found for found in methods.iter_modules(methods.__path__) if found.name not in gone]
+    monkeypatch.setattr(methods, "iter_modules", lambda path: left)
+    shipped.cache_clear()
+    try:
+        assert not names & shipped().keys()
+        assert len(shipped()) > 10 and make_plugins([*shipped()][-1:])
+    finally:
+        shipped.cache_clear()
