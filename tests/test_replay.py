@@ -336,7 +336,7 @@ def test_history_and_metrics_know_nothing_of_them() -> None:
             memory.join(groups, version)
         learner, steps = make_learner()
         steps.policy_version = 4
-        logged = rollout_metrics(groups, learner.rewards(groups), 4, Ranks())
+        logged = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 4, Ranks())
         learner.learn(groups)
         batch = PromptBatch([each.prompt for each in groups])
         batch.groups = groups
@@ -370,14 +370,13 @@ def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
     Budget("uniform").check(mode, make_mode(mode), 4, 8)
 
 
-@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "averaged"])
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
 def test_old_tokens_need_a_ratio_or_a_weight_to_their_sampler(proximal: Any) -> None:
-    options = {"proximal": proximal, "proximal_decay": 0.9 if proximal == "averaged" else None}
     with pytest.raises(ValueError, match=rf"replay rlep learns from tokens .* objective\.proximal {proximal}"):
-        ReplayMemory("rlep").check(Objective(**options), "grpo")
-    ReplayMemory("rlep").check(Objective(correction=Correction("token_truncate"), **options), "grpo")
+        ReplayMemory("rlep").check(Objective(proximal=proximal), "grpo")
+    ReplayMemory("rlep").check(Objective(correction=Correction("token_truncate"), proximal=proximal), "grpo")
     ReplayMemory("rlep").check(Objective(), "grpo")
-    ReplayMemory().check(Objective(**options), "dcpo")
+    ReplayMemory().check(Objective(proximal=proximal), "dcpo")
 
 
 def test_an_estimator_that_counts_visits_itself_is_refused() -> None:

@@ -1,0 +1,74 @@
+"""What goes with what, as data: parts of a run declare what they need and what they change, and one function decides.
+
+For example, ``replay`` needs ``whole_groups``, since it lets members join a group, and ``sortedrl`` changes them, since
+it lets a group leave the buffer in parts. Neither knows the other::
+
+    check_together([
+        Part("rollout.plugins rlep", needs=frozenset({"whole_groups"})),
+        Part("rollout.plugins sortedrl", changes={"whole_groups": "lets groups leave in parts"}),
+    ])
+    ValueError: rollout.plugins rlep needs all members of a group to be in one update, and rollout.plugins sortedrl lets
+    groups leave in parts; leave one of the two out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+REQUIREMENTS: dict[str, str] = {
+    "whole_groups": "all members of a group to be in one update",
+    "whole_rollouts": "every group to be sampled whole in one rollout that waits for its rewards",
+    "fresh_members": "every member of a group to be sampled at this visit of its prompt",
+    "kept_versions": "the weights of every policy that sampled a token to be kept",
+    "ratios_to_sampler": "probability ratios to the policy that sampled each token",
+    "hidden_states": "the policy's hidden states while completions are decoded",
+    "own_devices": "a generator with devices of its own",
+    "keeps_kv": "a generator that can keep keys and values over a sync of weights",
+    "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
+    "one_step_per_batch": "one optimizer step on each batch",
+    "all_ranks": "the whole batch, of all ranks, before its first gradient",
+    "sampled_log_probs": "the log-probability that each token was sampled with",
+    "entropies": "the entropy of the distribution of each token",
+    "token_scores": "the squared norm of the gradient of each token's log-probability",
+    "history": "what earlier visits of each prompt showed",
+    "unsharded_weights": "whole weights on each rank",
+    "fixed_token_budget": "micro-batches of a fixed number of tokens",
+}
+"""What a part of a run may need, by the word that stands for it; the text goes on after ``needs``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run that has been chosen: a plug-in, an estimator, a generator.
+
+    Args:
+        name: As the user has set it, such as ``rollout.plugins april``.
+        needs: Words of ``REQUIREMENTS``.
+        changes: What it takes away from the others: by word, what to say of it after its name, such as ``lets groups
+            leave in parts``.
+        remedy: What else helps than leaving the part out, such as ``add unit=group to it``.
+    """
+
+    name: str
+    needs: frozenset[str] = frozenset()
+    changes: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = ""
+
+
+def check_together(parts: Iterable[Part]) -> None:
+    """Refuse parts of a run that do not go together.
+
+    Raises:
+        ValueError: One part needs what another changes.
+    """
+    parts = list(parts)
+    for part in parts:
+        for word in sorted(part.needs):
+            for other in parts:
+                if other is not part and word in other.changes:
+                    remedies = [remedy for remedy in (part.remedy, other.remedy) if remedy]
+                    raise ValueError(
+                        f"{part.name} needs {REQUIREMENTS[word]}, and {other.name} {other.changes[word]}; "
+                        f"{', or '.join([*remedies, 'leave one of the two out'])}."
+                    )
