@@ -95,10 +95,8 @@ class RolloutScheduler(pl.Callback):
         self.session.prepare(facts)
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:
-        """Return what plug-ins have to go with: the data, the generator, the estimator and the objective."""
-        name, settings = type(module.generator).__name__, module.settings
-        objective, estimator = settings.objective, settings.advantages.estimator
-        parts: list[Part] = []
+        """Return what plug-ins have to go with: the data, the generator and what is learnt."""
+        name, parts = type(module.generator).__name__, module.settings.parts()
         if not isinstance(data, PromptDataModule):
             parts.append(Part("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"}))
         if not decodes_beside_updates(module.generator):
@@ -107,19 +105,6 @@ class RolloutScheduler(pl.Callback):
         if not hasattr(module.generator, "keeps_kv") or getattr(module.generator, "adapters", None) == "alone":
             parts.append(
                 Part(f"model.generator {name}", changes={"keeps_kv": "drops them"}, remedy="take at_sync=recompute")
-            )
-        if estimator == "dcpo":
-            parts.append(Part("model.advantages.estimator dcpo", needs=frozenset({"whole_groups", "fresh_members"})))
-        if objective.proximal == "snapshots":
-            parts.append(Part("model.objective.proximal snapshots", needs=frozenset({"kept_versions"})))
-        if objective.proximal_policy != "sampled" and not objective.correction.active:
-            said = "takes probability ratios to another policy and does not correct them"
-            parts.append(
-                Part(
-                    f"model.objective.proximal {objective.proximal_policy}",
-                    changes={"ratios_to_sampler": said},
-                    remedy="set model.objective.correction.mode to token_truncate",
-                )
             )
         return parts
 

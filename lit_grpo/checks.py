@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lit_grpo.compatibility import Part, check_together
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
@@ -145,29 +146,20 @@ def check_ranks(
             f"model.sequence_parallel_size is {size}, but the run has {trainer.world_size} ranks (devices times "
             "num_nodes); take a divisor of that."
         )
-    if size > 1 and settings.max_tokens_per_micro_batch == "auto":
-        raise ValueError(
-            f"model.max_tokens_per_micro_batch auto does not go with sequence_parallel_size {size}, since a rank that "
-            "runs out of memory cannot leave the others waiting; give a number."
-        )
+    parts = settings.parts()
     if isinstance(trainer.strategy, FSDP2Strategy):
-        _check_sharding(policy, lora, reference, settings)
-
-
-def _check_sharding(
-    policy: object, lora: LoraSettings | None, reference: ReferenceSettings, settings: Settings
-) -> None:
-    objective = settings.objective
-    for is_set, setting, remedy in (
-        (settings.max_tokens_per_micro_batch == "auto", "max_tokens_per_micro_batch auto", "give a number"),
-        (objective.proximal_decay is not None, "objective.proximal averaged", "take another"),
-        (objective.proximal == "snapshots", "objective.proximal snapshots", "take another"),
-        (reference.mixup_alpha is not None, "reference.mixup_alpha", "leave it out"),
-        (lora is not None and lora.base == "nf4", "lora.base nf4", "take the policy's own"),
-        (not isinstance(policy, str), "policy, a loaded model,", "give its name or folder"),
-    ):
-        if is_set:
-            raise ValueError(f"model.{setting} does not go with trainer.strategy fsdp2; {remedy}, or take ddp.")
+        changes = {"unsharded_weights": "leaves a shard of them there"}
+        needs = frozenset(
+            {"fixed_token_budget"}
+        )  # a rank whose memory runs out cannot leave the others' layers waiting
+        parts.append(Part("trainer.strategy fsdp2", needs, changes, remedy="take ddp"))
+        for is_set, name in (
+            (reference.mixup_alpha is not None, "model.reference.mixup_alpha"),
+            (lora is not None and lora.base == "nf4", "model.lora.base nf4"),
+            (not isinstance(policy, str), "model.policy, a loaded model and no name,"),
+        ):
+            parts += [Part(name, needs=frozenset({"unsharded_weights"}))] if is_set else []
+    check_together(parts)
 
 
 def check_left_to_module(gradient_clip_val: float | None, accumulate_grad_batches: int) -> None:

@@ -7,8 +7,8 @@ it lets a group leave the buffer in parts. Neither knows the other::
         Part("rollout.plugins rlep", needs=frozenset({"whole_groups"})),
         Part("rollout.plugins sortedrl", changes={"whole_groups": "lets groups leave in parts"}),
     ])
-    ValueError: rollout.plugins rlep needs that all members of a group are in one update, and rollout.plugins sortedrl
-    lets groups leave in parts; leave one of the two out.
+    ValueError: rollout.plugins rlep needs all members of a group to be in one update, and rollout.plugins sortedrl lets
+    groups leave in parts; leave one of the two out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ REQUIREMENTS: dict[str, str] = {
     "own_devices": "a generator with devices of its own",
     "keeps_kv": "a generator that can keep keys and values over a sync of weights",
     "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
+    "one_step_per_batch": "one optimizer step on each batch",
+    "all_ranks": "the whole batch, of all ranks, before its first gradient",
+    "sampled_log_probs": "the log-probability that each token was sampled with",
+    "entropies": "the entropy of the distribution of each token",
+    "token_scores": "the squared norm of the gradient of each token's log-probability",
+    "history": "what earlier visits of each prompt showed",
+    "unsharded_weights": "whole weights on each rank",
+    "fixed_token_budget": "micro-batches of a fixed number of tokens",
 }
 """What a part of a run may need, by the word that stands for it; the text goes on after ``needs``."""
 

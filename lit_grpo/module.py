@@ -50,7 +50,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
-from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
@@ -385,7 +385,8 @@ class GRPOModule(EvaluationModule):
             raise RuntimeError(
                 "The batch has no rollouts; add lit_grpo.callbacks.RolloutScheduler to the trainer's callbacks."
             )
-        rewards, version = self.learner.rewards(batch.groups), self.policy_version - (update is not None)
+        rewards = GroupRewards.of(batch.groups, list(self.settings.weights))
+        version = self.policy_version - (update is not None)
         logs = rollout_metrics(batch.groups, rewards, version, self.ranks)
         collapsed = self._collapse.sentence(logs, version)
         for sentence in (collapsed, self._rewarded.sentence(logs)):

@@ -77,7 +77,7 @@ def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeyp
     groups = random_groups(module.policy, REWARDS)
     together = fit(make_module(policy_folder), groups)
     module = make_module(policy_folder, max_tokens_per_micro_batch="auto")
-    monkeypatch.setattr("lit_grpo.update.learner.estimate_tokens", lambda *_: 40)
+    monkeypatch.setattr("lit_grpo.update.passes.estimate_tokens", lambda *_: 40)
     add_gradient, calls = module.add_gradient, []
 
     def fails_once(compute_loss: Any, exchange: bool) -> None:
@@ -88,10 +88,17 @@ def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeyp
 
     module.add_gradient = fails_once
     arrived = as_they_come(module, groups)
-    assert isinstance(module.learner.budget, TokenBudget) and module.learner.budget.tokens < 40
+    budget = module.learner.passes.budget
+    assert isinstance(budget, TokenBudget) and budget.tokens < 40
     assert relative_error(flat(arrived.gradients[0]), flat(together.gradients[0])) < 1e-6
     assert arrived.logs[0]["loss"] == pytest.approx(together.logs[0]["loss"], rel=1e-4)
     assert not any(calls)  # one rank has nobody to exchange with
+
+
+WHOLE_BATCH = (
+    "needs the whole batch, of all ranks, before its first gradient, and a plug-in with overlap within learns "
+    "from groups while others of their batch decode"
+)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +106,28 @@ def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeyp
     [
         (
             {"advantages": Advantages("reinforce_plus_plus")},
-            "advantages.estimator reinforce_plus_plus compares rewards",
+            f"model.advantages.estimator reinforce_plus_plus {WHOLE_BATCH}",
         ),
         (
             {"selection": Selection("random", 2, first_tokens=0.5)},
-            "selection.tokens 1.0 and first_tokens 0.5 compare tokens of the whole batch",
+            f"model.selection.tokens 1.0 and first_tokens 0.5 {WHOLE_BATCH}",
         ),
-        ({"objective": Objective(top_entropy_quantile=0.5)}, "objective.top_entropy_quantile 0.5 compares tokens"),
+        ({"selection": Selection("batch_variance", 2)}, f"model.selection.rule batch_variance {WHOLE_BATCH}"),
+        ({"objective": Objective(top_entropy_quantile=0.5)}, f"model.objective.top_entropy_quantile 0.5 {WHOLE_BATCH}"),
         (
             {"objective": Objective("grpo", entropy=EntropyBonus(0.1))},
-            "objective.entropy counts by tokens, and objective.normalization sequence does not",
+            f"model.objective.entropy with normalization sequence {WHOLE_BATCH}",
         ),
-        ({"max_tokens_per_micro_batch": "auto"}, "max_tokens_per_micro_batch auto has several ranks agree"),
+        (
+            {"max_tokens_per_micro_batch": "auto"},
+            "a plug-in with overlap within needs micro-batches of a fixed number of tokens, and "
+            "model.max_tokens_per_micro_batch auto halves the number wherever the memory of a rank runs out",
+        ),
     ],
 )
 def test_what_needs_all_groups_beforehand_is_refused(
     policy_folder: Path, settings: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"and model.{sentence}.*take a mode with overlap none"):
+    with pytest.raises(ValueError, match=f"{sentence}.*take a plug-in with overlap none"):
         check_arriving(make_module(policy_folder, **settings).settings, num_ranks=2)
     check_arriving(make_module(policy_folder).settings, num_ranks=2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
-from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
+from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
     group_advantages,
@@ -62,7 +62,7 @@ def of(estimator: str) -> Callable[[Rewards], torch.Tensor]:
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.0, 1.0])
 @pytest.mark.parametrize("size", [2, 3, 7, 16])
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_equal_rewards_teach_nothing_but_what_ngrpo_says_of_failure(estimator: str, size: int, value: float) -> None:
     result = of(estimator)([[value] * size, [value] * size])
     if estimator == "ngrpo" and value < 1:
@@ -72,14 +72,14 @@ def test_equal_rewards_teach_nothing_but_what_ngrpo_says_of_failure(estimator: s
     assert int(result.isnan().sum()) == (2 if estimator == "mc_grpo" and size % 2 else 0)  # the median itself
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_one_member_with_a_reward_has_advantage_zero_or_is_compared_with_the_virtual_one(estimator: str) -> None:
     alone = float(of(estimator)([[NAN, 0.5, NAN], [NAN] * 3])[0, 1])
     expected = {"mc_grpo": NAN, "ngrpo": (0.5 - 0.75) / (math.sqrt(0.125) + 1e-6)}.get(estimator, 0.0)
     assert alone == pytest.approx(expected, nan_ok=True)
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_missing_rewards_take_no_part(estimator: str) -> None:
     rewards = [[1.0, 0.0, 0.25, 0.5], [0.0, 0.0, 0.75, 0.5]]
     full = of(estimator)(rewards)
@@ -88,7 +88,7 @@ def test_missing_rewards_take_no_part(estimator: str) -> None:
     torch.testing.assert_close(with_gaps[:, [1, 2, 4, 5]], full, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_group_without_rewards_harms_no_other(estimator: str) -> None:
     group = [1.0, 0.0, 0.25, 0.5]
     result = of(estimator)([[NAN] * 4, group])
@@ -96,7 +96,7 @@ def test_a_group_without_rewards_harms_no_other(estimator: str) -> None:
     torch.testing.assert_close(result[1:], of(estimator)([group]), rtol=1e-12, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_order_of_members_and_groups_does_not_matter(estimator: str) -> None:
     rewards = [[0.1, 0.9, NAN, 0.4], [1.0, 0.0, 0.2, 0.6]]
     expected = of(estimator)(rewards)

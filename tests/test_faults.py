@@ -33,7 +33,7 @@ def test_an_update_whose_loss_alone_is_not_finite_is_left_out(
     monkeypatch.chdir(tmp_path)
     groups = random_groups(policy, [[0.0, 1.0, 0.0, 1.0]])
     module = make_module(policy_folder, optimizer=sgd(1.0))
-    monkeypatch.setattr("lit_grpo.update.learner.policy_loss", with_infinite_value)
+    monkeypatch.setattr("lit_grpo.update.loss.policy_loss", with_infinite_value)
     recorder = fit(module, groups)
     assert all(gradient is None for gradient in recorder.gradients[0].values())
     assert recorder.logs[0]["update/skipped"] == 1.0 and math.isfinite(recorder.logs[0]["grad_norm"])

@@ -15,7 +15,7 @@ from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, RolloutGroup
-from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
+from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
 from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
@@ -212,7 +212,7 @@ def test_no_measure_meets_a_token_that_is_not_learnt_from(name: str) -> None:
     assert gradients[0].norm() > 1e-3
 
 
-@pytest.mark.parametrize("estimator", [name for name, scales in SCALES.items() if scales != ("batch",)])
+@pytest.mark.parametrize("estimator", [name for name, row in ESTIMATORS.items() if row.scales != ("batch",)])
 def test_ragged_groups_have_the_advantages_that_each_would_have_alone(estimator: Any) -> None:
     sizes, functions = [5, 1, 0, 3, 2], ["exact"]
     prompts = [Prompt(f"p{number}", (number,), "") for number in range(len(sizes))]
@@ -237,7 +237,7 @@ def test_ragged_groups_have_the_advantages_that_each_would_have_alone(estimator:
     assert whole.prompt_ids == [prompt.prompt_id for prompt in prompts]
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> None:
     prompts = Prompt("a", (3,), ""), Prompt("b", (4,), "")
     groups = [RolloutGroup(prompts[0], [member(prompts[0], 0, [0] * 3, [True] * 3, 0.5)]), RolloutGroup(prompts[1], [])]
@@ -245,7 +245,7 @@ def test_a_batch_of_a_group_of_one_and_one_of_none_is_finite(estimator: Any) -> 
     logs = learner.learn(groups)
     assert all(math.isfinite(value) for name, value in logs.items() if not name.startswith(OF_SOMETHING))
     assert len(steps.gradients) == 2 and float(steps.gradients[1].norm()) == 0
-    rollout_logs = rollout_metrics(groups, learner.rewards(groups), 4, Ranks())
+    rollout_logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 4, Ranks())
     assert rollout_logs["frac_no_rollout"] == 0.5 and rollout_logs["frac_reward_zero_std"] == 1.0
     assert all(math.isfinite(value) for value in rollout_logs.values())
 
@@ -263,7 +263,7 @@ def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:
     learner, _ = make_learner()
     learnt = learner.learn(groups)
     assert all(math.isfinite(value) != name.startswith(OF_SOMETHING) for name, value in learnt.items())
-    logs = rollout_metrics(groups, learner.rewards(groups), 0, Ranks())
+    logs = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 0, Ranks())
     assert logs["frac_no_rollout"] == 1.0 and math.isnan(logs["completions/max_length"])
     assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact/mean"])
 

@@ -15,7 +15,7 @@ from lit_grpo.metrics import CollapseWatch, Means, pass_at_k, rollout_metrics, s
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.metrics import GapLimits, TokenMetrics
+from lit_grpo.update.metrics import Gap, GapLimits, MicroBatchSums, TokenMetrics
 from lit_grpo.update.objective.corrections import gap_sums
 
 NAN = math.nan
@@ -95,9 +95,10 @@ def test_token_means_do_not_depend_on_the_split() -> None:
     def gather(*cuts: int) -> dict[str, float]:
         metrics = TokenMetrics()
         for entropy, gap in zip(entropy_N.tensor_split(cuts), gap_N.tensor_split(cuts), strict=True):
-            metrics.add(entropy.sum() / 4, entropy=entropy)
-            metrics.add_gap(gap, torch.ones_like(gap, dtype=torch.int64), torch.ones_like(gap, dtype=torch.bool))
-        metrics.finish_update(grad_norm=2.0, lr=0.5)
+            ones = torch.ones_like(gap, dtype=torch.int64)
+            compared = Gap.of(gap, ones, ones.bool(), math.inf)
+            metrics.add(MicroBatchSums.of(entropy.sum() / 4, {"entropy": entropy}, compared))
+        metrics.finish_update({"grad_norm": 2.0, "lr": 0.5})
         return metrics.compute(alone, alone)
 
     expected = {
@@ -119,15 +120,15 @@ def test_token_means_do_not_depend_on_the_split() -> None:
 def test_loss_and_gradient_norm_are_means_over_the_updates_of_a_batch() -> None:
     metrics = TokenMetrics()
     for loss, norm in ((1.0, 4.0), (3.0, 8.0)):
-        metrics.add(torch.tensor(loss), entropy=torch.tensor([2.0]))
-        metrics.finish_update(grad_norm=norm)
+        metrics.add(MicroBatchSums.of(torch.tensor(loss), {"entropy": torch.tensor([2.0])}))
+        metrics.finish_update({"grad_norm": norm})
     logs = metrics.compute(alone, alone)
     assert (logs["loss"], logs["grad_norm"], logs["entropy"], logs["update/tokens"]) == (2.0, 6.0, 2.0, 2.0)
 
 
 def test_a_batch_without_tokens_compares_nothing() -> None:
     metrics = TokenMetrics()
-    metrics.finish_update(grad_norm=0.0)
+    metrics.finish_update({"grad_norm": 0.0})
     logs = metrics.compute(alone, alone)
     assert {name for name, value in logs.items() if math.isnan(value)} == {
         "sampling/logprob_gap_mean",
@@ -140,12 +141,18 @@ def test_a_batch_without_tokens_compares_nothing() -> None:
     assert not metrics.gap_problem(alone, alone)
 
 
+def of_gaps(gap_N: torch.Tensor, fresh_N: torch.Tensor, limits: GapLimits) -> MicroBatchSums:
+    """A micro-batch of one completion whose log-probs are off by so much."""
+    gap = Gap.of(gap_N, torch.tensor([len(gap_N)]), fresh_N, limits.token)
+    return MicroBatchSums.of(torch.tensor(0.0), {"entropy": torch.ones_like(gap_N)}, gap)
+
+
 def test_a_batch_sampled_with_other_weights_is_refused_by_its_fresh_tokens() -> None:
     gap_N, fresh_N = torch.tensor([0.1, -0.3, 9.0]), torch.tensor([True, True, False])
 
     def problem(limits: GapLimits) -> str:
         metrics = TokenMetrics(limits)
-        metrics.add_gap(gap_N, torch.tensor([3]), fresh_N)
+        metrics.add(of_gaps(gap_N, fresh_N, limits))
         return metrics.gap_problem(alone, alone)
 
     assert not problem(GapLimits(mean=0.2001, token=0.3001))
@@ -155,9 +162,10 @@ def test_a_batch_sampled_with_other_weights_is_refused_by_its_fresh_tokens() -> 
 
 def test_one_token_in_a_thousand_may_be_above_the_limit_and_none_twenty_times() -> None:
     def problem(num_above: int, gap: float) -> str:
-        metrics = TokenMetrics(GapLimits(token=0.05))
+        limits = GapLimits(token=0.05)
+        metrics = TokenMetrics(limits)
         for part in torch.tensor([gap] * num_above + [0.0] * (3000 - num_above)).split(1000):
-            metrics.add_gap(part, torch.tensor([1000]), torch.ones(1000, dtype=torch.bool))
+            metrics.add(of_gaps(part, torch.ones(1000, dtype=torch.bool), limits))
         return metrics.gap_problem(alone, alone)
 
     assert not problem(3, 0.9)
@@ -167,7 +175,8 @@ def test_one_token_in_a_thousand_may_be_above_the_limit_and_none_twenty_times() 
 
 def test_a_micro_batch_is_added_without_a_wait_for_its_device() -> None:
     nowhere = torch.empty(3, device="meta")  # from which no number can be read
-    TokenMetrics().add_gap(nowhere, torch.tensor([2, 1]), nowhere > 0)
+    gap = Gap.of(nowhere, torch.tensor([2, 1]), nowhere > 0, 0.5)
+    TokenMetrics().add(MicroBatchSums.of(nowhere.sum(), {"entropy": nowhere}, gap))
 
 
 def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() -> None:
@@ -180,9 +189,8 @@ def test_a_rank_without_tokens_sends_the_same_list_of_sums_as_one_with_tokens() 
 
     for num_tokens in (3, 0):
         metrics = TokenMetrics()
-        metrics.add(torch.tensor(0.0), entropy=torch.ones(num_tokens))
-        metrics.add_gap(torch.ones(num_tokens), torch.tensor([num_tokens]), torch.ones(num_tokens, dtype=torch.bool))
-        metrics.finish_update(grad_norm=0.0)
+        metrics.add(of_gaps(torch.ones(num_tokens), torch.ones(num_tokens, dtype=torch.bool), GapLimits()))
+        metrics.finish_update({"grad_norm": 0.0})
         metrics.compute(count, alone)
     assert lengths[0] == lengths[1]
 

@@ -40,7 +40,7 @@ from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
 from lit_grpo.update.batches.microbatch import least_tokens, num_row_tokens
-from lit_grpo.update.batches.step import Before, Step
+from lit_grpo.update.batches.step import FixedLogprobs, Step
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs import reference as reference_file
 from lit_grpo.update.logprobs.reference import Reference
@@ -471,9 +471,11 @@ class NotesSteps(Learner):
         super().__init__(*args)
         self.seen: list[list[str]] = []
 
-    def _step_on(self, rollouts: Sequence[Rollout], advantages: Sequence[float], before: Before) -> Step:
+    def _step_on(
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float], fixed: FixedLogprobs, is_first: bool
+    ) -> Step:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        return super()._step_on(rollouts, advantages, before)
+        return super()._step_on(rollouts, advantages, fixed, is_first)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(

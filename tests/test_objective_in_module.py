@@ -28,7 +28,7 @@ from hand_made import (
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.advantages.estimator import SCALES, Advantages, GroupRewards
+from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages
 from lit_grpo.update.batches.microbatch import num_row_tokens
 from lit_grpo.update.objective.controllers import EntropyBonus
@@ -152,7 +152,7 @@ def test_the_gradient_of_each_objective_does_not_depend_on_micro_batches(
         assert {name: logs[name] for name in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("estimator", SCALES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_each_estimator_trains_on_groups_that_are_split_over_micro_batches(
     policy_folder: Path, policy: Any, estimator: Any
 ) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import Batches, StepRecorder, fit, flat, make_module, make_trainer, relative_error, weights_of
+from hand_made import fit, make_module, relative_error, weights_of
 from test_learner import make_learner, member
 from test_objective_in_module import stale_groups
 
-from lit_grpo.module import GRPOModule
 from lit_grpo.types import Prompt, RolloutGroup
-from lit_grpo.update.averaged import AveragedPolicy
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.objective.corrections import Correction, correction_weights
+from lit_grpo.update.objective.corrections import Correction, CorrectionMode, correction_weights
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
@@ -102,16 +98,14 @@ def weights_by_hand(ratios: list[list[float]], mode: str, low: float | None, hig
 
 
 @pytest.mark.parametrize(("low", "high"), [(None, 3.0), (0.9, 1.1), (0.7, None), (None, None)])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("how", ["truncate", "mask"])
-def test_weights_are_those_of_a_plain_loop(level: str, how: str, low: float | None, high: float | None) -> None:
+@pytest.mark.parametrize("mode", [mode for mode in get_args(CorrectionMode) if mode != "none"])
+def test_weights_are_those_of_a_plain_loop(mode: Any, low: float | None, high: float | None) -> None:
     random = torch.Generator().manual_seed(0)
     lengths = [3, 1, 0, 7, 400, 400]
     ratio_N = 0.3 * torch.randn(sum(lengths), generator=random, dtype=torch.float64)
     ratio_N[-800:-400] += 0.4  # products far beyond exp(20) and below exp(-20)
     ratio_N[-400:] -= 0.4
     ratio_N[0], ratio_N[1] = 30.0, -30.0
-    mode: Any = f"{level}_{how}"
     actual_N = correction_weights(
         ratio_N, torch.zeros_like(ratio_N), torch.tensor(lengths), Correction(mode, low, high)
     )
@@ -144,7 +138,7 @@ def test_metrics_tell_cut_weights_from_those_left_out() -> None:
         metrics = policy_loss(Objective(correction=Correction(mode, 0.4, 2.0)), tokens, totals)[1]
         return {name: value.tolist() for name, value in metrics.items() if name.startswith("correction/")}
 
-    cut, masked = shares("geometric_truncate"), shares("geometric_mask")
+    cut, masked = shares("sequence_truncate"), shares("geometric_mask")
     assert cut["correction/truncated"] == [1.0, 0.0, 0.0, 0.0, 1.0] and sum(cut["correction/masked"]) == 0
     assert masked["correction/masked"] == [1.0, 0.0, 0.0, 0.0, 1.0] and "correction/truncated" not in masked
     assert cut["correction/weight"] == pytest.approx([0.4, 0.5, 1.0, 1.9, 2.0])
@@ -311,101 +305,6 @@ def test_a_recomputed_policy_without_a_correction_weighs_nothing() -> None:
     assert logs["ratio/mean"] == pytest.approx(1.0)
 
 
-def averages(policies: Sequence[torch.Tensor], decay: float) -> torch.Tensor:
-    """Policies from the first to the last, weighted by age; the weights add up to 1."""
-    counts = [decay**age for age in reversed(range(len(policies)))]
-    return sum((c * p for c, p in zip(counts, policies, strict=True)), torch.tensor(0.0)) / sum(counts)
-
-
-def test_an_average_counts_every_policy_by_its_age_and_is_lent_in_their_place() -> None:
-    policy: Any = random_policy().double()
-    frozen = next(policy.parameters()).requires_grad_(False)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    average, seen = AveragedPolicy(policy, 0.6), [[parameter.detach().clone() for parameter in trained]]
-    before = frozen.detach().clone()
-
-    def lent() -> list[torch.Tensor]:
-        with average.lend() as model:
-            return [p.detach().clone() for p in model.parameters() if p.requires_grad]
-
-    assert all(torch.equal(*pair) for pair in zip(lent(), seen[0], strict=True))
-    for _ in range(4):
-        with torch.no_grad():
-            for parameter in trained:
-                parameter += torch.randn_like(parameter)
-        average.follow()
-        seen.append([parameter.detach().clone() for parameter in trained])
-    for place, mine in enumerate(lent()):
-        torch.testing.assert_close(mine, averages([of[place] for of in seen], 0.6), rtol=1e-12, atol=1e-12)
-    with pytest.raises(KeyError), average.lend():
-        raise KeyError
-    assert all(torch.equal(parameter, mine) for parameter, mine in zip(trained, seen[-1], strict=True))
-    assert torch.equal(frozen, before) and len(average.state_dict()["weights"]) == len(trained)
-
-
-def test_an_average_of_bfloat16_weights_is_kept_in_float32() -> None:
-    policy: Any = random_policy().bfloat16()
-    average = AveragedPolicy(policy, 0.99)
-    average.follow()
-    assert {mine.dtype for mine in average.state_dict()["weights"]} == {torch.float32}
-    with average.lend() as model:
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_ratios_are_taken_to_the_average_and_weights_from_it_to_the_sampler() -> None:
-    """Of the second batch, before which the average is of two policies."""
-    groups = stale_batch()
-    objective = Objective(
-        "grpo", correction=Correction("token_truncate", high=1.3), proximal="averaged", proximal_decay=0.5
-    )
-    learner, steps, _ = learnt(objective, groups, lr=0.5)
-    first, second = random_policy().double(), learner.policy
-    mean = copy.deepcopy(first)
-    with torch.no_grad():
-        for mine, early, late in zip(mean.parameters(), first.parameters(), second.parameters(), strict=True):
-            mine.copy_((0.5 * early + late) / 1.5)
-    old: list[torch.Tensor] = []
-    formula(mean, groups, lambda now_T, *_: old.append(now_T.detach()) or now_T)
-    second = copy.deepcopy(second)
-    steps.policy_version = 4
-    learner.learn(groups)
-    measured = iter(old)
-
-    def losses(now_T: torch.Tensor, sampled_T: torch.Tensor, _: Any, advantage: float) -> torch.Tensor:
-        old_T = next(measured)
-        return (old_T - sampled_T).exp().clamp(max=1.3) * clipped(now_T, old_T, advantage)
-
-    expected = formula(second, groups, losses)
-    assert relative_error(steps.gradients[1], expected) < 1e-5
-    unaveraged = formula(second, groups, lambda now_T, _, __, advantage: -advantage * now_T)
-    assert relative_error(unaveraged, expected) > 0.05
-
-
-def test_a_resumed_run_goes_on_with_the_average(policy_folder: Path, tmp_path: Path) -> None:
-    policy = random_policy()
-    first, second = stale_groups(policy), stale_groups(policy, [[0.0, 1.0, 0.3, 0.0], [1.0, 0.5, 0.0, 0.0]])
-    options: dict[str, Any] = {
-        "objective": Objective(correction=Correction("token_truncate"), proximal="averaged", proximal_decay=0.7),
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-    }
-
-    def run(*batches: Any, **resume: Any) -> tuple[GRPOModule, StepRecorder, pl.Trainer]:
-        module, recorder = make_module(policy_folder, **options), StepRecorder()
-        trainer = make_trainer(recorder, max_epochs=2 if resume else 1)
-        trainer.fit(module, train_dataloaders=Batches(batches), **resume)
-        return module, recorder, trainer
-
-    whole, recorded, _ = run(first, second)
-    _, _, trainer = run(first)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, resumed_recorded, _ = run(second, ckpt_path=tmp_path / "half.ckpt")
-    assert torch.equal(weights_of(resumed), weights_of(whole))
-    assert torch.equal(flat(resumed_recorded.gradients[0]), flat(recorded.gradients[1]))
-    states = [module.learner.averaged for module in (whole, resumed)]
-    assert states[0] is not None and states[1] is not None
-    assert states[0].state_dict()["total"] == states[1].state_dict()["total"] == pytest.approx(1 + 0.7 + 0.49)
-
-
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
@@ -423,9 +322,6 @@ def test_a_resumed_run_goes_on_with_the_average(policy_folder: Path, tmp_path: P
             {"proximal": "sampled", "correction": Correction("token_mask")},
             r"proximal is sampled, but correction\.mode token_mask weighs by proximal / sampler, which is then 1; set",
         ),
-        ({"proximal": "averaged"}, r"proximal is averaged and proximal_decay None; an averaged policy needs one"),
-        ({"proximal_decay": 0.9}, r"proximal is sampled and proximal_decay 0\.9; .*others have none"),
-        ({"proximal": "averaged", "proximal_decay": 1.0}, r"objective\.proximal_decay must be in \(0, 1\), not 1\.0"),
     ],
 )
 def test_an_objective_that_means_something_else_is_refused(options: dict[str, Any], message: str) -> None:

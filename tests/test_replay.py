@@ -344,7 +344,7 @@ def test_history_and_metrics_know_nothing_of_them() -> None:
             memory.join(groups, version)
         learner, steps = make_learner()
         steps.policy_version = 4
-        logged = rollout_metrics(groups, learner.rewards(groups), 4, Ranks())
+        logged = rollout_metrics(groups, GroupRewards.of(groups, ["exact"]), 4, Ranks())
         learner.learn(groups)
         batch = PromptBatch([each.prompt for each in groups])
         batch.groups = groups

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
-from lit_grpo.update.selection import Measure, Selection, max_variance_subset, token_scores
+from lit_grpo.update.selection import Selection, max_variance_subset, token_scores
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -64,41 +65,29 @@ def groups_of(*rewards: list[float]) -> list[RolloutGroup]:
     return groups
 
 
-class RanksInTurn:
-    """Ranks that are computed one after another, twice: the first time what they gather is noted."""
-
-    own = 0
-
-    def __init__(self, size: int) -> None:
-        self.given: list[Any] = [None] * size
-
-    def gather(self, value: Any) -> list[Any]:
-        self.given[self.own] = value
-        return [value] if None in self.given else self.given
-
-
-def nothing(rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
-    raise AssertionError("Nothing is to be measured.")
-
-
 def advantages(
     selection: Selection,
     groups: list[RolloutGroup],
     size: int = 1,
     estimator: Estimator = group_advantages,
-    measure: Measure = nothing,
+    entropies: Mapping[Key, torch.Tensor] = MappingProxyType({}),
     progress: float = 0.0,
 ) -> list[list[float]]:
     """As a learner on each of so many ranks makes them, by group."""
-    ranks: Any = RanksInTurn(size)
-    found: dict[int, list[float]] = {}
-    for own in [*range(size), *range(size)]:
-        ranks.own, part = own, groups[own::size]
+    parts = [groups[own::size] for own in range(size)]
+    of_ranks: list[torch.Tensor] = []
+    for part in parts:
         rollouts = [rollout for group in part for rollout in group.rollouts]
         rewards = GroupRewards.of(part, ["right"])
-        advantages_R = selection.advantages(
-            rewards, rollouts, lambda r: estimator(r.rewards_R, r.groups_R), ranks, measure, progress
-        )
+        chosen_R = selection.choose(rewards, rollouts, entropies, progress)
+        counted = rewards if selection.counts == "group" else rewards.only(chosen_R)
+        of_ranks.append(estimator(counted.rewards_R, counted.groups_R).masked_fill(~chosen_R, math.nan))
+    if "all_ranks" in selection.needs:
+        everyone_R = torch.cat(of_ranks)
+        kept_R = selection.choose_from_batch(everyone_R, len(groups), progress)
+        of_ranks = [*everyone_R.masked_fill(~kept_R, math.nan).split([len(each) for each in of_ranks])]
+    found: dict[int, list[float]] = {}
+    for own, (part, advantages_R) in enumerate(zip(parts, of_ranks, strict=True)):
         of_groups = advantages_R.split([len(group.rollouts) for group in part])
         found |= {own + n * size: advantages_N.tolist() for n, advantages_N in enumerate(of_groups)}
     return [found[n] for n in range(len(groups))]
@@ -169,28 +158,26 @@ def with_entropies(groups: list[RolloutGroup], *entropies: list[float]) -> dict[
 def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, math.nan, 1.0, 0.0])
     with_entropies(groups, [0.1, 0.3, 0.2, 0.3, 0.25], [0.9, 0.1, 5.0, 0.3, 0.2])
-    found = advantages(Selection("max_entropy", 2), groups, measure=lambda rollouts: {})
+    found = advantages(Selection("max_entropy", 2), groups)
     everyone = advantages(Selection(), groups)
     assert [list(known(values)) for values in found] == [[1, 3], [0, 3]]  # not the one without a reward
     for part, whole in zip(found, everyone, strict=True):
         assert known(part).items() <= known(whole).items()
     tied = groups_of([1.0, 0.0, 0.5, 0.2])
     with_entropies(tied, [0.4] * 4)
-    assert list(known(advantages(Selection("max_entropy", 3), tied, measure=lambda _: {})[0])) == [0, 1, 2]
+    assert list(known(advantages(Selection("max_entropy", 3), tied)[0])) == [0, 1, 2]
 
 
-def test_entropies_that_are_not_told_are_measured_where_a_rollout_may_be_chosen() -> None:
+def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_may_be_chosen() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [math.nan, 1.0, 0.0])
     measured = with_entropies(groups, [0.55, math.nan, 0.65, math.nan, 0.1], [math.nan, 0.0, 0.2])
     groups[0].rollouts[3].kept = False  # learnt from before, with another part of its group
-    asked: list[Key] = []
-
-    def measure(rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
-        asked.extend(rollout.completion.request.key for rollout in rollouts)
-        return {key: measured[key] for key in asked}
-
-    found = advantages(Selection("max_entropy", 2, "kept"), groups, measure=measure)
-    assert {*asked} == {("train/0", 0, (1,))}
+    selection, rollouts = Selection("max_entropy", 2, "kept"), [r for group in groups for r in group.rollouts]
+    candidates_R = selection.candidates(GroupRewards.of(groups, ["right"]), rollouts)
+    untold = [r for r, may_be in zip(rollouts, candidates_R.tolist(), strict=True) if may_be]
+    keys = {r.completion.request.key for r in untold if math.isnan(r.completion.entropy)}
+    assert keys == {("train/0", 0, (1,))}  # neither the one that has been learnt from nor the one without a reward
+    found = advantages(selection, groups, entropies={key: measured[key] for key in keys})
     assert [list(known(values)) for values in found] == [[1, 2], [1, 2]]  # 0.6 and 0.65 of 0.55, 0.6, 0.65 and 0.1
 
 
@@ -199,7 +186,7 @@ def test_a_rollout_without_a_token_to_learn_from_comes_last() -> None:
     with_entropies(groups, [0.2, 9.0, 0.1])
     loud = groups[0].rollouts[1].completion
     loud.take(loud.masked())
-    assert list(known(advantages(Selection("max_entropy", 2), groups, measure=lambda _: {})[0])) == [0, 2]
+    assert list(known(advantages(Selection("max_entropy", 2), groups)[0])) == [0, 2]
 
 
 # ---- the only loser ------------------------------------------------------------------------------------
@@ -214,7 +201,7 @@ def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rul
     groups = groups_of(*[[1 - loser] * 4 + [loser, 1 - loser] for _ in range(12)])
     with_entropies(groups, *[LOSER_IS_QUIET for _ in groups])
     estimator = leave_one_out_advantages
-    found = advantages(Selection(rule, 2, "group"), groups, estimator=estimator, measure=lambda _: {})
+    found = advantages(Selection(rule, 2, "group"), groups, estimator=estimator)
     sign, kept = 1 - 2 * loser, [known(values) for values in found]
     for members in kept:
         assert all(value == (-sign if place == 4 else sign * 0.2) for place, value in members.items())
@@ -233,7 +220,7 @@ def test_statistics_of_the_kept_alone_are_of_those() -> None:
     groups = groups_of([1.0] * 4 + [0.0, 1.0])
     with_entropies(groups, LOSER_IS_QUIET)
     selection = Selection("max_entropy", 2, "kept")
-    assert known(advantages(selection, groups, 1, leave_one_out_advantages, lambda _: {})[0]) == {0: 0.0, 1: 0.0}
+    assert known(advantages(selection, groups, 1, leave_one_out_advantages)[0]) == {0: 0.0, 1: 0.0}
 
 
 # ---- over a run ----------------------------------------------------------------------------------------
@@ -271,16 +258,11 @@ def test_random_members_stay_when_more_are_kept() -> None:
 def test_a_tokens_score_is_the_absolute_advantage_times_its_entropy() -> None:
     (group,) = groups_of([1.0, 0.0, 0.5])
     entropies = dict(zip((r.completion.request.key for r in group.rollouts), torch.rand(3, 2).double(), strict=True))
-    asked: list[int] = []
-
-    def measure(rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
-        asked.append(len(rollouts))
-        return {r.completion.request.key: entropies[r.completion.request.key] for r in rollouts}
-
-    scores = token_scores(list(zip(group.rollouts, [1.5, -2.0, 0.0], strict=True)), measure)
     first, second, third = entropies
+    measured = {first: entropies[first], second: entropies[second]}  # where the advantage is 0 nothing is needed
+    scores = token_scores(list(zip(group.rollouts, [1.5, -2.0, 0.0], strict=True)), measured)
     assert torch.equal(scores[first], 1.5 * entropies[first]) and torch.equal(scores[second], 2 * entropies[second])
-    assert scores[third].tolist() == [0.0, 0.0] and asked == [2]
+    assert scores[third].tolist() == [0.0, 0.0]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -292,7 +274,7 @@ def test_members_that_have_left_with_another_part_of_their_group_take_no_place(r
     for rollout in group.rollouts[:2]:
         rollout.kept, rollout.learnt = False, True
     with_entropies([group], [9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
-    (found,) = advantages(Selection(rule, 2, "group"), [group], measure=lambda _: {})
+    (found,) = advantages(Selection(rule, 2, "group"), [group])
     assert len(known(found).keys() - {0, 1}) == 2
 
 

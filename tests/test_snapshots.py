@@ -104,24 +104,24 @@ def test_both_factors_are_of_the_version_that_sampled_each_token(num_iterations:
 def test_measuring_leaves_the_weights_and_takes_a_pass_for_each_old_version() -> None:
     learner, _, policies = learner_with_policies()
     passes: list[tuple[int, int]] = []
-    measure = learner._measure
+    measure = learner.passes.measure
 
     def counted(rollouts: Any, what: Any, lend: Any = None) -> Any:
         passes.append((len(rollouts), lend.args[0]))
         return measure(rollouts, what, lend)
 
-    learner._measure = counted
+    learner.passes.measure = counted
     groups = batch([0, 3])
     groups[0].rollouts[0].learnt = True  # it has left in an earlier part of its group
-    _, before = learner.prepare(groups, TokenMetrics())
+    _, fixed = learner.assess(groups, TokenMetrics())
     assert passes == [(6, 0)]
-    assert before.old is not None and len(before.old) == 6
+    assert fixed.old is not None and len(fixed.old) == 6
     for rollout in [rollout for group in groups for rollout in group.rollouts][1:]:
-        old_T = before.old[rollout.completion.request.key]
+        old_T = fixed.old[rollout.completion.request.key]
         assert torch.equal(old_T.isnan(), rollout.completion.versions_T == 3)
     for kept, own in zip(policies[3].parameters(), learner.policy.parameters(), strict=True):
         assert torch.equal(kept, own)
-    assert learner.prepare(batch([3]), TokenMetrics())[1].old is None
+    assert learner.assess(batch([3]), TokenMetrics())[1].old is None
 
 
 def test_versions_that_nobody_needs_are_let_go_and_one_that_is_missing_is_told() -> None:

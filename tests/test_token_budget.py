@@ -35,7 +35,7 @@ class ScarceMemory(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        pl_module.learner.budget = TokenBudget(200)
+        pl_module.learner.passes.budget = TokenBudget(200)
         reference = pl_module.learner.reference
         model = reference.model if self.of_the_reference and isinstance(reference, Reference) else pl_module.policy
         model.get_decoder().layers[1].register_forward_hook(self._check)  # pyright: ignore

@@ -127,13 +127,13 @@ def test_tokens_without_an_advantage_are_part_of_the_share_and_not_measured(monk
     groups = groups_of_eleven(flat=True)
     learner, steps = make_learner(objective=Objective(epsilon=LOW, epsilon_high=HIGH), selection=Selection(tokens=0.4))
     measured: list[Rollout] = []
-    measure = learner._measure
+    measure = learner.passes.measure
 
     def watched(rollouts: Sequence[Rollout], what: Any) -> Any:
         measured.extend(rollouts)
         return measure(rollouts, what)
 
-    monkeypatch.setattr(learner, "_measure", watched)
+    monkeypatch.setattr(learner.passes, "measure", watched)
     learner.learn(groups)
     expected = expected_gradient(expected_advantages(groups, 11), 0.4)
     assert error(steps.gradients[0], expected) < 1e-6
@@ -182,18 +182,18 @@ def test_entropies_that_slots_tell_are_those_that_the_learner_measures(policy_fo
     for number, rollout in enumerate(rollouts):
         rollout.reward = float(number % 3)
         rollout.rewards = {"exact": rollout.reward}
-    told = mean_entropies(rollouts, lambda _: {})
+    told = mean_entropies(rollouts, {})
     learner.learn(groups)
     by_told = [math.isnan(rollout.advantage) for rollout in rollouts]
     for rollout in rollouts:
         rollout.completion.entropy = math.nan
-    measured = mean_entropies(rollouts, lambda some: learner._measure(some, "entropy"))
+    measured = mean_entropies(rollouts, learner.passes.measure(rollouts, "entropy"))
     torch.testing.assert_close(told, measured, rtol=1e-5, atol=1e-6)
     assert told.std() > 1e-3
     learner.learn(groups)
     assert [math.isnan(rollout.advantage) for rollout in rollouts] == by_told
     for group in groups:
-        mine = [mean_entropies([r], lambda some: learner._measure(some, "entropy")).item() for r in group.rollouts]
+        mine = [mean_entropies([r], learner.passes.measure([r], "entropy")).item() for r in group.rollouts]
         kept = [entropy for entropy, r in zip(mine, group.rollouts, strict=True) if not math.isnan(r.advantage)]
         assert sorted(kept) == sorted(mine)[-3:]
     assert torch.equal(steps.gradients[0], steps.gradients[1]) and steps.gradients[0].norm() > 1e-3

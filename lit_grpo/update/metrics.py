@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,61 @@ def advantage_metrics(advantages_R: torch.Tensor) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Gap:
+    """How far a micro-batch's sampled log-probs are from the policy's, before the first step on a batch.
+
+    ``sums`` are those of :func:`gap_sums`; the others are None where the micro-batch has no token. ``fresh`` holds of
+    its fresh tokens the sum of the absolute differences, their number, and how many are above the limit. Nothing here
+    waits for the device.
+    """
+
+    sums: dict[str, torch.Tensor]
+    largest: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
+    largest_fresh: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor, limit: float) -> Gap:
+        """Compare log-probs.
+
+        Args:
+            difference_N: Trainer minus generator log-probs.
+            lengths_C: Tokens of each completion.
+            fresh_N: Which tokens the policy sampled with the weights that it has now.
+            limit: How large, in nats, the difference of a fresh token may be.
+        """
+        sums = gap_sums(difference_N, lengths_C)
+        if not difference_N.numel():
+            return cls(sums)
+        gap_N = difference_N.abs()
+        fresh_gap_N = torch.where(fresh_N, gap_N, torch.zeros_like(gap_N))
+        above_N = fresh_gap_N > limit
+        fresh = torch.stack([fresh_gap_N.sum(), fresh_N.sum(), above_N.sum()])
+        return cls(sums, gap_N.max(), fresh, fresh_gap_N.max())
+
+
+@dataclass(frozen=True)
+class MicroBatchSums:
+    """What one micro-batch adds to the metrics of its batch: sums over tokens, by name, and the number of tokens."""
+
+    sums: dict[str, torch.Tensor]
+    num_tokens: int
+    gap: Gap | None = None
+
+    @classmethod
+    def of(cls, loss: torch.Tensor, values_N: Mapping[str, torch.Tensor], gap: Gap | None = None) -> MicroBatchSums:
+        """Sum up.
+
+        Args:
+            loss: The micro-batch's share of the loss.
+            values_N: At least one metric, each of shape N.
+            gap: Of its log-probs, before the first step on a batch.
+        """
+        sums = {name: values.sum() for name, values in {"loss": loss, **values_N}.items()}
+        return cls(sums, next(iter(values_N.values())).numel(), gap)
+
+
 class TokenMetrics:
     """Gathers what the optimizer steps on one batch did.
 
@@ -63,48 +119,36 @@ class TokenMetrics:
         self._num_tokens = 0
         nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
         self._gap_sums: dict[str, torch.Tensor | float] = dict.fromkeys(gap_sums(*nothing), 0.0)
-        self._largest_gaps: list[torch.Tensor] = []
-        self._fresh: list[torch.Tensor] = []  # of a micro-batch: sum of gaps, how many, how many above
-        self._largest_fresh: list[torch.Tensor] = []
+        self._gaps: list[Gap] = []  # of micro-batches that have tokens
         self._kl: tuple[float, float] | None = None
         self._update_values: dict[str, float] = defaultdict(float)
 
-    def add(self, loss: torch.Tensor, **values_N: torch.Tensor) -> None:
-        """Add one micro-batch's share of the loss, and its metrics, each of shape N."""
-        for name, values in {"loss": loss, **values_N}.items():
-            self._sums[name] += values.sum()
-        self._num_tokens += next(iter(values_N.values())).numel()
+    def add(self, micro_batch: MicroBatchSums) -> None:
+        """Add a micro-batch of a step that is taken."""
+        for name, value in micro_batch.sums.items():
+            self._sums[name] += value
+        self._num_tokens += micro_batch.num_tokens
+        if micro_batch.gap is not None:
+            for name, value in micro_batch.gap.sums.items():
+                self._gap_sums[name] += value
+            self._gaps += [micro_batch.gap] if micro_batch.num_tokens else []
 
     def add_kl(self, kl_N: torch.Tensor) -> None:
         """Add the KL from the reference of each token sampled on this rank, where it is part of the rewards."""
         total, count = self._kl or (0.0, 0.0)
         self._kl = total + float(kl_N.sum()), count + kl_N.numel()
 
-    def add_gap(self, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor) -> None:
-        """Add trainer minus generator log-probs of one micro-batch, whose completions have these lengths.
-
-        Tokens are ``fresh`` that the policy sampled with the weights that it has now. Nothing waits for the device
-        here.
-        """
-        for name, value in gap_sums(difference_N, lengths_C).items():
-            self._gap_sums[name] += value
-        if difference_N.numel():
-            gap_N = difference_N.abs()
-            self._largest_gaps.append(gap_N.max())
-            fresh_gap_N = torch.where(fresh_N, gap_N, torch.zeros_like(gap_N))
-            above_N = fresh_gap_N > self._limits.token
-            self._fresh.append(torch.stack([fresh_gap_N.sum(), fresh_N.sum(), above_N.sum()]))
-            self._largest_fresh.append(fresh_gap_N.max())
-
     def gap_problem(self, reduce_sum: Reduce, reduce_max: Reduce) -> str:
         """Say that the gaps of fresh tokens, over all ranks, are above a limit; nothing where none is.
 
         One that is not finite shows in the loss.
         """
-        fresh = torch.stack(self._fresh).tolist() if self._fresh else [(0.0, 0.0, 0.0)]
+        parts = [gap.fresh for gap in self._gaps if gap.fresh is not None]
+        fresh = torch.stack(parts).tolist() if parts else [(0.0, 0.0, 0.0)]
         sums = torch.tensor([sum(column) for column in zip(*fresh, strict=True)], dtype=torch.float64)
         total, count, num_above = reduce_sum(sums).tolist()
-        own = float(torch.stack(self._largest_fresh).max()) if self._largest_fresh else 0.0
+        largest_of = [gap.largest_fresh for gap in self._gaps if gap.largest_fresh is not None]
+        own = float(torch.stack(largest_of).max()) if largest_of else 0.0
         largest = float(reduce_max(torch.tensor(own, dtype=torch.float64)))
         far = f"by up to {largest:.3g} nats a token, {total / max(count, 1.0):.3g} on average"
         if total > self._limits.mean * count:
@@ -115,10 +159,10 @@ class TokenMetrics:
         return ""
 
     def scale_loss(self, scale: float) -> None:
-        """The shares of the loss so far were by another denominator."""
+        """Multiply the loss so far, whose shares have been divided by another denominator than the true one."""
         self._sums["loss"] *= scale
 
-    def finish_update(self, **values: float) -> None:
+    def finish_update(self, values: Mapping[str, float]) -> None:
         """Count an optimizer step, with values that are the same on every rank."""
         self.num_updates += 1
         for name, value in values.items():
@@ -138,7 +182,8 @@ class TokenMetrics:
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
         logs |= gap_metrics(gap)
-        largest_gap = float(torch.stack(self._largest_gaps).max()) if self._largest_gaps else -math.inf
+        largest_of = [gap.largest for gap in self._gaps if gap.largest is not None]
+        largest_gap = float(torch.stack(largest_of).max()) if largest_of else -math.inf
         largest = float(reduce_max(torch.tensor(largest_gap, dtype=torch.float64)))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan
         logs["update/tokens"] = num_tokens

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from lit_grpo.ranks import Ranks
+from lit_grpo.compatibility import Part
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
 
 Rule = Literal["all", "max_variance", "batch_variance", "max_entropy", "random"]
 Statistics = Literal["group", "kept"]
-STATISTICS: dict[Rule, tuple[Statistics, ...]] = {  # the first is the default
-    "all": ("group",),
-    "max_variance": ("kept", "group"),
-    "batch_variance": ("group",),
-    "max_entropy": ("group", "kept"),
-    "random": ("group", "kept"),
+
+
+class RuleRow(NamedTuple):
+    """What a rule allows and needs.
+
+    ``statistics`` are what an advantage's mean and deviation may be of, the default first; ``needs`` are words of
+    :data:`lit_grpo.compatibility.REQUIREMENTS`.
+    """
+
+    statistics: tuple[Statistics, ...]
+    needs: frozenset[str] = frozenset()
+
+
+RULES: dict[Rule, RuleRow] = {
+    "all": RuleRow(("group",)),
+    "max_variance": RuleRow(("kept", "group")),
+    "batch_variance": RuleRow(("group",), needs=frozenset({"all_ranks"})),
+    "max_entropy": RuleRow(("group", "kept"), needs=frozenset({"entropies"})),
+    "random": RuleRow(("group", "kept")),
 }
-Measure = Callable[[Sequence[Rollout]], Mapping[Key, torch.Tensor]]
-"""Gives the entropy, in nats, of each token of rollouts that is learnt from, by completion; all ranks call it alike."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,12 @@ class Selection:
     first_tokens: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rule not in STATISTICS:
-            raise ValueError(f"selection.rule must be one of {', '.join(STATISTICS)}, not {self.rule!r}.")
-        if self.statistics is not None and self.statistics not in STATISTICS[self.rule]:
+        if self.rule not in RULES:
+            raise ValueError(f"selection.rule must be one of {', '.join(RULES)}, not {self.rule!r}.")
+        allowed = RULES[self.rule].statistics
+        if self.statistics is not None and self.statistics not in allowed:
             raise ValueError(
-                f"selection.statistics must be {' or '.join(STATISTICS[self.rule])} for rule {self.rule}, not "
-                f"{self.statistics!r}."
+                f"selection.statistics must be {' or '.join(allowed)} for rule {self.rule}, not {self.statistics!r}."
             )
         if (self.keep is None) != (self.rule == "all"):
             raise ValueError(
@@ -98,12 +109,21 @@ class Selection:
     @property
     def counts(self) -> Statistics:
         """What an advantage's mean and deviation are of."""
-        return self.statistics or STATISTICS[self.rule][0]
+        return self.statistics or RULES[self.rule].statistics[0]
 
     @property
-    def needs_all_ranks(self) -> bool:
-        """Whether a rollout is compared with those of other groups."""
-        return self.rule == "batch_variance"
+    def needs(self) -> frozenset[str]:
+        """What the rule needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        return RULES[self.rule].needs
+
+    @property
+    def parts(self) -> list[Part]:
+        """What each setting needs of a run."""
+        parts = [Part(f"model.selection.rule {self.rule}", needs=self.needs)]
+        if self.takes_tokens:
+            name = f"model.selection.tokens {self.tokens} and first_tokens {self.first_tokens}"
+            parts.append(Part(name, needs=frozenset({"all_ranks", "entropies"})))
+        return parts
 
     @property
     def takes_tokens(self) -> bool:
@@ -124,51 +144,41 @@ class Selection:
         """The share of tokens that is learnt from then."""
         return _between(self.first_tokens, self.tokens, progress)
 
-    def advantages(
-        self,
-        rewards: GroupRewards,
-        rollouts: Sequence[Rollout],
-        compute: Callable[[GroupRewards], torch.Tensor],
-        ranks: Ranks,
-        measure: Measure,
-        progress: float = 0.0,
-    ) -> torch.Tensor:
-        """Return the advantages of this rank's rollouts, NaN for those that are not learnt from; shape R.
-
-        Args:
-            rewards: Of their groups.
-            rollouts: In the same order.
-            compute: Makes advantages of rewards, where NaN takes part in nothing.
-            ranks: Of the run.
-            measure: Asked by ``max_entropy`` for entropies that the generator has not told.
-            progress: Share of the run's updates that has been made.
-        """
-        chosen_R = self._within_groups(rewards, rollouts, measure, progress)
-        counted = rewards if self.counts == "group" else rewards.only(chosen_R)
-        advantages_R = compute(counted).masked_fill(~chosen_R, math.nan)
-        if not self.needs_all_ranks:
-            return advantages_R
-        return self._by_advantages(advantages_R, len(rewards.prompt_ids), ranks, progress)
-
-    def _within_groups(
-        self, rewards: GroupRewards, rollouts: Sequence[Rollout], measure: Measure, progress: float
-    ) -> torch.Tensor:
-        """Return which rollouts are kept by what they are beside the others of their group, shape R.
+    def candidates(self, rewards: GroupRewards, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        """Return which rollouts may be chosen, shape R.
 
         One without a reward is not; nor, by any rule, one that an earlier batch has learnt from.
         """
         valid_R = ~rewards.rewards_R.isnan()
         if self.rule == "all":
             return valid_R
-        valid_R &= torch.tensor([rollout.kept for rollout in rollouts], dtype=torch.bool)
-        if self.rule == "batch_variance":
-            return valid_R
-        values_R, places = rewards.rewards_R.double(), valid_R.nonzero().flatten().tolist()
+        return valid_R & torch.tensor([rollout.kept for rollout in rollouts], dtype=torch.bool)
+
+    def choose(
+        self,
+        rewards: GroupRewards,
+        rollouts: Sequence[Rollout],
+        entropies: Mapping[Key, torch.Tensor],
+        progress: float = 0.0,
+    ) -> torch.Tensor:
+        """Return which rollouts are learnt from by comparison within their groups, shape R.
+
+        Args:
+            rewards: Of their groups.
+            rollouts: In the same order.
+            entropies: Of each token that is learnt from, by completion, of those candidates whose generator has not
+                told any; empty unless the rule needs them.
+            progress: Share of the run's updates that has been made.
+        """
+        candidates_R = self.candidates(rewards, rollouts)
+        if self.rule in ("all", "batch_variance"):
+            return candidates_R
+        values_R, places = rewards.rewards_R.double(), candidates_R.nonzero().flatten().tolist()
         if self.rule == "max_entropy":
-            values_R[valid_R] = mean_entropies([rollouts[place] for place in places], measure)
-        chosen_R, size = torch.zeros_like(valid_R), _whole(self.keep_at(progress))
+            values_R[candidates_R] = mean_entropies([rollouts[place] for place in places], entropies)
+        chosen_R, size = torch.zeros_like(candidates_R), _whole(self.keep_at(progress))
         for group in range(len(rewards.prompt_ids)):
-            members = ((rewards.groups_R == group) & valid_R).nonzero().flatten()
+            members = ((rewards.groups_R == group) & candidates_R).nonzero().flatten()
             chosen_R[members[self._choose(values_R[members], [rollouts[r] for r in members.tolist()], size)]] = True
         return chosen_R
 
@@ -179,17 +189,19 @@ class Selection:
             return values_N.sort(descending=True, stable=True).indices[:size]
         return torch.tensor(sorted(range(len(rollouts)), key=lambda n: _hash(rollouts[n]))[:size]).long()
 
-    def _by_advantages(
-        self, advantages_R: torch.Tensor, num_groups: int, ranks: Ranks, progress: float
-    ) -> torch.Tensor:
-        """Leave those that are not kept for what they have beside those of all ranks."""
-        everyone = ranks.gather((advantages_R, num_groups))
-        everyone_A = torch.cat([part for part, _ in everyone])
-        valid = (~everyone_A.isnan()).nonzero().flatten()
-        size = _whole(self.keep_at(progress) * sum(count for _, count in everyone))
-        chosen_A = torch.zeros(len(everyone_A), dtype=torch.bool)
-        chosen_A[valid[max_variance_subset(everyone_A[valid], size)]] = True
-        return advantages_R.masked_fill(~chosen_A.split([len(part) for part, _ in everyone])[ranks.own], math.nan)
+    def choose_from_batch(self, advantages_R: torch.Tensor, num_groups: int, progress: float = 0.0) -> torch.Tensor:
+        """Return which rollouts of the whole batch have the advantages of the largest variance, shape R.
+
+        Args:
+            advantages_R: Of the rollouts of all ranks; NaN for those that are not learnt from.
+            num_groups: Groups of all ranks.
+            progress: Share of the run's updates that has been made.
+        """
+        valid = (~advantages_R.isnan()).nonzero().flatten()
+        size = _whole(self.keep_at(progress) * num_groups)
+        chosen_R = torch.zeros(len(advantages_R), dtype=torch.bool)
+        chosen_R[valid[max_variance_subset(advantages_R[valid], size)]] = True
+        return chosen_R
 
 
 def max_variance_subset(values_N: torch.Tensor, size: int) -> torch.Tensor:
@@ -222,13 +234,16 @@ def max_variance_subset(values_N: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([order[: size - num_high], order[number - num_high :]]).sort().values
 
 
-def mean_entropies(rollouts: Sequence[Rollout], measure: Measure) -> torch.Tensor:
+def mean_entropies(rollouts: Sequence[Rollout], measured: Mapping[Key, torch.Tensor]) -> torch.Tensor:
     """Return the mean entropy of each rollout's tokens in nats, float64, shape R.
 
-    It is that of the distributions that they were sampled from, as the generator tells; where it does not, it is
-    measured. A rollout without a token to learn from comes after all others.
+    It is that of the distributions that they were sampled from, as the generator tells; where the generator tells none,
+    it is that of the policy. A rollout without a token to learn from comes after all others.
+
+    Args:
+        rollouts: Whose entropies.
+        measured: The entropy of each token that is learnt from, by completion, where the generator tells none.
     """
-    measured = measure([rollout for rollout in rollouts if math.isnan(rollout.completion.entropy)])
     entropies = []
     for completion in (rollout.completion for rollout in rollouts):
         own = completion.entropy
@@ -238,17 +253,17 @@ def mean_entropies(rollouts: Sequence[Rollout], measure: Measure) -> torch.Tenso
     return torch.tensor(entropies, dtype=torch.float64)
 
 
-def token_scores(learnt: Sequence[tuple[Rollout, float]], measure: Measure) -> dict[Key, torch.Tensor]:
+def token_scores(
+    learnt: Sequence[tuple[Rollout, float]], entropies: Mapping[Key, torch.Tensor]
+) -> dict[Key, torch.Tensor]:
     """Return ``|A_i| x H_it`` of each token that is learnt from, by completion (D3S, arXiv 2509.22115).
 
-    ``H`` is the entropy over the whole vocabulary under the policy that is about to be updated, in nats. Where the
-    advantage is 0 nothing is measured.
+    ``H`` is the entropy over the whole vocabulary under the policy that is about to be updated, in nats.
 
     Args:
         learnt: Rollouts, and their advantages.
-        measure: Gives the entropies.
+        entropies: Of each token that is learnt from, by completion; not needed where the advantage is 0.
     """
-    entropies = measure([rollout for rollout, advantage in learnt if advantage])
     scores: dict[Key, torch.Tensor] = {}
     for completion, advantage in ((rollout.completion, advantage) for rollout, advantage in learnt):
         key, none_T = completion.request.key, torch.zeros(completion.num_trained)

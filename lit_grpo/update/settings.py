@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from lit_grpo.compatibility import Part
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
@@ -57,6 +58,24 @@ class Settings:
     def updates_per_batch(self) -> int:
         """Optimizer steps on one batch."""
         return self.num_iterations * self.num_minibatches
+
+    def parts(self) -> list[Part]:
+        """Return what each setting needs of a run, and what it takes away from others.
+
+        Example:
+            ``Part("model.objective.proximal snapshots", needs={"unsharded_weights", ...})``
+        """
+        parts = [*self.objective.parts, *self.advantages.parts, *self.selection.parts]
+        if self.sequence_parallel_size > 1:
+            name = f"model.sequence_parallel_size {self.sequence_parallel_size}"
+            parts.append(Part(name, needs=frozenset({"all_ranks", "fixed_token_budget"})))
+        if self.max_tokens_per_micro_batch == "auto":
+            changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
+            parts.append(Part("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
+        if self.updates_per_batch > 1:
+            changes = {"one_step_per_batch": f"takes {self.updates_per_batch}"}
+            parts.append(Part("model.num_iterations x num_minibatches", changes=changes, remedy="set both to 1"))
+        return parts
 
     def progress(self, policy_version: int) -> float:
         """Return the share of the run's updates that has been made, which tells how far the selection has moved.

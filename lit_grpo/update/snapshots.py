@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 import torch
@@ -28,8 +28,8 @@ class MeasureLogprobs(Protocol):
     def __call__(
         self,
         rollouts: Sequence[Rollout],
-        *,
-        lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None,
+        what: Literal["logprobs"],
+        lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
     ) -> dict[Key, torch.Tensor]:
         """Return log-probs by completion, on the host."""
         ...
@@ -137,7 +137,7 @@ class Snapshots:
         for each in sorted(versions):
             some = [rollout for rollout in fresh if (sampled[rollout.completion.request.key] == each).any()]
             lend = None if each == version else partial(self.lend, each)
-            for key, logprobs_T in measure(some, lend=lend).items():
+            for key, logprobs_T in measure(some, "logprobs", lend).items():
                 found[key] = torch.where(sampled[key] == each, logprobs_T, found[key].to(logprobs_T.dtype))
         return found if versions else None
 

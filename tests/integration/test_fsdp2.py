@@ -306,11 +306,21 @@ def test_what_is_exported_of_shards_is_a_whole_policy(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"max_tokens_per_micro_batch": "auto"}, r"model\.max_tokens_per_micro_batch auto .* give a number, or take d"),
-        ({"lora": LoraSettings(base="nf4")}, r"model\.lora\.base nf4 does not go with trainer\.strategy fsdp2"),
+        (
+            {"max_tokens_per_micro_batch": "auto"},
+            r"trainer\.strategy fsdp2 needs .* and model\.max_tokens_per_micro_batch auto .* give a number",
+        ),
+        (
+            {"lora": LoraSettings(base="nf4")},
+            r"model\.lora\.base nf4 needs whole weights on each rank, and trainer\.strategy fsdp2 leaves .* take ddp",
+        ),
+        (
+            {"objective": Objective(proximal="snapshots")},
+            r"model\.objective\.proximal snapshots needs whole weights on each rank, and trainer\.strategy fsdp2",
+        ),
         (
             {"reference": ReferenceSettings(mixup_alpha=0.5), "objective": Objective(kl=KLTerm(0.1))},
-            r"model\.reference\.mixup_alpha does not go with trainer\.strategy fsdp2; leave it out",
+            r"model\.reference\.mixup_alpha needs whole weights on each rank, and trainer\.strategy fsdp2",
         ),
     ],
 )
@@ -325,7 +335,9 @@ def test_a_mode_in_which_ranks_come_to_layers_at_different_times_is_refused(poli
     scheduler = RolloutScheduler(plugins=["periodic"])
     module: GRPOModule = make_module(policy_folder, generator=SlotsApart())
     module.trainer = make_trainer(scheduler, WeightSync(), strategy="fsdp2")
-    with pytest.raises(ValueError, match=r"and model\.policy is sharded .* take a mode with overlap none"):
+    with pytest.raises(
+        ValueError, match=r"needs whole weights .* trainer\.strategy fsdp2 .* take a plug-in with overlap none"
+    ):
         scheduler.setup(module.trainer, module, "fit")
 
 

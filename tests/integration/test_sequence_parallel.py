@@ -114,7 +114,7 @@ def test_ranks_that_share_rows_end_with_the_weights_and_the_metrics_of_one_proce
         ({"sequence_parallel_size": 0}, r"sequence_parallel_size must be at least 1, not 0"),
         (
             {"sequence_parallel_size": 2, "max_tokens_per_micro_batch": "auto"},
-            r"auto does not go with sequence_parallel_size 2, .* give a number",
+            r"model\.sequence_parallel_size 2 needs .* and model\.max_tokens_per_micro_batch auto .* give a number",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_heads_and_rows_that_cannot_be_shared_are_refused() -> None:
 
 
 def test_modes_that_learn_as_groups_come_are_refused(policy_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.sequence_parallel_size 2 has ranks go through each layer together"):
+    with pytest.raises(ValueError, match=r"model\.sequence_parallel_size 2 needs the whole batch, of all ranks"):
         check_arriving(make_module(policy_folder, sequence_parallel_size=2).settings, num_ranks=2)
 
 

@@ -146,8 +146,8 @@ def test_loss_gradient_and_advantages_are_those_of_trl(
     recorded: list[torch.Tensor] = []
 
     class NotesAdvantages(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            recorded.append(pl_module.learner._advantages([], pl_module.learner.rewards(batch.groups)))
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            recorded.append(torch.tensor([rollout.advantage for rollout in batch.rollouts]))
 
     module = make_module(
         policy_folder,
@@ -198,8 +198,8 @@ def test_advantages_of_several_rewards_are_those_of_trl(policy_folder: Path, pol
     recorded: list[torch.Tensor] = []
 
     class NotesAdvantages(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            recorded.append(pl_module.learner._advantages([], pl_module.learner.rewards(batch.groups)))
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            recorded.append(torch.tensor([rollout.advantage for rollout in batch.rollouts]))
 
     fit(module, groups, callbacks=[NotesAdvantages()])
     _, inputs, _ = trl_step(

@@ -37,7 +37,7 @@ from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
-from lit_grpo.update.advantages.estimator import SCALES, Advantages
+from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages
 from lit_grpo.update.budget import TokenBudget
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
@@ -81,9 +81,7 @@ VCPO = Objective(
     correction=Correction("sequence_truncate", high=8.0),
     step_size=StepSize("effective_samples"),
 )
-AVERAGED = Objective(
-    correction=Correction("geometric_truncate"), proximal="averaged", proximal_decay=0.8, off_policy_kl=0.3
-)
+FILTERED = Objective(correction=Correction("geometric_mask"), off_policy_kl=0.3)
 INTERPOLATED = Objective(correction=Correction("token_truncate"), proximal="interpolated")
 CASES = {
     "token": Case([MIXED]),
@@ -111,7 +109,7 @@ CASES = {
     "all_uniform_in_one_minibatch": Case([MIXED[:2] + ALL_UNIFORM[:2]], {"num_minibatches": 2}),
     "effective_samples": Case([MIXED, RANK_1_UNIFORM], {"objective": VCPO, "num_minibatches": 2}),
     "effective_samples_of_one_rank": Case([RANK_1_UNIFORM], {"objective": VCPO}),
-    "averaged": Case([MIXED, RANK_1_UNIFORM, MIXED], {"objective": AVERAGED, "num_minibatches": 2}),
+    "filtered": Case([MIXED, RANK_1_UNIFORM, MIXED], {"objective": FILTERED, "num_minibatches": 2}),
     "interpolated": Case([MIXED, MIXED], {"objective": INTERPOLATED, "num_minibatches": 2}),
     "ragged": Case([RAGGED, RAGGED[::-1]], {"num_minibatches": 2}),
     "ragged_over_the_batch": Case(
@@ -139,7 +137,7 @@ for name in RECIPES:
     )
     CASES[f"loss_{name}"] = Case([MIXED], {"objective": Objective(name)})
     CASES[f"loss_{name}_composed"] = Case([MIXED, RANK_1_UNIFORM], {"objective": composed, "num_minibatches": 2})
-for estimator in SCALES:
+for estimator in ESTIMATORS:
     options = {"advantages": Advantages(estimator, max_reward=3.0)}  # pyright: ignore[reportArgumentType]
     CASES[f"advantages_{estimator}"] = Case([MIXED, RANK_0_MISSING, MIXED[::-1]], options)
 
@@ -196,7 +194,7 @@ class ScarceRank(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        pl_module.learner.budget = TokenBudget(40)
+        pl_module.learner.passes.budget = TokenBudget(40)
         pl_module.policy.get_decoder().register_forward_pre_hook(self._check, with_kwargs=True)
 
     def _check(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:

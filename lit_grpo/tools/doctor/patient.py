@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -17,9 +16,7 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.tools.doctor.report import Report
 from lit_grpo.types import Key, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
-from lit_grpo.update.batches.step import measure
-from lit_grpo.update.logprobs.measurements import measured
-from lit_grpo.update.prefix.sequence_parallel import ALONE
+from lit_grpo.update.logprobs.measurements import measure
 
 
 @dataclass
@@ -66,9 +63,7 @@ class Patient:
         most = least_tokens(self.rollouts, shares) if most == "auto" else most
         micro_batches = make_micro_batches(self.rollouts, [0.0] * len(self.rollouts), most, shares)
         with self.computing():
-            return measure(
-                self.rollouts, micro_batches, partial(measured, "logprobs", policy, applied, ALONE), self.device
-            )
+            return measure("logprobs", self.rollouts, micro_batches, policy, applied, self.device)
 
     def sampled(self) -> torch.Tensor:
         """The generator's log-probs of the sampled tokens that are learnt from, one completion after another."""

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
+from lit_grpo.compatibility import Part
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
@@ -35,20 +36,33 @@ Estimator = Literal[
     "reinforce_plus_plus_baseline",
 ]
 ScaleBy = Literal["group", "batch", "mad", "none"]
-SCALES: Mapping[str, tuple[ScaleBy, ...]] = {  # the first is the default
-    "grpo": ("group", "batch", "none"),
-    "rloo": ("none", "group", "batch"),
-    "mc_grpo": ("mad", "none"),
-    "ngrpo": ("group", "none"),
-    "gdpo": ("batch",),
-    "dcpo": ("group",),
-    "least_variance": ("group", "none"),
-    "reinforce_plus_plus": ("batch",),
-    "reinforce_plus_plus_baseline": ("batch",),
-}
-KL_HAS_NO_PLACE: Mapping[str, str] = {
-    "gdpo": "gdpo normalises each reward function by itself, and the KL term is none",
-    "ngrpo": "the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
+
+
+class EstimatorRow(NamedTuple):
+    """What an estimator allows and needs.
+
+    ``scales`` are what it may divide by, the default first; ``needs`` are words of
+    :data:`lit_grpo.compatibility.REQUIREMENTS`; ``no_kl`` says why rewards cannot have a KL term, where they cannot.
+    """
+
+    scales: tuple[ScaleBy, ...]
+    needs: frozenset[str] = frozenset()
+    no_kl: str = ""
+
+
+ESTIMATORS: Mapping[str, EstimatorRow] = {
+    "grpo": EstimatorRow(("group", "batch", "none")),
+    "rloo": EstimatorRow(("none", "group", "batch")),
+    "mc_grpo": EstimatorRow(("mad", "none")),
+    "ngrpo": EstimatorRow(
+        ("group", "none"),
+        no_kl="the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
+    ),
+    "gdpo": EstimatorRow(("batch",), no_kl="gdpo normalises each reward function by itself, and the KL term is none"),
+    "dcpo": EstimatorRow(("group",), needs=frozenset({"history", "whole_groups", "fresh_members", "all_ranks"})),
+    "least_variance": EstimatorRow(("group", "none"), needs=frozenset({"token_scores", "sampled_log_probs"})),
+    "reinforce_plus_plus": EstimatorRow(("batch",)),
+    "reinforce_plus_plus_baseline": EstimatorRow(("batch",)),
 }
 
 
@@ -152,9 +166,9 @@ class Advantages:
     max_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.estimator not in SCALES:
-            raise ValueError(f"advantages.estimator must be one of {', '.join(SCALES)}, not {self.estimator!r}.")
-        allowed = SCALES[self.estimator]
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"advantages.estimator must be one of {', '.join(ESTIMATORS)}, not {self.estimator!r}.")
+        allowed = ESTIMATORS[self.estimator].scales
         if self.scale is not None and self.scale not in allowed:
             raise ValueError(
                 f"advantages.scale must be one of {', '.join(allowed)} for estimator {self.estimator}, "
@@ -166,17 +180,19 @@ class Advantages:
     @property
     def scaled_by(self) -> ScaleBy:
         """What advantages are divided by."""
-        return self.scale or SCALES[self.estimator][0]
+        return self.scale or ESTIMATORS[self.estimator].scales[0]
 
     @property
-    def needs_all_ranks(self) -> bool:
-        """Whether an advantage depends on other groups than its own, or on earlier visits on any rank."""
-        return self.scaled_by == "batch" or self.estimator == "dcpo"
+    def needs(self) -> frozenset[str]:
+        """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        of_scale = frozenset({"all_ranks"}) if self.scaled_by == "batch" else frozenset[str]()
+        return ESTIMATORS[self.estimator].needs | of_scale
 
     @property
-    def weighs_members(self) -> bool:
-        """Whether a baseline needs what each completion counts in it."""
-        return self.estimator == "least_variance"
+    def parts(self) -> list[Part]:
+        """What the estimator needs of a run, with its scale where that is set."""
+        scale = f" with scale {self.scale}" if self.scale else ""
+        return [Part(f"model.advantages.estimator {self.estimator}{scale}", needs=self.needs)]
 
     def check(self, num_generations: int, kl_place: Literal["loss", "reward"]) -> None:
         """Refuse groups and rewards that the estimator has no meaning for.
@@ -184,10 +200,10 @@ class Advantages:
         Raises:
             ValueError: A median of two, or a KL term in rewards that are compared with something else than themselves.
         """
-        if kl_place == "reward" and self.estimator in KL_HAS_NO_PLACE:
+        no_kl = ESTIMATORS[self.estimator].no_kl
+        if kl_place == "reward" and no_kl:
             raise ValueError(
-                f"objective.kl.place is reward, but {KL_HAS_NO_PLACE[self.estimator]}; set kl.place to loss, or "
-                "advantages.estimator to grpo."
+                f"objective.kl.place is reward, but {no_kl}; set kl.place to loss, or advantages.estimator to grpo."
             )
         if self.estimator == "mc_grpo" and num_generations < 3:
             raise ValueError(
@@ -199,20 +215,24 @@ class Advantages:
         """Return advantages_R; NaN for a rollout that takes no part.
 
         Args:
-            rewards: Of this rank's groups, or of those of all ranks where :attr:`needs_all_ranks`.
+            rewards: Of this rank's groups, or of those of all ranks where it ``needs`` them.
             weights_K: Of the reward functions.
             history: Earlier visits, for ``dcpo``.
         """
-        of, scale = (rewards.rewards_R, rewards.groups_R), cast(Any, self.scaled_by)
+        rewards_R, groups_R, scale = rewards.rewards_R, rewards.groups_R, cast(Any, self.scaled_by)
+        if self.estimator == "grpo":
+            return group_advantages(rewards_R, groups_R, scale)
+        if self.estimator == "rloo":
+            return leave_one_out_advantages(rewards_R, groups_R, scale)
+        if self.estimator == "mc_grpo":
+            return median_advantages(rewards_R, groups_R, scale)
         if self.estimator == "ngrpo":
-            return virtual_maximum_advantages(*of, self.max_reward, scale)
+            return virtual_maximum_advantages(rewards_R, groups_R, self.max_reward, scale)
         if self.estimator == "gdpo":
-            return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, weights_K)
+            return per_reward_advantages(rewards.by_function_RK, groups_R, weights_K)
         if self.estimator == "dcpo":
-            return smoothed_advantages(*of, rewards.prompt_ids, history, rewards.hinted)
+            return smoothed_advantages(rewards_R, groups_R, rewards.prompt_ids, history, rewards.hinted)
         if self.estimator == "least_variance":
-            return least_variance_advantages(*of, rewards.log_weights_R, scale)
-        if self.estimator.startswith("reinforce_plus_plus"):
-            return globally_normalized_advantages(*of, baseline=self.estimator.endswith("baseline"))
-        functions = {"grpo": group_advantages, "rloo": leave_one_out_advantages, "mc_grpo": median_advantages}
-        return functions[self.estimator](*of, scale)
+            return least_variance_advantages(rewards_R, groups_R, rewards.log_weights_R, scale)
+        with_baseline = self.estimator == "reinforce_plus_plus_baseline"
+        return globally_normalized_advantages(rewards_R, groups_R, baseline=with_baseline)

@@ -1,63 +1,89 @@
-"""What one optimizer step learns from, and measurements of rollouts before it."""
+"""What one optimizer step learns from, and what its micro-batches add up to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import MicroBatch
-from lit_grpo.update.batches.microbatch import MicroBatches
+from lit_grpo.update.metrics import MicroBatchSums
 from lit_grpo.update.normalization import StepTotals
-from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 
 
 @dataclass(frozen=True)
-class Before:
-    """Log-probs of a batch's tokens before its first update, by completion; None where the objective does without.
+class FixedLogprobs:
+    """Log-probs that all updates on a batch compare with, by completion; None where the objective needs none.
 
-    Of tokens that are learnt from alone. ``old`` are the trainer's own, or under other weights of its; NaN where the
-    pass that learns from a token computes it. ``reference`` are those of the KL term's reference.
+    They are of the tokens that are learnt from alone. ``old`` are those that ratios are taken to: the trainer's own
+    before the first update, or under earlier weights; NaN where the pass that learns from a token computes it.
+    ``reference`` are those of the KL term's reference.
     """
 
     old: Mapping[Key, torch.Tensor] | None = None
     reference: Mapping[Key, torch.Tensor] | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
-    """The completions of one optimizer step on this rank.
+    """One optimizer step on this rank: all that is known before its first backward pass.
 
-    ``rollouts`` and ``advantages`` are those that go through the policy. ``totals`` are of all ranks.
-    ``kept`` are the tokens that are learnt from, by completion; None where all are. ``entropy_sum`` and ``loss_sum``
-    add up while the step is computed, and ``log_weights`` gathers the log of policy / sampler of each completion.
+    Args:
+        rollouts: Those that go through the policy.
+        advantages: One a rollout.
+        totals: What the loss is divided by, of all ranks.
+        fixed: What the rollouts' tokens are compared with.
+        policy_version: Of the policy that takes the step.
+        beta: Weight of the KL term.
+        entropy_coefficient: Weight of the entropy bonus.
+        kept: The tokens that are learnt from, by completion; None where all are.
+        token_gap_limit: How far, in nats, the log-prob that a fresh token was sampled with may be from the policy's;
+            None in later steps on a batch, where the weights are not those that sampled.
     """
 
     rollouts: Sequence[Rollout]
     advantages: Sequence[float]
     totals: StepTotals
-    before: Before
+    fixed: FixedLogprobs
+    policy_version: int
+    beta: float
+    entropy_coefficient: float
     kept: Mapping[Key, torch.Tensor] | None = None
-    entropy_sum: torch.Tensor | float = 0.0
-    loss_sum: torch.Tensor | float = 0.0
-    log_weights: list[torch.Tensor] = field(default_factory=list)
+    token_gap_limit: float | None = None
 
-    def forget(self) -> None:
-        """Begin anew with what is gathered while the step is computed."""
-        self.entropy_sum = self.loss_sum = 0.0
-        self.log_weights.clear()
-
-    def of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
+    def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""
         rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows_C.tolist()]
         none = torch.empty(0, dtype=torch.float32)
         return torch.cat([*rows, next(iter(values.values()), none)[:0]]).to(micro_batch.lengths_C.device)
 
 
-def missing_logprob(rollouts: Sequence[Rollout]) -> str | None:
-    """Say which token is to be learnt from, but has no log-prob of the generator's; None where each has one."""
+@dataclass
+class Gathered:
+    """What the micro-batches of a step add up to on this rank, besides the gradient.
+
+    Args:
+        loss: The step's share of the loss.
+        entropy: Summed over the tokens that are learnt from, in nats.
+        log_weights: The log of policy / sampler of each completion, by micro-batch.
+        micro_batches: What each of them adds to the metrics.
+    """
+
+    loss: torch.Tensor | float = 0.0
+    entropy: torch.Tensor | float = 0.0
+    log_weights: list[torch.Tensor] = field(default_factory=list)
+    micro_batches: list[MicroBatchSums] = field(default_factory=list)
+
+
+def problem_of(rollouts: Sequence[Rollout]) -> str | None:
+    """Say why rollouts cannot be learnt from; None where they can.
+
+    A token that is to be learnt from has no log-prob of the generator's, or two completions have the same key, by which
+    their values are looked up.
+    """
     for rollout in rollouts:
         logprobs_T, (prompt_id, visit, path) = rollout.completion.logprobs_T, rollout.completion.request.key
         missing_T = logprobs_T.isnan()
@@ -65,6 +91,13 @@ def missing_logprob(rollouts: Sequence[Rollout]) -> str | None:
             return (
                 f"Sample {path} of prompt {prompt_id!r}, visit {visit}, has no sampled log-prob (NaN) for token "
                 f"{int(missing_T.int().argmax())}; the generator must give one for every token that it samples."
+            )
+    counts = Counter(rollout.completion.request.key for rollout in rollouts)
+    for (prompt_id, visit, path), count in counts.items():
+        if count > 1:
+            return (
+                f"{count} completions are sample {path} of prompt {prompt_id!r}, visit {visit}, and would be taken for "
+                "one another; give each request a path of its own, such as (sample, segment)."
             )
     return None
 
@@ -99,33 +132,6 @@ def taking_part_and_learnt(
     if not mask_truncated:
         return valid, valid
     return valid, [(r, a) for r, a in valid if r.completion.finish_reason != "length"]
-
-
-@torch.no_grad()
-def measure(
-    rollouts: Sequence[Rollout],
-    micro_batches: MicroBatches,
-    measurement: Callable[[MicroBatch], torch.Tensor],
-    device: torch.device | str,
-    ranks: SequenceParallel = ALONE,
-) -> dict[Key, torch.Tensor]:
-    """Measure every token that is learnt from, without gradient; by completion, on the CPU.
-
-    Args:
-        rollouts: What to measure; each has such tokens.
-        micro_batches: What they have been cut into.
-        measurement: Returns one number for each token of a micro-batch, shape N.
-        device: Where micro-batches are measured.
-        ranks: Those that share each micro-batch, and have equally many.
-    """
-    values: dict[Key, torch.Tensor] = {}
-    for owner, micro_batch in ranks.in_turn(micro_batches):
-        measured = measurement(micro_batch.to(device))
-        if owner == ranks.own:
-            parts = measured.cpu().split(micro_batch.lengths_C.tolist())
-            for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
-                values[rollouts[row].completion.request.key] = part
-    return values
 
 
 def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch.Tensor]) -> torch.Tensor:

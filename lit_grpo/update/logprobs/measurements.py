@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,9 +15,14 @@ from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from transformers import PreTrainedModel
 
+    from lit_grpo.types import Key, Rollout
     from lit_grpo.update.batches.layout import MicroBatch
+
+Measurement = Literal["logprobs", "entropy", "scores"]
 
 
 def logprobs_and_scores(
@@ -45,15 +49,44 @@ def logprobs_and_scores(
     return ranks.join(0, both_N2, len(micro_batch.target_ids_N))
 
 
-_MEASUREMENTS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "logprobs": lambda *of, ranks: micro_batch_logprobs(*of, ranks=ranks)[0],
-    "entropy": lambda *of, ranks: micro_batch_logprobs(*of, ranks=ranks)[1],
-    "scores": logprobs_and_scores,
-}
+@torch.no_grad()
+def measure(
+    what: Measurement,
+    rollouts: Sequence[Rollout],
+    micro_batches: Iterable[MicroBatch],
+    model: PreTrainedModel,
+    temperature: float,
+    device: torch.device,
+    ranks: SequenceParallel = ALONE,
+) -> dict[Key, torch.Tensor]:
+    """Measure every token that is learnt from, without gradient; by completion, on the CPU.
+
+    Args:
+        what: ``logprobs`` or ``entropy`` of each token, shape T, or both of :func:`logprobs_and_scores`, shape (T, 2).
+        rollouts: What to measure; each has such tokens.
+        micro_batches: What they have been cut into.
+        model: What to measure them under.
+        temperature: Divides the logits.
+        device: Where the model computes.
+        ranks: Those that share each micro-batch, and have equally many.
+    """
+    values: dict[Key, torch.Tensor] = {}
+    for owner, micro_batch in ranks.in_turn(micro_batches):
+        measured = _measured(what, model, micro_batch.to(device), temperature, ranks)
+        if owner == ranks.own:
+            parts = measured.cpu().split(micro_batch.lengths_C.tolist())
+            for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
+                values[rollouts[row].completion.request.key] = part
+    return values
 
 
-def measured(
-    what: str, model: PreTrainedModel, temperature: float, ranks: SequenceParallel, micro_batch: MicroBatch
+def _measured(
+    what: Measurement, model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, ranks: SequenceParallel
 ) -> torch.Tensor:
-    """Return ``logprobs``, ``entropy`` or ``scores`` of completion tokens at a temperature, shape N or (N, 2)."""
-    return compute(model, lambda: _MEASUREMENTS[what](model, micro_batch, temperature, ranks=ranks))
+    def forward() -> torch.Tensor:
+        if what == "scores":
+            return logprobs_and_scores(model, micro_batch, temperature, ranks)
+        logprobs_N, entropy_N = micro_batch_logprobs(model, micro_batch, temperature, ranks=ranks)
+        return logprobs_N if what == "logprobs" else entropy_N
+
+    return compute(model, forward)

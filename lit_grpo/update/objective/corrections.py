@@ -17,7 +17,6 @@ CorrectionMode = Literal[
     "token_mask",
     "sequence_truncate",
     "sequence_mask",
-    "geometric_truncate",
     "geometric_mask",
 ]
 LARGEST_LOG_WEIGHT = 20.0
@@ -30,8 +29,9 @@ class Correction:
     Args:
         mode: ``none`` takes probability ratios to the log-probs that the generator sampled with. The others take
             them to a proximal policy, by default the trainer's own before the first update on a batch, and weigh the
-            loss by proximal / generator: of each token, of the whole sequence (the product) or its geometric mean,
-            truncated to [low, high] (TIS) or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2).
+            loss by proximal / generator, of each token or of the whole sequence (the product), truncated to [low, high]
+            (TIS) or set to 0 outside it (MIS; IcePop is ``token_mask`` with 0.5 and 2). ``geometric_mask`` takes the
+            geometric mean of a sequence's tokens.
         low: The smallest weight; no bound by default.
         high: The largest weight.
     """
@@ -57,6 +57,11 @@ class Correction:
         return self.mode != "none"
 
     @property
+    def needs(self) -> frozenset[str]:
+        """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        return frozenset({"sampled_log_probs"} if self.active else ())
+
+    @property
     def truncates(self) -> bool:
         """Whether a weight outside of the bounds is cut, and not set to 0."""
         return self.mode.endswith("truncate")
@@ -71,8 +76,8 @@ def correction_weights(
     ``pi_old / pi_generator`` of the token, of the completion (the product) or the geometric mean of its tokens', with
     its log in [-20, 20] (as in verl), truncated or masked. Sources: TIS, F. Yao et al., "Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training" (2025); IcePop, Ling team (2025); the token and sequence modes are TRL's
-    ``vllm_importance_sampling_mode``; the geometric mean is that of verl's ``rollout_rs``, which masks and does not
-    weigh.
+    ``vllm_importance_sampling_mode``; the geometric mean is that of verl's ``rollout_rs`` and OpenRLHF's
+    ``seq-mask-tis``, which mask by it and do not weigh by it.
     """
     log_ratio_N, level = old_logprobs_N - sampled_logprobs_N, correction.mode.partition("_")[0]
     if level != "token":

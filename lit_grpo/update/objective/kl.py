@@ -33,6 +33,8 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
 
 
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_PLACES: dict[str, frozenset[str]] = {"loss": frozenset(), "reward": frozenset({"sampled_log_probs"})}
+"""What a KL term in each place needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class KLTerm:
             raise ValueError(f"kl.beta must be a number >= 0, not {self.beta}.")
         if self.estimator not in KL_ESTIMATORS:
             raise ValueError(f"kl.estimator must be one of {', '.join(KL_ESTIMATORS)}, not {self.estimator!r}.")
-        if self.place not in ("loss", "reward"):
+        if self.place not in KL_PLACES:
             raise ValueError(f"kl.place must be loss or reward, not {self.place!r}.")
         if self.beta == 0:
             self._check_idle()

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import get_args
 
+from lit_grpo.compatibility import Part
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
-from lit_grpo.update.objective.kl import KLTerm
-from lit_grpo.update.objective.proximal import Proximal
+from lit_grpo.update.objective.kl import KL_PLACES, KLTerm
+from lit_grpo.update.objective.proximal import PROXIMALS, Proximal
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
 from lit_grpo.update.objective.step_size import StepSize
 from lit_grpo.update.objective.tokens import RatioLevel
@@ -102,19 +103,12 @@ def _check_combinations(objective: Objective) -> None:
 
 
 def _check_proximal(objective: Objective) -> None:
-    mode, decay = objective.correction.mode, objective.proximal_decay
     if objective.proximal == "sampled" and objective.correction.active:
         raise ValueError(
-            f"objective.proximal is sampled, but correction.mode {mode} weighs by proximal / sampler, which is then 1; "
-            "set proximal to recomputed, interpolated, averaged or snapshots, or correction.mode to none."
+            f"objective.proximal is sampled, but correction.mode {objective.correction.mode} weighs by proximal / "
+            "sampler, which is then 1; set proximal to recomputed, interpolated or snapshots, or correction.mode to "
+            "none."
         )
-    if (decay is not None) != (objective.proximal == "averaged"):
-        raise ValueError(
-            f"objective.proximal is {objective.proximal_policy} and proximal_decay {decay}; an averaged policy needs "
-            "one, such as 0.9, and others have none."
-        )
-    if decay is not None and not 0 < decay < 1:
-        raise ValueError(f"objective.proximal_decay must be in (0, 1), not {decay}; 0.9 averages about 10 steps.")
     limit_gib = objective.snapshot_gib
     if limit_gib is not None and objective.proximal != "snapshots":
         raise ValueError(
@@ -154,10 +148,9 @@ class Objective:
         correction: How the generator's log-probs are reconciled with the trainer's.
         proximal: What ratios are taken to: ``sampled`` (the log-probs that tokens were sampled with), ``recomputed``
             (the trainer's own before the first update on the batch), ``interpolated`` (between the sampler's and the
-            policy's now, by the age of a token; no forward pass), ``averaged`` (under an exponential average of the
-            policy's weights) or ``snapshots`` (the trainer's own at the version that sampled each token, whose weights
-            the host keeps). By default ``recomputed`` with a correction, and ``sampled`` without.
-        proximal_decay: How much less the average counts what is one optimizer step older.
+            policy's now, by the age of a token; no forward pass) or ``snapshots`` (the trainer's own at the version
+            that sampled each token, whose weights the host keeps). By default ``recomputed`` with a correction, and
+            ``sampled`` without.
         snapshot_gib: Host memory, in GiB, that the snapshots of one rank may take; by default its share of what is
             free when training starts.
         mask_truncated: Leave completions out that ended at the limit on their length; their advantages count in
@@ -186,7 +179,6 @@ class Objective:
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     correction: Correction = field(default_factory=Correction)
     proximal: Proximal | None = None
-    proximal_decay: float | None = None
     snapshot_gib: float | None = None
     mask_truncated: bool = False
     top_entropy_quantile: float = 1.0
@@ -230,6 +222,36 @@ class Objective:
     def kl_in_loss(self) -> bool:
         """Whether every token's loss has a KL term."""
         return self.kl.beta > 0 and self.kl.place == "loss"
+
+    @property
+    def parts(self) -> list[Part]:
+        """What each setting needs of a run, and what it takes away from others."""
+        parts = [
+            Part(f"model.objective.loss {self.loss}", needs=self.recipe.needs),
+            Part(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
+            Part(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
+            self._proximal_part,
+        ]
+        if self.kl.beta > 0:
+            parts.append(Part(f"model.objective.kl.place {self.kl.place}", needs=KL_PLACES[self.kl.place]))
+        if self.top_entropy_quantile < 1:
+            name = f"model.objective.top_entropy_quantile {self.top_entropy_quantile}"
+            parts.append(Part(name, needs=frozenset({"all_ranks", "entropies"})))
+        if self.entropy.active and self.normalized_by != "token":  # the bonus is an average over tokens
+            name = f"model.objective.entropy with normalization {self.normalized_by}"
+            parts.append(Part(name, needs=frozenset({"all_ranks"})))
+        return parts
+
+    @property
+    def _proximal_part(self) -> Part:
+        is_uncorrected = self.proximal_policy != "sampled" and not self.correction.active
+        said = "takes probability ratios to another policy and does not correct them"
+        return Part(
+            f"model.objective.proximal {self.proximal_policy}",
+            needs=PROXIMALS[self.proximal_policy],
+            changes={"ratios_to_sampler": said} if is_uncorrected else {},
+            remedy="set model.objective.correction.mode to token_truncate" if is_uncorrected else "",
+        )
 
     @property
     def uses_every_completion(self) -> bool:

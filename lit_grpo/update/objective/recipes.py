@@ -153,7 +153,8 @@ class Recipe:
 
     ``parameters`` are all that the surrogate takes, with their defaults. ``only_ratio`` is the ratio level that alone
     has a meaning for it, and ``why_only`` the reason. ``takes_correction`` hands rollout corrections to the surrogate
-    instead of multiplying its loss by them. A new objective is one more entry in :data:`RECIPES`.
+    instead of multiplying its loss by them. ``needs`` are words of :data:`lit_grpo.compatibility.REQUIREMENTS`. A new
+    objective is one more entry in :data:`RECIPES`.
     """
 
     surrogate: Callable[..., Surrogate]
@@ -164,6 +165,7 @@ class Recipe:
     only_ratio: RatioLevel | None = None
     why_only: str = ""
     takes_correction: bool = False
+    needs: frozenset[str] = frozenset()
 
 
 CLIP: Parameters = {"epsilon": 0.2, "epsilon_high": 0.2, "delta": None}

@@ -39,6 +39,11 @@ class StepSize:
                 f"step_size.full_ess is {self.full_ess}, but step_size.rule is fixed; set it to effective_samples."
             )
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+        return frozenset({"sampled_log_probs"} if self.rule == "effective_samples" else ())
+
     def scale(self, log_weights_C: torch.Tensor) -> float:
         """Return what the learning rate is multiplied by.
 

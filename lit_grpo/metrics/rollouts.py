@@ -1,42 +1,18 @@
-"""Metrics of rollouts, and of validation."""
+"""Metrics of the rollouts of a batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from lit_grpo.ranks import Ranks, Reduce
+from lit_grpo.metrics.means import Means
+from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import less_group_mean, uniform_groups
-
-
-class Means:
-    """Means of named numbers, over batches and then over ranks; NaN for a mean over nothing.
-
-    They are kept in float64 on the host, whatever precision and device a run has. A number that is NaN is left out.
-
-    Args:
-        names: All of them; the same on every rank.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._totals: dict[str, tuple[float, int]] = dict.fromkeys(names, (0.0, 0))
-
-    def add(self, values: Mapping[str, torch.Tensor | float]) -> None:
-        """Count numbers, each of them alike."""
-        for name, value in values.items():
-            numbers, (total, count) = torch.as_tensor(value, dtype=torch.float64), self._totals[name]
-            self._totals[name] = (total + float(numbers.nansum()), count + int(numbers.isfinite().sum()))
-
-    def compute(self, reduce_sum: Reduce) -> dict[str, float]:
-        """Return the means by name; the reduction runs over ranks."""
-        totals = reduce_sum(torch.tensor(list(self._totals.values()), dtype=torch.float64)).tolist()
-        pairs = zip(self._totals, totals, strict=True)
-        return {name: total / count if count else math.nan for name, (total, count) in pairs}
 
 
 def rollout_metrics(
@@ -66,19 +42,19 @@ def rollout_metrics(
         "lengths": torch.tensor([completion.num_tokens for completion in completions]).double(),
         "cut_off": torch.tensor([completion.finish_reason == "length" for completion in completions]).double(),
     }
-    everyone = ranks.gather(own)
-    of = {name: torch.cat([rank[name] for rank in everyone]) for name in own}
+    by_rank = ranks.gather(own)
+    everyone = {name: torch.cat([rank[name] for rank in by_rank]) for name in own}
     logs = {
-        "reward": _mean(of["rewards"]),
-        "reward_std": _std(of["rewards"]),
-        "reward_std_within": math.sqrt(_mean(of["within_group"].square())),
-        "frac_reward_zero_std": _mean(of["uniform"]),
-        "frac_no_reward": _mean(of["rewards"].isnan().double()),
-        "frac_no_rollout": _mean(of["empty"]),
+        "reward": _mean(everyone["rewards"]),
+        "reward_std": _std(everyone["rewards"]),
+        "reward_std_within": math.sqrt(_mean(everyone["within_group"].square())),
+        "frac_reward_zero_std": _mean(everyone["uniform"]),
+        "frac_no_reward": _mean(everyone["rewards"].isnan().double()),
+        "frac_no_rollout": _mean(everyone["empty"]),
     }
-    for name, values_R in zip(rewards.functions, of["by_function"].T, strict=True):
+    for name, values_R in zip(rewards.functions, everyone["by_function"].T, strict=True):
         logs |= {f"rewards/{name}/mean": _mean(values_R), f"rewards/{name}/std": _std(values_R)}
-    logs |= _length_metrics(of["lengths"], of["cut_off"])
+    logs |= _length_metrics(everyone["lengths"], everyone["cut_off"])
     return logs | _token_metrics(completions, version, ranks)
 
 
@@ -190,14 +166,3 @@ class CollapseWatch:
             f"{reward:.3g} (the best mean was {self._best:.3g}), so nothing is left to learn from; lower the learning "
             "rate, and go on from an earlier checkpoint."
         )
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Estimate without bias the chance that at least one of ``k`` samples passes.
-
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., "Evaluating Large Language Models Trained on Code",
-    arXiv 2107.03374, eq. 1).
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples a prompt and k >= 1, but there are {num_samples}.")
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

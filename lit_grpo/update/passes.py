@@ -1,0 +1,143 @@
+"""Rollouts through the policy, micro-batch by micro-batch: to measure their tokens, or for a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
+from lit_grpo.policy.sharding import is_scattered, scatter
+from lit_grpo.ranks import Ranks
+from lit_grpo.types import Key, Rollout
+from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
+from lit_grpo.update.batches.step import Gathered, Step
+from lit_grpo.update.budget import TokenBudget, estimate_tokens
+from lit_grpo.update.logprobs.measurements import Measurement, measure
+from lit_grpo.update.loss import MicroBatchLoss
+from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
+from lit_grpo.update.prefix.sharing import shared_prefixes
+from lit_grpo.update.settings import Optimization, Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PolicyPasses:
+    """Sends rollouts through the policy in micro-batches, and owns how many tokens these may have.
+
+    Args:
+        policy: Trained.
+        optimization: Takes gradients.
+        settings: What is learnt, and how it is cut.
+
+    Attributes:
+        budget: The number of tokens, where ``max_tokens_per_micro_batch`` is ``auto`` and it has been estimated.
+    """
+
+    def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: Settings) -> None:
+        self.policy, self.optimization, self.settings = policy, optimization, settings
+        self.budget: TokenBudget | None = None
+        self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)
+        self._loss = MicroBatchLoss(policy, settings, self._rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        return self.policy.device
+
+    @property
+    def ranks(self) -> Ranks:
+        """Reductions over the ranks of the run."""
+        return Ranks(self.device)
+
+    def measure(
+        self,
+        rollouts: Sequence[Rollout],
+        what: Measurement,
+        lend: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
+    ) -> dict[Key, torch.Tensor]:
+        """Measure every token that is learnt from under the policy, or under a model that is lent for it.
+
+        Where the budget is open and the memory of a rank runs out, all of them start again with half of it.
+        """
+        with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
+        no_advantages = [0.0] * len(with_tokens)
+        while True:
+            values: dict[Key, torch.Tensor] | None = None
+            equally_many = is_scattered(self.policy) or self._rows.size > 1
+            micro_batches = self.micro_batches(with_tokens, no_advantages, equally_many)
+            try:
+                with nullcontext(self.policy) if lend is None else lend() as model:
+                    values = measure(
+                        what, with_tokens, micro_batches, model, self.settings.temperature, self.device, self._rows
+                    )
+            except (RuntimeError, MemoryError) as error:
+                if self.budget is None or not is_out_of_memory(error):
+                    raise
+            short = self.budget is not None and bool(self.ranks.max(float(values is None)))
+            if values is not None and not short:
+                return values
+            self.halve_budget(with_tokens)
+
+    def gradient(
+        self, micro_batches: MicroBatches, step: Step, first: bool = True, last: bool = True
+    ) -> Gathered | None:
+        """Add up the step's gradient; return what its micro-batches gathered, or None where memory ran out on a rank.
+
+        Memory may run out where the budget is open. The gradient starts from 0 with the ``first`` micro-batches of a
+        step, and ranks exchange it in the ``last``. A rank whose memory runs out cannot take part in the exchange of
+        gradients, so with an open budget ranks agree beforehand, and exchange in the backward pass of an empty
+        micro-batch.
+        """
+        scatter(self.policy)
+        if first:
+            self.policy.zero_grad()
+        gathered, is_open, short = Gathered(), self.budget is not None, False
+        if is_open and micro_batches and self.ranks.size > 1:
+            micro_batches = micro_batches.and_empty(1)
+        with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
+            for index, (owner, micro_batch) in enumerate(self._rows.in_turn(micro_batches)):
+                is_last = last and index == len(micro_batches) * self._rows.size - 1
+                if is_open and is_last and self.ranks.max(float(short)):
+                    return None
+                try:
+                    if not short:
+                        on_device = micro_batch.to(self.device)
+                        loss = partial(self._loss, micro_batch=on_device, owner=owner, step=step, gathered=gathered)
+                        self.optimization.add_gradient(loss, is_last)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_open or not is_out_of_memory(error):
+                        raise
+                    short = True
+                if self.device.type == "cpu":
+                    return_freed_memory()
+        return None if short else gathered
+
+    def micro_batches(
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float], equally_many: bool = True
+    ) -> MicroBatches:
+        """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
+        own = make_micro_batches(rollouts, advantages, self._max_tokens(rollouts), self.settings.shares_prefix)
+        return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
+
+    def halve_budget(self, rollouts: Sequence[Rollout]) -> None:
+        """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""
+        assert self.budget is not None
+        self.ranks.warn(self.budget.halve(int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _max_tokens(self, rollouts: Sequence[Rollout]) -> int:
+        """The token budget of micro-batches; where it is open, estimated the first time, the same on every rank."""
+        settings = self.settings
+        if settings.max_tokens_per_micro_batch != "auto":
+            return settings.max_tokens_per_micro_batch
+        if self.budget is None:
+            is_selective = settings.gradient_checkpointing == "selective"
+            tokens = estimate_tokens(self.policy, free_bytes(self.device), settings.shares_prefix, is_selective)
+            self.budget = TokenBudget(int(-self.ranks.max(-tokens)))
+        return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
