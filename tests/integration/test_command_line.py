@@ -630,9 +630,9 @@ def test_a_mistake_in_any_command_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("optimizer", "option"),
-    [("GaLoreAdamW", "rank"), ("AdamW8bit", "min_8bit_size")],
+    [("examples.galore.GaLore", "rank"), ("AdamW8bit", "min_8bit_size")],
 )
-def test_optimizers_that_need_less_memory_have_short_names(folder: Path, optimizer: str, option: str) -> None:
+def test_optimizers_of_less_memory_go_on_from_a_checkpoint(folder: Path, optimizer: str, option: str) -> None:
     options = ["--model.optimizer", optimizer, "--model.optimizer.lr", "1e-3", f"--model.optimizer.{option}", "16"]
     fit(*options)
     fit(*options, "--trainer.max_steps", "2", "--run.name", "part")
