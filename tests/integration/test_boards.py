@@ -75,7 +75,6 @@ ONLY_ELSEWHERE = {
         ),
         "rollout.mode pruned",
     ),
-    **dict.fromkeys(("rollout/drafted_tokens", "rollout/draft_acceptance"), "generator.speculate"),
     **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.allocation with rounds"),
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.allocation that divides"),
     "budget/replaced_groups": "rollout.replace_flat",
