@@ -37,9 +37,8 @@ class ForcedGenerator(SlotGenerator):
         super().__init__(num_slots)
         self.lengths = lengths
 
-    def _stopped(self, rows: TokenRows, rows_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
-        ends_B = np.array([self.lengths[request.key] for request in rows.requests])
-        return (rows.counts_B >= ends_B)[rows_N]
+    def _stopped(self, rows: TokenRows) -> np.ndarray:
+        return rows.counts_B >= np.array([self.lengths[request.key] for request in rows.requests])
 
 
 class ForetoldLengths(NoLengths):

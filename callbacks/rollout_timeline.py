@@ -16,7 +16,7 @@ from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
 from lit_grpo.scheduling.recording import timeline_row
 from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
-from lit_grpo.types import PromptBatch, Rollout
+from lit_grpo.types import PromptBatch
 
 
 class RolloutTimeline(pl.Callback):
@@ -29,15 +29,12 @@ class RolloutTimeline(pl.Callback):
     Args:
         every_n_updates: Draw and keep the first rollout, and one whenever the policy's version reaches or passes a
             multiple of this; 0 never.
-        record_trace: Whether to write ``trace.jsonl``; with ``tokens`` the tokens of prompts and completions too, from
-            which ``simulate --speculate`` counts what drafts would save.
+        record_trace: Whether to write ``trace.jsonl``.
     """
 
-    def __init__(self, every_n_updates: int = 50, record_trace: bool | str = False) -> None:
+    def __init__(self, every_n_updates: int = 50, record_trace: bool = False) -> None:
         if every_n_updates < 0:
             raise ValueError(f"rollout_timeline.every_n_updates must be at least 0, not {every_n_updates}.")
-        if record_trace not in (True, False, "tokens"):
-            raise ValueError(f"rollout_timeline.record_trace must be true, false or tokens, not {record_trace!r}.")
         self.every_n_updates = every_n_updates
         self.record_trace = record_trace
         self._version = 0  # of the policy before this batch
@@ -57,7 +54,7 @@ class RolloutTimeline(pl.Callback):
             return
         if self.record_trace:
             with (Path(trainer.default_root_dir) / "trace.jsonl").open("a", encoding="utf-8") as file:
-                rows = _rows(trainer.global_step, batch, with_tokens=self.record_trace == "tokens")
+                rows = _rows(trainer.global_step, batch)
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         before, self._version = self._version, trainer.global_step
         if is_due(self.every_n_updates, before, self._version):
@@ -101,7 +98,7 @@ def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
     }
 
 
-def _rows(step: int, batch: PromptBatch, with_tokens: bool) -> list[dict[str, Any]]:
+def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
@@ -111,15 +108,9 @@ def _rows(step: int, batch: PromptBatch, with_tokens: bool) -> list[dict[str, An
             "prompt_tokens": len(rollout.prompt.token_ids),
             "tokens": rollout.completion.num_tokens,
             "predicted": round(batch.predicted[rollout.completion.request.key], 1),
-            **(_tokens(rollout) if with_tokens else {}),
         }
         for rollout in batch.rollouts
     ]
-
-
-def _tokens(rollout: Rollout) -> dict[str, list[int]]:
-    prompt = list(rollout.prompt.token_ids)
-    return {"token_ids": rollout.completion.token_ids_T.tolist(), "prompt_token_ids": prompt}
 
 
 def _png_summary(tag: str, png: bytes) -> Any:

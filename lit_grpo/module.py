@@ -31,7 +31,6 @@ from lit_grpo.checks import (
 )
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
-from lit_grpo.optim.galore import GaLoreAdamW
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
@@ -291,8 +290,6 @@ class GRPOModule(EvaluationModule):
         if not trained:
             raise ValueError("model.policy has no weight that may be trained; set requires_grad of some of them.")
         optimizer = self.make_optimizer(trained)
-        if isinstance(optimizer, GaLoreAdamW):
-            optimizer.leave_whole(embeddings(self.policy))
         scheduler = None if self.make_lr_scheduler is None else self.make_lr_scheduler(optimizer)
         self._told = told_of_run(self.trainer, self.policy_name, self.settings, optimizer, scheduler)
         if self._told_before:

@@ -142,12 +142,6 @@ def test_a_picture_of_one_batch_of_several_says_so(
         ("--noise recorded", "lognormal_heavy has rows without predicted: give --noise a number or none."),
         ("--slots 0", "The number of slots is 0: an engine needs 1 or more."),
         ("--kv_tokens 9", "A KV budget of 9 tokens is too small for the longest completion of lognormal_heavy with"),
-        ("--speculate 0", "argument --speculate: '0' is no number of drafts: give 1 or more, such as 4 or 2,4,8."),
-        ("--speculate 2,x", "argument --speculate: '2,x' is no number of drafts: give 1 or more, such as 4 or 2,4,8."),
-        (
-            "--speculate 4",
-            "lognormal_heavy has rows without token_ids, and drafts are made of tokens: record them with",
-        ),
         ("--step_cost 1,2", "argument --step_cost: '1,2' is no cost (there are 2 numbers): give three times in"),
         ("--step_cost 1,-2,0", "argument --step_cost: '1,-2,0' is no cost (The cost of a step is"),
         ("--slotz 3", "unrecognized arguments: --slotz 3; --help lists all there are."),
@@ -171,51 +165,12 @@ def test_a_bad_row_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{path}, line 1: tokens is 0: give a whole number of 1 or more." in capsys.readouterr().err
 
 
-def write_texts(path: Path) -> Path:
-    """Two visits of a prompt, which go the same way to the end."""
-    texts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]]
-    records = [
-        {"prompt_id": "a", "visit": step, "step": step, "sample_id": 0, "prompt_tokens": 2, "prompt_token_ids": [8, 9]}
-        | {"tokens": len(text), "token_ids": text}
-        for step, text in enumerate(texts)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_drafts_save_steps_where_slots_are_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = str(write_texts(tmp_path / "texts.jsonl"))
-    main(["--trace", trace, "--slots", "8", "--plans", "fcfs", "--speculate", "2,7", "--step_cost", "0,1000,0"])
-    table = rows(capsys.readouterr().out)
-    # steps, over the bound, bubble ratio, mean completion, peak KV tokens, drafted, accepted, seconds
-    assert table["fcfs"] == ["14", "1.000", "0.875", "7.0", "9", "-", "-", "14.000"]
-    # the second visit takes 3 + 3 + 1 tokens, the last of them without a draft that it needs
-    assert table["fcfs, 2 drafted"] == ["10", "0.714", "0.875", "5.0", "-", "4", "1.000", "14.000"]
-    assert table["fcfs, 7 drafted"] == ["8", "0.571", "0.875", "4.0", "-", "6", "1.000", "14.000"]
-
-
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
-        (["--kv_tokens", "999"], "error: --kv_tokens is 999, and drafts are counted without it: leave out one of the"),
-        (["--probe_tokens", "2,4"], "error: --probe_tokens is 2,4, and drafts are counted without it: leave out one"),
-    ],
-)
-def test_what_drafts_do_not_go_with_is_refused(
-    option: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = str(write_texts(tmp_path / "texts.jsonl"))
-    with pytest.raises(SystemExit):
-        main(["--trace", trace, "--speculate", "4", *option])
-    assert capsys.readouterr().err.startswith(sentence)
-
-
 def test_help_documents_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    for option in ("trace", "slots", "kv_tokens", "noise", "plans", "speculate", "step_cost", "output"):
+    for option in ("trace", "slots", "kv_tokens", "noise", "plans", "step_cost", "output"):
         assert f"  --{option}" in printed
 
 

@@ -24,7 +24,6 @@ from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.queries import Queries, Sampled
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams, Segment, Trajectory
@@ -93,7 +92,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
         positions_B = torch.from_numpy(counts_B)
         return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
-    monkeypatch.setattr(TokenRows, "uniform", lambda rows, rows_N, ahead_N: rows.counts_B[rows_N] + ahead_N)
+    monkeypatch.setattr(TokenRows, "next_uniform_B", property(lambda rows: rows.counts_B))
     monkeypatch.setattr(slots_module, "sample_tokens", sample)
 
 
@@ -607,8 +606,8 @@ def test_the_policy_is_given_back_after_abort_and_after_close(make: Any, trainin
 
 
 PLACES: list[tuple[Any, str]] = [
-    (Queries, "decode"),
-    (Sampled, "give"),
+    (SlotGenerator, "_decode"),
+    (SlotGenerator, "_finish"),
     (slots_module, "sample_tokens"),
     (SlotCache, "write_prompts"),
     (SlotCache, "admit"),

@@ -115,9 +115,6 @@ def test_a_trace_without_steps_is_one_batch_and_has_no_predictions_unless_in_all
         (GOOD | {"sample_id": True}, "line 2: sample_id is True: give a whole number of 0 or more."),
         (GOOD | {"visit": -1}, "line 2: visit is -1: give a whole number of 0 or more."),
         (GOOD | {"sample_id": 1, "predicted": -3}, "line 2: predicted is -3: give the tokens expected, above 0"),
-        (GOOD | {"token_ids": "abc"}, "line 2: token_ids is abc: give a list of whole numbers, or leave it out."),
-        (GOOD | {"token_ids": [1, True]}, "line 2: token_ids is [1, True]: give a list of whole numbers"),
-        (GOOD | {"tokens": 2, "token_ids": [1]}, "line 2: token_ids has 1 tokens, where 2 are counted: give all"),
         (GOOD, "line 2: prompt_id, visit and sample_id ('a', 0, 0) are those of line 1: count visit up"),
     ],
 )  # fmt: skip

@@ -61,14 +61,12 @@ class StepEvents:
     ``num_steps`` is above 1 where nothing but tokens came for some decode steps. ``set_aside`` are requests that had to
     leave for want of memory, with the prefixes from which they go on once they are submitted again. ``message`` is for
     the user, where something went otherwise than planned. ``prefilled_tokens`` are those of the prompts that went
-    through the policy in it, where the generator knows. ``num_drafted`` tokens were tried ahead; each that was right is
-    a token beyond ``num_active``.
+    through the policy in it, where the generator knows.
     """
 
     num_active: int = 0
     num_tokens: int = 0
     num_steps: int = 1
-    num_drafted: int = 0
     prefilled_tokens: int = 0
     finished: list[Completion] = field(default_factory=list)
     set_aside: list[Request] = field(default_factory=list)

@@ -21,12 +21,12 @@ class RolloutStats:
     """What one rollout cost.
 
     ``num_set_aside`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
-    it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts began
-    anew in it, and ``num_continued`` went on. ``num_drafted`` tokens were tried ahead, ``num_accepted`` of which were
-    right. ``bubble_ratio`` is one minus the share of slot steps in which a slot was decoding. ``scheduling_s`` is the
-    time spent neither in the generator nor in waiting for rewards. ``spans`` says which slot decoded which completion
-    when, by the steps of ``clock``, ``predicted`` how many tokens were expected of each before anything was decoded,
-    and ``step_bound`` is the fewest steps that these lengths allow in so many slots.
+    it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
+    decoded again in it, and ``num_continued`` went on. ``bubble_ratio`` is one minus the share of slot steps in which a
+    slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans``
+    says which slot decoded which completion when, by the steps of ``clock``, ``predicted`` how many tokens were
+    expected of each before anything was decoded, and ``step_bound`` is the fewest steps that these lengths allow in so
+    many slots.
     """
 
     num_steps: int = 0
@@ -35,8 +35,6 @@ class RolloutStats:
     num_parked: int = 0
     num_discarded: int = 0
     num_continued: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
     rollout_s: float = 0.0
     reward_wait_s: float = 0.0
     scheduling_s: float = 0.0
@@ -72,9 +70,6 @@ class RolloutStats:
         elapsed_s = ended_s - began_s
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
-        if events.num_drafted:
-            self.num_drafted += events.num_drafted
-            self.num_accepted += events.num_tokens - events.num_active
         self.active_slot_steps += events.num_active * events.num_steps
         self.slot_steps += capacity.slots * events.num_steps
         self.active_slot_s += events.num_active * elapsed_s
@@ -94,20 +89,15 @@ class RolloutStats:
         """Return the figures by the names they are logged under."""
         limit = self.clock.kv_limit
         budget = {} if limit is None else {"memory/kv_tokens_budget": float(limit)}
-        drafts: dict[str, float] = {}
-        if self.num_drafted:
-            drafts["rollout/drafted_tokens"] = float(self.num_drafted)
-            drafts["rollout/draft_acceptance"] = self.num_accepted / self.num_drafted
         return {
             **budget,
-            **drafts,
             "rollout/steps": float(self.num_steps),
             "rollout/tokens": float(self.num_tokens),
             "rollout/bubble_ratio": self.bubble_ratio,
             "rollout/set_asides": float(self.num_set_aside),
             "rollout/parked": float(self.num_parked),
             "rollout/steps_over_bound": self.num_steps / max(self.step_bound, 1),
-            "rollout/slots_in_use": (self.num_tokens - self.num_accepted) / max(self.num_steps, 1),
+            "rollout/slots_in_use": self.num_tokens / max(self.num_steps, 1),
             "rollout/kv_tokens_peak": float(self.kv_tokens_peak),
             "perf/bubble_ratio": self.timed_bubble_ratio,
             "time/rollout_s": self.rollout_s,

@@ -75,7 +75,6 @@ ONLY_ELSEWHERE = {
         ),
         "rollout.plugins arrol",
     ),
-    **dict.fromkeys(("rollout/drafted_tokens", "rollout/draft_acceptance"), "generator.speculate"),
     **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.plugins with rounds"),
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.plugins that divide completions"),
     "budget/replaced_groups": "rollout.plugins replace_flat",

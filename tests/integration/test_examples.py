@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "train": "The trained policy, metrics and samples are in",
     "own_trainer": "update 2: reward",
+    "galore": "Metrics of two updates by GaLore are in",
     "own_loss": "Rewards, the loss and its metrics are in",
 }
 

@@ -55,24 +55,6 @@ def test_a_stale_generator_samples_with_the_weights_of_so_many_updates_ago(tmp_p
 
 
 @pytest.mark.nightly
-def test_speculation_counts_the_steps_that_drafts_save(tmp_path: Path) -> None:
-    result, _ = run_quick("speculation", tmp_path / "result.json")
-    check_result(result, "speculation")
-    assert [row["drafted"] for row in result["rows"]] == [2, 4, 8]
-    assert all(row["steps"] <= row["without"] and 0 <= row["accepted"] <= 1 for row in result["rows"])
-
-
-@pytest.mark.nightly
-def test_drafts_are_decoded_beside_a_generator_without(tmp_path: Path) -> None:
-    result, _ = run_quick("drafts", tmp_path / "result.json")
-    check_result(result, "drafts")
-    rows = [row for row in result["rows"] if row["dtype"] == "float32"]
-    assert [(row["slots"], row["drafted"]) for row in rows] == [(n, k) for n in (64, 256) for k in (0, 2, 4, 8)]
-    assert all(row["differ"] == 0 and row["steps_over_without"] <= 1 for row in rows)
-    assert any(row["right"] > 0 for row in rows)
-
-
-@pytest.mark.nightly
 def test_learning_per_hour_trains_all_systems_and_scores_them_alike(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     result, _ = run_quick("learning_per_hour", tmp_path / "result.json")

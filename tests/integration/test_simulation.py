@@ -13,7 +13,7 @@ from benchmarks.rollouts import ForcedGenerator
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.rollout.slots import queries as queries_module
+from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots.forward import decode_step
 from lit_grpo.rollout.slots.kv.memory import KVBudget
 from lit_grpo.scheduling.layouts import Pieces
@@ -85,7 +85,7 @@ def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(
         computed.append(len(tokens_B))
         return decode_step(policy, fused, tokens_B, *others)
 
-    monkeypatch.setattr(queries_module, "decode_step", counting)
+    monkeypatch.setattr(slots_module, "decode_step", counting)
     lengths = {("0", 0, (sample,)): length for sample, length in enumerate([4, 1, 2, 1, 3])}
     policy: Any = random_policy()
     generator = ForcedGenerator(lengths, 3)

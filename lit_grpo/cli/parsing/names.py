@@ -14,7 +14,6 @@ OPTIMIZERS = {
     "AdamW": "torch.optim.AdamW",
     "SGD": "torch.optim.SGD",
     "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
-    "GaLoreAdamW": "lit_grpo.optim.GaLoreAdamW",
 }
 SCHEDULERS = {"WarmupDecayLR": "lit_grpo.optim.WarmupDecayLR"} | {
     name: f"torch.optim.lr_scheduler.{name}"

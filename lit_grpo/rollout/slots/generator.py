@@ -16,17 +16,15 @@ from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
-from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
+from lit_grpo.rollout.sampling import entropy, sample_tokens, to_device, to_host
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
-from lit_grpo.rollout.slots.drafts import RowDrafts
-from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype
+from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.memory import KVBudget, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.shelves import KVShape
 from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, KeptCompletions, PromptKey, PromptStates, batches
-from lit_grpo.rollout.slots.queries import Queries, Sampled
-from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, with_stop_string
+from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, with_stop_string
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
 from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.layouts import prompt_room
@@ -48,24 +46,16 @@ class SlotGenerator(Versioned):
         kv_memory: How much memory keys and values may take: an amount such as ``2.5GiB``, a share of what is free such
             as ``60%``, or ``auto``, which leaves what gradients, optimizer and update need. Where lengths make it
             scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
-        speculate: How many tokens a completion tries ahead in a step, at most, while slots are free: those that have
-            followed its last ones in other completions of its prompt. The tokens that are sampled stay the same, and
-            come in fewer steps, each of which decodes more positions.
     """
 
-    def __init__(
-        self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto", speculate: int = 0
-    ) -> None:
+    def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
-        if speculate < 0:
-            raise ValueError(f"speculate must be at least 0, which tries nothing ahead, not {speculate}.")
         self.num_slots = num_slots
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryBudget(kv_memory)
-        self.speculate = speculate
         self.feature_points: tuple[int, ...] = ()
         self.tells_entropies = True
         self.budget: KVBudget | None = None
@@ -144,7 +134,6 @@ class SlotGenerator(Versioned):
         """Give the policy back as it was, once nothing is in flight."""
         if self._mode is not None and not self._num_in_flight:
             self._mode.end()
-            self._drafts.rest()
 
     def _without_gradients(self) -> AbstractContextManager[object]:
         return nullcontext() if self._mode is None else self._mode.without_gradients()
@@ -154,7 +143,6 @@ class SlotGenerator(Versioned):
         self._cache: SlotCache | None = None
         self._incoming: list[Request] = []
         self._prompts, self._kept = PromptStates(), KeptCompletions()
-        self._drafts = RowDrafts(self.speculate)
         self._sampling: SamplingParams | None = None
 
     # ---- requests ---------------------------------------------------------------------------------
@@ -231,7 +219,6 @@ class SlotGenerator(Versioned):
             for row in sorted(rows, reverse=True):
                 assert self._rows is not None and self._cache is not None
                 requests.append(self._rows.request(row))
-                self._drafts.leave([requests[-1].key])
                 if not self._prompts.is_released(requests[-1].group):
                     self._kept.keep(requests[-1], row, self._cache, self._room_to_keep(self._cache))
                 self._cache.remove(row)
@@ -276,27 +263,33 @@ class SlotGenerator(Versioned):
         if self._incoming:
             self._prefill_prompts(cache, events)
             self._resume(rows, cache)
-        queries = self._queries(rows, cache)
-        hidden = [queries.decode(self.policy, self._fused, rows, cache)] if len(rows) else []
+        hidden = [self._decode(rows, cache)] if len(rows) else []
         if fresh := self._incoming:
             prompts = [self._prompt_key(request) for request in fresh]
             hidden.append(torch.stack([self._prompts.states[prompt] for prompt in prompts]))
             cache.admit(prompts)
             self._enter(fresh, rows)
-            queries = queries.followed_by(len(rows))
-        hidden_ND = torch.cat(hidden)
-        uniform_N = rows.uniform(queries.rows_N, queries.ahead_N)
-        sampled = Sampled(*to_host(*sample_tokens(self._head(hidden_ND), self._sampling, uniform_N)), hidden_ND)
-        ends = sampled.give(rows, queries, self._stopped, self.feature_points, events, self._version)
-        events.finished = self._finish(rows, cache, ends)
+        hidden_BD = torch.cat(hidden)
+        sampled = sample_tokens(self._head(hidden_BD), self._sampling, rows.next_uniform_B)
+        tokens_B, logprobs_B, entropies_B = to_host(*sampled)
+        if np.isnan(logprobs_B).any():
+            raise FloatingPointError(
+                f"The policy's logits are NaN or infinite at version {self._version}, so no token can be sampled; "
+                "look for NaN weights or a learning rate that is too high."
+            )
+        events.num_active = events.num_tokens = len(rows)
+        events.observations += observe_rows(self.feature_points, rows, hidden_BD, entropies_B)
+        rows.append(tokens_B, logprobs_B, entropies_B)
+        events.finished = self._finish(rows, cache, self._stopped(rows))
         if events.finished:
             self._forget()
 
-    def _queries(self, rows: TokenRows, cache: SlotCache) -> Queries:
-        """The tokens to decode: with drafts only where slots are free, nobody waits and memory is no concern."""
-        if not (self.speculate and len(rows) and not self._incoming and self._is_roomy(cache)):
-            return Queries.of(rows)
-        return Queries.of(rows, self._drafts.draft(rows, self.num_slots - len(rows)))
+    def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
+        """Run the policy over the last token of each row; return the hidden states, shape (rows, hidden size)."""
+        positions_B = rows.positions_B
+        cache.prepare(rows.counts_B - 1)
+        tokens, positions = (to_device(part, self._device) for part in (rows.last_tokens_B, positions_B))
+        return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
 
     def _open(self) -> tuple[TokenRows, SlotCache]:
         """Rows and cache for the completions in flight; new ones where their size or dtype has changed."""
@@ -368,23 +361,22 @@ class SlotGenerator(Versioned):
         entered = {request.key for request in requests}
         self._incoming = [request for request in self._incoming if request.key not in entered]
 
-    def _finish(self, rows: TokenRows, cache: SlotCache, ends: dict[int, bool]) -> list[Completion]:
-        """Take rows that have ended, ascending, some of them at a token that ends them, out of their slots."""
-        finished = [rows.completion(row, "stop" if stopped else "length") for row, stopped in ends.items()]
+    def _finish(self, rows: TokenRows, cache: SlotCache, stopped_B: np.ndarray) -> list[Completion]:
+        """Take rows out of their slots that a token has ended, or that are at their limit."""
+        ended = np.flatnonzero(stopped_B | (rows.counts_B >= rows.max_tokens)).tolist()
+        finished = [rows.completion(row, "stop" if stopped_B[row] else "length") for row in ended]
         for completion in finished:
             completion.text = self._text_of(completion.token_ids_T.tolist())
-            if self.speculate:
-                self._drafts.finish(completion)
-        for row in reversed(ends):
+        for row in reversed(ended):
             cache.remove(row)
             rows.remove(row)
         return finished
 
-    def _stopped(self, rows: TokenRows, rows_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
-        """Whether the token that each of these rows has just got ends it, shape (rows,)."""
+    def _stopped(self, rows: TokenRows) -> np.ndarray:
+        """Whether the token that each row has just got ends it, shape (rows,)."""
         assert self._sampling is not None
-        at_end_N = (tokens_N[:, None] == self._eos_ids).any(-1)
-        return at_end_N | with_stop_string(rows, rows_N, self._sampling.stop, self._tokenizer)
+        at_end_B = (rows.last_tokens_B[:, None] == self._eos_ids).any(-1)
+        return at_end_B | with_stop_string(rows, self._sampling.stop, self._tokenizer)
 
     def _evacuate(self, events: StepEvents) -> None:
         """After an error within a step: hand all requests back, and start from an empty cache."""
@@ -393,7 +385,6 @@ class SlotGenerator(Versioned):
         events.finished.clear()
         self._rows = self._cache = None
         self._incoming, self._kept = [], KeptCompletions()
-        self._drafts.leave(request.key for request in rows)
         self._prompts.expect_nothing()
 
     def _prompt_key(self, request: Request) -> PromptKey:

@@ -67,17 +67,10 @@ class TokenRows:
         return self._tokens[self._index[:rows], self._counts[:rows] - 1]
 
     @property
-    def all(self) -> np.ndarray:
-        """The numbers of all rows, shape (rows,)."""
-        return self._index[: len(self)]
-
-    def uniform(self, rows_N: np.ndarray, ahead_N: np.ndarray) -> np.ndarray:
-        """Return the random numbers of tokens of rows: 0 ahead is that of a row's next token."""
-        return self._uniform[rows_N, self._counts[rows_N] + ahead_N]
-
-    def tokens(self, row: int, begin: int) -> list[int]:
-        """Return what a row has come to, from a token on."""
-        return self._tokens[row, begin : self._counts[row]].tolist()
+    def next_uniform_B(self) -> np.ndarray:
+        """The random number of each row's next token."""
+        rows = len(self)
+        return self._uniform[self._index[:rows], self._counts[:rows]]
 
     def admit(self, requests: Sequence[Request], version: int) -> None:
         """Open rows behind the others, each with the prefix of its request."""
@@ -95,26 +88,27 @@ class TokenRows:
             self._prompt_lengths[row] = len(request.prompt.token_ids)
             self._rows.append(_Row(request, [(count, version)]))
 
-    def append(self, rows_N: np.ndarray, tokens_N: np.ndarray, logprobs_N: np.ndarray, entropies_N: np.ndarray) -> None:
-        """Give these rows a token each."""
-        index = rows_N, self._counts[rows_N]
-        self._tokens[index] = tokens_N
-        self._logprobs[index] = logprobs_N
-        self._entropy_sums[rows_N] += entropies_N
-        self._counts[rows_N] += 1
+    def append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray, entropies_B: np.ndarray) -> None:
+        """Give each row a token."""
+        rows = len(self)
+        index = self._index[:rows], self._counts[:rows]
+        self._tokens[index] = tokens_B
+        self._logprobs[index] = logprobs_B
+        self._entropy_sums[:rows] += entropies_B
+        self._counts[:rows] += 1
 
     def new_version(self, version: int) -> None:
         """Note that further tokens come from another policy version."""
         for row, count in zip(self._rows, self.counts_B.tolist(), strict=True):
             row.versions.append((count, version))
 
-    def tails(self, rows_N: np.ndarray, num_tokens: int) -> list[list[int]]:
-        """At most the last ``num_tokens`` tokens of each of these rows."""
-        begins = np.maximum(self._counts[rows_N] - num_tokens, 0)
-        return [self.tokens(row, begin) for row, begin in zip(rows_N.tolist(), begins.tolist(), strict=True)]
+    def tails(self, num_tokens: int) -> list[list[int]]:
+        """At most the last ``num_tokens`` tokens of each row."""
+        counts = self._counts[: len(self)].tolist()
+        return [self._tokens[row, max(count - num_tokens, 0) : count].tolist() for row, count in enumerate(counts)]
 
     def mean_logprobs(self, rows_N: np.ndarray, num_tokens: int) -> np.ndarray:
-        """The mean log-prob of the first ``num_tokens`` tokens of some rows, shape (rows,)."""
+        """The mean log-prob of the first ``num_tokens`` tokens of some rows, shape (some rows,)."""
         return self._logprobs[rows_N, :num_tokens].mean(1)
 
     def request(self, row: int) -> Request:
@@ -152,17 +146,15 @@ class TokenRows:
         del self._rows[last]
 
 
-def with_stop_string(
-    rows: TokenRows, rows_N: np.ndarray, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> np.ndarray:
-    """Return whether the last token of each of these rows has completed one of ``stop``, shape (rows,).
+def with_stop_string(rows: TokenRows, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return whether the last token of each row has completed one of ``stop``, shape (rows,).
 
     Only as many tokens are decoded as it can take. One that a prefix holds already, in observed tokens, ends nothing.
     """
     if not stop:
-        return np.zeros(len(rows_N), dtype=bool)
+        return np.zeros(len(rows), dtype=bool)
     longest = max(len(text.encode()) for text in stop)  # a token may hold as little as one byte of a character
-    tails = rows.tails(rows_N, longest + 1)
+    tails = rows.tails(longest + 1)
     pairs = zip(tokenizer.batch_decode(tails), tokenizer.batch_decode([tail[:-1] for tail in tails]), strict=True)
     return np.array([any(now.count(s) > before.count(s) for s in stop) for now, before in pairs])
 
@@ -175,24 +167,20 @@ def observe_prompts(keys: Sequence[tuple[str, int]], hidden_BD: torch.Tensor, en
 
 
 def observe_rows(
-    points: Sequence[int],
-    rows: TokenRows,
-    rows_N: np.ndarray,
-    hidden_ND: torch.Tensor,
-    places_N: np.ndarray,
-    entropies_N: np.ndarray,
+    points: Sequence[int], rows: TokenRows, hidden_BD: torch.Tensor, entropies_B: np.ndarray
 ) -> list[Observation]:
-    """Tell what the policy shows of those of ``rows_N`` that are at one of ``points``; a prompt's, 0, is left out.
+    """Tell what the policy shows of rows that are at one of ``points``; what it shows of prompts, at 0, is left out.
 
-    The hidden states of these rows stand at ``places_N`` of ``hidden_ND``, shape (any, hidden size); they and the
-    entropies are those of the next token.
+    Args:
+        points: Numbers of tokens.
+        rows: All rows.
+        hidden_BD: The hidden states that the rows' next tokens come from.
+        entropies_B: The entropies of the next tokens.
     """
-    observations, counts_N = [], rows.counts_B[rows_N]
-    for point in sorted(set(points).intersection(counts_N.tolist()) - {0}):
-        chosen = np.flatnonzero(counts_N == point)
-        places = torch.from_numpy(places_N[chosen]).to(hidden_ND.device)
-        states = hidden_ND[places].float().cpu().numpy()
-        features = np.column_stack([states, rows.mean_logprobs(rows_N[chosen], point), entropies_N[chosen]])
-        requests = rows.requests
-        observations.append(Observation([requests[row].key for row in rows_N[chosen].tolist()], point, features))
+    observations, counts_B, requests = [], rows.counts_B, rows.requests
+    for point in sorted(set(points).intersection(counts_B.tolist()) - {0}):
+        rows_N = np.flatnonzero(counts_B == point)
+        states_ND = hidden_BD[torch.from_numpy(rows_N).to(hidden_BD.device)].float().cpu().numpy()
+        features = np.column_stack([states_ND, rows.mean_logprobs(rows_N, point), entropies_B[rows_N]])
+        observations.append(Observation([requests[row].key for row in rows_N.tolist()], point, features))
     return observations

@@ -17,7 +17,6 @@ from lit_grpo.scheduling.jobs import LearntLengths
 from lit_grpo.scheduling.plans.plan import BLIND, PLANS
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
-from lit_grpo.tools.simulation.speculation import Speculation, SpeculativeReplay
 from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
@@ -29,7 +28,6 @@ class Outcome:
     plan: str
     bound: int
     schedules: list[Schedule]
-    speculation: Speculation | None = None
 
     @property
     def steps(self) -> int:
@@ -64,7 +62,6 @@ def print_table(source: str, engine: Engine, outcomes: list[Outcome], cost: Step
     completions = sum(len(schedule.ends) for schedule in outcomes[0].schedules)
     columns = ["plan", "steps", "over bound", "bubble ratio", "mean completion", "peak KV tokens"]
     columns += ["set aside"] if engine.kv_tokens is not None else []
-    columns += ["drafted", "accepted"] if any(outcome.speculation for outcome in outcomes) else []
     columns += ["time in s"] if cost is not None else []
     console = Console(width=None if Console().is_terminal else 120, markup=False, emoji=False)
     console.print(
@@ -77,24 +74,22 @@ def print_table(source: str, engine: Engine, outcomes: list[Outcome], cost: Step
     for column in columns[1:]:
         table.add_column(column, justify="right")
     for outcome in outcomes:
-        table.add_row(*_cells(outcome, engine, cost, drafts="drafted" in columns))
+        table.add_row(*_cells(outcome, engine, cost))
     console.print(table, highlight=False)
 
 
-def _cells(outcome: Outcome, engine: Engine, cost: StepCost | None, drafts: bool) -> list[str]:
-    schedules, speculation = outcome.schedules, outcome.speculation
+def _cells(outcome: Outcome, engine: Engine, cost: StepCost | None) -> list[str]:
+    schedules = outcome.schedules
     cells = [
         outcome.plan,
         f"{outcome.steps:,}",
         f"{outcome.steps / outcome.bound:.3f}",
         f"{outcome.bubble_ratio:.3f}",
         f"{outcome.mean_completion:,.1f}",
-        "-" if speculation else f"{max(schedule.peak_kv_tokens for schedule in schedules):,}",
+        f"{max(schedule.peak_kv_tokens for schedule in schedules):,}",
     ]
     if engine.kv_tokens is not None:
         cells.append(str(sum(schedule.set_asides for schedule in schedules)))
-    if drafts:
-        cells += [f"{speculation.num_drafted:,}", f"{speculation.accepted:.3f}"] if speculation else ["-", "-"]
     if cost is not None:
         cells.append(f"{sum(schedule.seconds(cost) for schedule in schedules):.3f}")
     return cells
@@ -170,15 +165,6 @@ def _make_parser() -> argparse.ArgumentParser:
         "several numbers completions wait at each of them: time slices. Default: all is known before decoding.",
     )
     add(
-        "--speculate",
-        type=_parse_drafts,
-        default=(),
-        metavar="K[,K...]",
-        help="Beside each plan as it is, the same with up to so many drafted tokens a row, in slots that are free: "
-        "what has most often followed the last tokens in completions of the same prompt. The trace needs tokens "
-        "(rollout_timeline.record_trace tokens). Default: none.",
-    )
-    add(
         "--step_cost",
         type=_parse_step_cost,
         metavar="A,B,C",
@@ -209,13 +195,6 @@ def _parse_points(text: str) -> tuple[int, ...]:
     return points
 
 
-def _parse_drafts(text: str) -> tuple[int, ...]:
-    numbers = [int(part) for part in text.split(",") if part.strip().isdecimal()]
-    if len(numbers) != text.count(",") + 1 or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of drafts: give 1 or more, such as 4 or 2,4,8.")
-    return tuple(numbers)
-
-
 def _parse_step_cost(text: str) -> StepCost:
     try:
         milliseconds = [float(part) for part in text.split(",")]
@@ -233,8 +212,6 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     for batch in batches:
         engine.check(batch)
     plans = options.plans or _plans_that_apply(batches, engine)
-    if options.speculate:
-        _check_speculation(trace, engine, options)
     known = [(batch, _lengths(batch, options.noise, seed)) for seed, batch in enumerate(batches)]
     bound = sum(_bound(batch, engine) for batch in batches)
     outcomes = []
@@ -243,43 +220,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
         schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
         behind = f" behind {', '.join(map(str, points))} tokens" if points else ""
         outcomes.append(Outcome(name + behind, bound, schedules))
-        outcomes += [_speculated(name, bound, engine, known, Speculation(most)) for most in options.speculate]
     return outcomes
-
-
-def _speculated(
-    name: str,
-    bound: int,
-    engine: Engine,
-    known: Sequence[tuple[Trace, LearntLengths]],
-    speculation: Speculation,
-) -> Outcome:
-    """Decode batch after batch; what earlier ones came to serves drafts of later ones."""
-    schedules = []
-    for batch, lengths in known:
-        generator = SpeculativeReplay(engine, batch, speculation)
-        schedules.append(simulate(batch, name, engine, lengths, generator=generator))
-    return Outcome(f"{name}, {speculation.most} drafted", bound, schedules, speculation)
-
-
-def _check_speculation(trace: Trace, engine: Engine, options: argparse.Namespace) -> None:
-    """Check that drafts can be made.
-
-    Raises:
-        ValueError: The trace has no tokens, or something is asked for that drafts do not go with.
-    """
-    if trace.texts is None:
-        raise ValueError(
-            f"{trace.name} has rows without token_ids, and drafts are made of tokens: record them with "
-            "--rollout_timeline.record_trace tokens, or leave out --speculate."
-        )
-    if engine.kv_tokens is not None or options.probe_tokens:
-        name, value = (
-            ("--kv_tokens", engine.kv_tokens)
-            if engine.kv_tokens is not None
-            else ("--probe_tokens", ",".join(map(str, options.probe_tokens)))
-        )
-        raise ValueError(f"{name} is {value}, and drafts are counted without it: leave out one of the two.")
 
 
 def _plans_that_apply(batches: Sequence[Trace], engine: Engine) -> list[str]:

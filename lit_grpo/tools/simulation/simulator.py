@@ -58,7 +58,6 @@ class Schedule:
         segments: ``(start, end, active rows, KV tokens in the first step, and in the last)`` of stretches of steps;
             int64, shape (segments, 5).
         set_asides: How often a completion was set aside because KV tokens had run out.
-        positions: Tokens that each step computes, where some are drafts, shape (steps,); a row a stretch by default.
     """
 
     engine: Engine
@@ -66,7 +65,6 @@ class Schedule:
     ends: np.ndarray
     segments: np.ndarray
     set_asides: int
-    positions: np.ndarray | None = None
 
     @property
     def steps(self) -> int:
@@ -99,7 +97,7 @@ class Schedule:
     def seconds(self, cost: StepCost) -> float:
         """Return the time that it takes."""
         start, end, active, first, _ = self.segments.T
-        return cost.seconds(end - start, active if self.positions is None else self.positions, first)
+        return cost.seconds(end - start, active, first)
 
 
 class ReplayGenerator:
@@ -123,7 +121,6 @@ class ReplayGenerator:
         self._num_waiting = len(lengths)
         self._step = 0
         self._has_stopped = False  # since the last step, so that others may fit with the next one
-        self.positions: list[int] = []  # that each step computes, where that is not a token a row
 
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
@@ -157,13 +154,6 @@ class ReplayGenerator:
                 request, _, _ = self._rows.pop(key)
                 events.finished.append(request.after(Trajectory.blank(self._lengths[key])).ended("stop"))
         return events
-
-    def _move(self, key: Key, ahead: int) -> None:
-        """Let a row have so many tokens more than it has."""
-        if ahead:
-            request, offset, end = self._rows[key]
-            self._rows[key] = (request, offset + ahead, end - ahead)
-            heapq.heappush(self._ends, (end - ahead, key))
 
     def _observe(self) -> list[Observation]:
         """Report those that had come to a point before this step, and so have a token more by now."""
@@ -240,7 +230,6 @@ def simulate(
     engine: Engine,
     lengths: LearntLengths | None = None,
     points: Sequence[int] = (),
-    generator: ReplayGenerator | None = None,
 ) -> Schedule:
     """Decode a trace, skipping from one event to the next.
 
@@ -250,16 +239,14 @@ def simulate(
         engine: What decodes.
         lengths: What is thought of the lengths; nothing by default.
         points: As in :class:`RolloutLoop`.
-        generator: Decodes it on that engine; by default a token a row and step.
     """
     engine.check(trace)
     recorder, buffer = _Recorder(), RolloutBuffer()
-    generator = generator or ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
+    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
     buffer.open(_requests(trace))
     stats = RolloutLoop(generator, buffer, plan, lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
-    positions = np.array(generator.positions) if generator.positions else None
-    return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside, positions)
+    return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_set_aside)
 
 
 def _requests(trace: Trace) -> list[Request]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,8 +71,6 @@ class TraceRow:
     visit: int = 0
     step: int = 0
     predicted: float | None = None
-    token_ids: tuple[int, ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
 
 
 LEAST = {"sample_id": 0, "prompt_tokens": 1, "tokens": 1, "visit": 0, "step": 0}
@@ -83,9 +81,8 @@ def read_rows(path: Path) -> list[TraceRow]:
     """Read JSON lines, one object for each completion; a ValueError tells file, line, field, value and remedy.
 
     Fields: ``prompt_id`` (text), ``sample_id`` (0 or more), ``prompt_tokens`` and ``tokens`` (1 or more); and where
-    recorded ``visit`` and ``step`` (0 or more, whole), ``predicted`` (the tokens that were expected), ``token_ids`` and
-    ``prompt_token_ids`` (as many as were counted). Other fields are left alone. ``(prompt_id, visit, sample_id)`` comes
-    once.
+    recorded ``visit`` and ``step`` (0 or more, whole) and ``predicted`` (the tokens that were expected). Other fields
+    are left alone. ``(prompt_id, visit, sample_id)`` comes once.
     """
     rows: list[TraceRow] = []
     seen: dict[tuple[str, int, int], int] = {}
@@ -120,30 +117,13 @@ def _parse(line: str, place: str) -> TraceRow:
     if not isinstance(record["prompt_id"], str):
         raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r}: give text in quotes.")
     whole = {name: _whole(place, name, record[name]) for name in LEAST if name in record}
-    return TraceRow(
-        record["prompt_id"],
-        predicted=_predicted(place, record.get("predicted")),
-        token_ids=_token_ids(place, "token_ids", record, whole["tokens"]),
-        prompt_token_ids=_token_ids(place, "prompt_token_ids", record, whole["prompt_tokens"]),
-        **whole,
-    )
+    return TraceRow(record["prompt_id"], predicted=_predicted(place, record.get("predicted")), **whole)
 
 
 def _whole(place: str, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[name]:
         raise ValueError(f"{place}: {name} is {value!r}: give a whole number of {LEAST[name]} or more.")
     return value
-
-
-def _token_ids(place: str, name: str, record: dict[str, Any], count: int) -> tuple[int, ...] | None:
-    value = record.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise ValueError(f"{place}: {name} is {str(value)[:60]}: give a list of whole numbers, or leave it out.")
-    if len(value) != count:
-        raise ValueError(f"{place}: {name} has {len(value)} tokens, where {count} are counted: give all, or none.")
-    return tuple(value)
 
 
 def _predicted(place: str, value: Any) -> float | None:
@@ -173,7 +153,6 @@ class Trace:
         max_tokens: The most it could have come to.
         batch: Number of the batch that it waited in; each batch is decoded by itself. None for one batch.
         predicted: Tokens that the run expected of it, where that was recorded.
-        texts: The tokens of its prompt, and its own, where those were recorded.
     """
 
     name: str
@@ -184,7 +163,6 @@ class Trace:
     max_tokens: np.ndarray
     batch: np.ndarray | None = None
     predicted: np.ndarray | None = None
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None
 
     def batches(self) -> list[Trace]:
         """Return one trace for each batch, in their order."""
@@ -198,7 +176,6 @@ class Trace:
             [self.keys[row] for row in rows.tolist()],
             *(array[rows] for array in (self.group, self.prompt_tokens, self.lengths, self.max_tokens)),
             predicted=None if self.predicted is None else self.predicted[rows],
-            texts=None if self.texts is None else [self.texts[row] for row in rows.tolist()],
         )
 
     @cached_property
@@ -265,7 +242,6 @@ def recorded_trace(path: Path) -> Trace:
     rows = read_rows(path)
     numbers: dict[tuple[str, int], int] = {}
     predicted = [row.predicted for row in rows]
-    texts = [(row.prompt_token_ids or (), row.token_ids) for row in rows if row.token_ids is not None]
     lengths = np.array([row.tokens for row in rows])
     return Trace(
         name=path.name,
@@ -276,7 +252,6 @@ def recorded_trace(path: Path) -> Trace:
         max_tokens=np.full(len(rows), lengths.max()),
         batch=np.array([row.step for row in rows]),
         predicted=None if None in predicted else np.array(predicted, dtype=np.float64),
-        texts=texts if len(texts) == len(rows) else None,
     )
 
 

@@ -46,7 +46,6 @@ class SlotCache:
         self._prompt_shelves: dict[int, Shelf] = {}
         self._prompts: dict[Hashable, tuple[int, int, int]] = {}  # its shelf, entry and length
         self._readers: list[ShelfReader] | None = None
-        self._goes_on = False  # whether the next token of each row is all that the next step can bring
         self._masks: dict[Sight, torch.Tensor] = {}
 
     # ---- prompts ----------------------------------------------------------------------------------
@@ -198,27 +197,23 @@ class SlotCache:
 
     # ---- a step -----------------------------------------------------------------------------------
 
-    def prepare(self, positions_N: np.ndarray, rows_N: np.ndarray | None = None) -> None:
-        """Make room for one new token a row, or for those of ``rows_N``, which may name a row several times.
+    def prepare(self, positions_B: np.ndarray) -> None:
+        """Make room for one new token a row.
 
         Args:
-            positions_N: Where each token stands in its completion. What stands further back in it is forgotten, but for
-                other tokens of this step; so a token that was tried and found wrong is written over.
-            rows_N: The row of each token; by default each row has one.
+            positions_B: Where the token of each row stands in its completion: behind the one of the last step.
         """
         for piece, start in enumerate(self._starts.tolist()):
-            if piece and len(entering := np.flatnonzero(positions_N == start)):
-                entering = (entering if rows_N is None else rows_N[entering]).tolist()
-                self._extend(piece, [row for row in entering if len(self._entries_of[row]) == piece])
-        longest = int(positions_N.max()) + 1
-        if self._readers is None or not self._goes_on or rows_N is not None or longest > len(self._completion_L):
-            self._read_anew(positions_N, np.arange(self.num_rows) if rows_N is None else rows_N, longest)
+            if piece and len(entering := np.flatnonzero(positions_B == start)):
+                self._extend(piece, [row for row in entering.tolist() if len(self._entries_of[row]) == piece])
+        longest = int(positions_B.max()) + 1
+        if self._readers is None or longest > len(self._completion_L):
+            self._read_anew(positions_B, longest)
         else:
             for reader in self._readers:
                 reader.advance()
-            self._positions_N += 1
+            self._positions_B += 1
             self._see_next()
-        self._goes_on = rows_N is None
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write each token's key and value, then attend over its row's prompt and its completion so far."""
@@ -246,14 +241,13 @@ class SlotCache:
             reader.add_mix(layer, its_weights, output)
         return output.to(query.dtype).view(rows, heads, 1, -1)
 
-    def _read_anew(self, positions_N: np.ndarray, rows_N: np.ndarray, longest: int) -> None:
+    def _read_anew(self, positions_B: np.ndarray, longest: int) -> None:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
         Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
 
         Args:
-            positions_N: As in ``prepare``.
-            rows_N: The row of each.
+            positions_B: As in ``prepare``.
             longest: The tokens of the longest completion, the new ones included; little more is read of any.
         """
         for shelf in self._pieces:
@@ -265,21 +259,21 @@ class SlotCache:
             if rows_of and its_width > 0:
                 entries = np.full(self.num_rows, -1)
                 entries[rows_of] = np.arange(len(rows_of))
-                self._readers.append(ShelfReader(shelf, entries[rows_N], its_width, positions_N - start))
+                self._readers.append(ShelfReader(shelf, entries, its_width, positions_B - start))
         width = min(width, self.max_tokens)
-        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T[:, rows_N]
+        rooms, entries, lengths = np.array([self._prompts[prompt] for prompt in self._prompt_of]).T
         columns, valid = [], []
         for room, shelf in self._prompt_shelves.items():
-            if (member_N := rooms == room).any():
-                self._readers.append(ShelfReader(shelf, np.where(member_N, entries, -1), room))
+            if (member_B := rooms == room).any():
+                self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
                 columns.append(np.arange(room))
-                valid.append((columns[-1] < lengths[:, None]) & member_N[:, None])
-        self._prompt_valid_NL = to_device(np.concatenate(valid, -1), self.shape.device)
+                valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
+        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), self.shape.device)
         layouts = [part for reader in self._readers for part in reader.layout.values()]
-        arrays = [positions_N, lengths, np.concatenate(columns), *layouts]
+        arrays = [positions_B, lengths, np.concatenate(columns), *layouts]
         whole = to_device(np.concatenate(arrays, None), self.shape.device)  # each copy takes a launch
         parts = iter(whole.split([array.size for array in arrays]))
-        self._positions_N, self._prompt_lengths_N, self._prompt_L = next(parts), next(parts), next(parts)
+        self._positions_B, self._prompt_lengths_B, self._prompt_L = next(parts), next(parts), next(parts)
         for reader in self._readers:
             reader.settle(parts)
         self._completion_L = torch.arange(width, device=self.shape.device)
@@ -289,18 +283,18 @@ class SlotCache:
         """Let each token attend to one position more; what slides, or is cut, is computed anew."""
         self._masks = {sight: mask for sight, mask in self._masks.items() if sight == ALL}
         for mask in self._masks.values():
-            mask[:, 0, 0].scatter_(1, self._positions_N[:, None], 0.0)
+            mask[:, 0, 0].scatter_(1, self._positions_B[:, None], 0.0)
 
     def _mask(self, sight: Sight) -> torch.Tensor:
         """What each token adds to its attention scores in this step: shape (tokens, 1, 1, columns)."""
         if sight not in self._masks:
-            positions_N1 = self._positions_N[:, None]
-            valid_NL = torch.cat([self._completion_L <= positions_N1, self._prompt_valid_NL], -1)
+            positions_B1 = self._positions_B[:, None]
+            valid_BL = torch.cat([self._completion_L <= positions_B1, self._prompt_valid_BL], -1)
             if sight != ALL:
-                lengths_N1 = self._prompt_lengths_N[:, None]
-                prompt_NL = self._prompt_L.expand(len(valid_NL), -1)
-                absolute_NL = torch.cat([self._completion_L + lengths_N1, prompt_NL], -1)
-                valid_NL &= sight.sees(lengths_N1 + positions_N1, absolute_NL)
-            mask_NL = torch.zeros(valid_NL.shape, dtype=torch.float32, device=valid_NL.device)
-            self._masks[sight] = mask_NL.masked_fill_(~valid_NL, -torch.inf)[:, None, None]
+                lengths_B1 = self._prompt_lengths_B[:, None]
+                prompt_BL = self._prompt_L.expand(len(valid_BL), -1)
+                absolute_BL = torch.cat([self._completion_L + lengths_B1, prompt_BL], -1)
+                valid_BL &= sight.sees(lengths_B1 + positions_B1, absolute_BL)
+            mask_BL = torch.zeros(valid_BL.shape, dtype=torch.float32, device=valid_BL.device)
+            self._masks[sight] = mask_BL.masked_fill_(~valid_BL, -torch.inf)[:, None, None]
         return self._masks[sight]
