@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -141,8 +142,6 @@ class RolloutScheduler(pl.Callback):
         self._budget.replay.check(learning.objective, learning.advantages.estimator)
         if turns.overlap == "within":
             check_arriving(learning, module.ranks.size, hasattr(trainer.strategy, "shard"))
-        if hasattr(generator, "keeps_kv"):
-            generator.keeps_kv = turns.at_sync == "keep"  # pyright: ignore[reportAttributeAccessIssue]
 
     def _check_snapshots(self, module: GRPOModule) -> None:
         """Check that there is room for the weights that old tokens need, and on resuming that they are there."""
@@ -373,7 +372,7 @@ class RolloutScheduler(pl.Callback):
     def _start(self, trainer: pl.Trainer, module: GRPOModule) -> None:
         if self._started:
             return
-        module.generator.start(module.spec)
+        module.generator.start(replace(module.spec, keeps_kv=self._turns.at_sync == "keep"))
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if module.rewards and all(can_score(module.rewards, row) for row in rows):
             self._rewards = RewardRunner(

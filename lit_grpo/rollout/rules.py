@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from lit_grpo.rollout.generator import decodes_beside_updates
 from lit_grpo.settings import by_name, check_number
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.generator import Generator
 
 Refill = Literal["always", "when_empty"]
 Unit = Literal["group", "completion"]
@@ -286,28 +288,23 @@ def make_mode(spec: str) -> RolloutMode:
     return by_name("rollout.mode", spec, MODES, RolloutMode)
 
 
-def check_generator(spec: str, mode: RolloutMode, generator: object) -> None:
+def check_generator(spec: str, mode: RolloutMode, generator: Generator) -> None:
     """Check that a generator can do what a mode asks of it.
 
     Raises:
         ValueError: It decodes on the policy's device, or drops keys and values that are to be kept.
     """
     name = type(generator).__name__
-    if mode.overlap != "none" and not decodes_beside_updates(generator):
+    if mode.overlap != "none" and "own_devices" not in generator.abilities:
         others = ", ".join(name for name, other in MODES.items() if other.overlap == "none")
         raise ValueError(
             f"rollout.mode {spec} decodes while the policy is updated, and {name} decodes on the policy's "
             f"device: take model.generator vllm_servers, or a mode that takes turns ({others})."
         )
-    if mode.at_sync == "keep" and not hasattr(generator, "keeps_kv"):
+    if mode.at_sync == "keep" and "keeps_kv" not in generator.abilities:
         raise ValueError(
-            f"rollout.mode {spec} keeps keys and values over a sync, and {name} drops them; take "
-            "at_sync=recompute, or a generator of vLLM's."
-        )
-    if mode.at_sync == "keep" and getattr(generator, "adapters", None) == "alone":
-        raise ValueError(
-            f"rollout.mode {spec} keeps keys and values over a sync, and with adapters: alone vLLM drops "
-            "them; take at_sync=recompute, or adapters: merged."
+            f"rollout.mode {spec} keeps keys and values over a sync, and {name} drops them as it is set up; take "
+            "at_sync=recompute, or a generator of vLLM's without adapters: alone."
         )
 
 

@@ -53,6 +53,8 @@ class SlotGenerator(Versioned):
             come in fewer steps, each of which decodes more positions.
     """
 
+    abilities: frozenset[str] = frozenset({"entropies", "hidden_states"})
+
     def __init__(
         self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto", speculate: int = 0
     ) -> None:
@@ -67,7 +69,6 @@ class SlotGenerator(Versioned):
         self.kv_memory = MemoryBudget(kv_memory)
         self.speculate = speculate
         self.feature_points: tuple[int, ...] = ()
-        self.tells_entropies = True
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
