@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -15,7 +16,6 @@ from lit_grpo.plugins import Listener, RunFacts
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards import RewardRunner, TrainerState
 from lit_grpo.rewards.runner import can_score
-from lit_grpo.rollout.generator import decodes_beside_updates
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch
 from lit_grpo.update.arriving import check_arriving
@@ -89,9 +89,6 @@ class RolloutScheduler(pl.Callback):
                 check_arriving(pl_module.settings, pl_module.ranks.size, hasattr(trainer.strategy, "shard"))
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.hint, on_demand=self.session.turns.carries)
-        if hasattr(pl_module.generator, "keeps_kv"):
-            keeps = self.session.turns.at_sync == "keep"
-            pl_module.generator.keeps_kv = keeps  # pyright: ignore[reportAttributeAccessIssue]
         self.session.prepare(facts)
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:
@@ -99,10 +96,10 @@ class RolloutScheduler(pl.Callback):
         name, parts = type(module.generator).__name__, module.settings.parts()
         if not isinstance(data, PromptDataModule):
             parts.append(Part("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"}))
-        if not decodes_beside_updates(module.generator):
+        if "own_devices" not in module.generator.abilities:
             said = "decodes on the policy's device"
             parts.append(Part(f"model.generator {name}", changes={"own_devices": said}, remedy="take vllm_servers"))
-        if not hasattr(module.generator, "keeps_kv") or getattr(module.generator, "adapters", None) == "alone":
+        if "keeps_kv" not in module.generator.abilities:
             parts.append(
                 Part(f"model.generator {name}", changes={"keeps_kv": "drops them"}, remedy="take at_sync=recompute")
             )
@@ -125,7 +122,7 @@ class RolloutScheduler(pl.Callback):
             self.session.open(pl_module.learner.state.history, own_loader(trainer))
         if self._started:
             return
-        pl_module.generator.start(pl_module.spec)
+        pl_module.generator.start(replace(pl_module.spec, keeps_kv=self.session.turns.at_sync == "keep"))
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if pl_module.rewards and all(can_score(pl_module.rewards, row) for row in rows):
             self.session.rewards = RewardRunner(

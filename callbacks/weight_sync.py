@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -11,7 +11,7 @@ import torch
 from lit_grpo.checks import check_order
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.sharding import rest
-from lit_grpo.rollout.generator import Scorer, decodes_in_place
+from lit_grpo.rollout.generator import Scorer
 from lit_grpo.rollout.proof import SyncProof
 from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.update.metrics import GapLimits
@@ -80,7 +80,8 @@ class WeightSync(pl.Callback):
             return self.max_token_gap
         exact = module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32")
         nf4 = module.lora is not None and module.lora.base == "nf4"
-        return EXACT_GAP if exact and not nf4 and decodes_in_place(module.generator) else ROUNDED_GAP
+        in_place = "own_weights" not in module.generator.abilities
+        return EXACT_GAP if exact and not nf4 and in_place else ROUNDED_GAP
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sync where the generator does not have this version yet."""
@@ -104,8 +105,8 @@ class WeightSync(pl.Callback):
         try:
             with module.phases.of("weight sync"):
                 metrics = self._send(module)
-                if isinstance(generator, Scorer):
-                    metrics |= self._prove(trainer, module, generator)
+                if "own_weights" in generator.abilities:
+                    metrics |= self._prove(trainer, module, cast("Scorer", generator))
         except WeightSyncError:
             generator.distrust()
             raise

@@ -44,7 +44,7 @@ from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
 from lit_grpo.rewards.function import check_prompts
-from lit_grpo.rollout.generator import Generator, decodes_in_place, tells_entropies
+from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
@@ -209,7 +209,7 @@ class GRPOModule(EvaluationModule):
         self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
         if self.trainer.max_epochs == -1:  # else it is known once training starts
             self.settings.progress(self.policy_version)
-        if self.settings.selection.rule == "max_entropy" and not tells_entropies(self.generator):
+        if self.settings.selection.rule == "max_entropy" and "entropies" not in self.generator.abilities:
             self.ranks.warn(
                 f"model.selection.rule max_entropy goes by entropies, and {type(self.generator).__name__} tells none: "
                 "they are measured, for which every completion goes through the policy once more."
@@ -232,7 +232,7 @@ class GRPOModule(EvaluationModule):
                 self.policy.set_attn_implementation(attention)
         if isinstance(strategy, FSDP2Strategy):
             check_can_be_shards(self.policy)
-            strategy.shard(self.policy, whole_at_rest=decodes_in_place(self.generator))
+            strategy.shard(self.policy, whole_at_rest="own_weights" not in self.generator.abilities)
         if self._trainer is not None and self.trainer.training and getattr(self, "learner", None) is None:
             self.learner = self._make_learner()
 

@@ -21,6 +21,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lit_grpo.trajectory import EMPTY, OBSERVED, Segment, Trajectory
@@ -161,6 +162,14 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     hint: float = 0.0
     given: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """A digest of all that the policy reads of it, which today are its tokens.
+
+        Prompts with the same digest have the same keys and values. An input beside the tokens has to be joined here.
+        """
+        return blake2b(array("q", self.token_ids), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,7 @@ def test_adapters_travel_alone_where_that_can_be(
     assert generator._adapter_arguments(spec) == {}  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert bool(generator._adapter_arguments(spec)) == alone
-    generator.keeps_kv = True
-    assert generator._adapter_arguments(spec) == {}
+    assert generator._adapter_arguments(replace(spec, keeps_kv=True)) == {}
 
 
 def test_a_layer_name_that_no_layer_has_is_refused_though_another_one_fits() -> None:

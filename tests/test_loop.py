@@ -28,6 +28,7 @@ Lengths = dict[str, list[int]]
 class FakeGenerator:
     """Decodes completions of given lengths, by prompt and sample, and notes what it is asked."""
 
+    abilities: frozenset[str] = frozenset()
     version = 0
     feature_points = ()
 

@@ -14,13 +14,11 @@ import pytest
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
-from lit_grpo.rollout.vllm.fleet import Fleet
+from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.http import Arrival, Chunk, ServerClient, ServerError
-from lit_grpo.rollout.vllm.members import Server
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.vllm.streams import Streams
-from lit_grpo.rollout.vllm.transports import transport_of
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.types import Prompt, Request, SamplingParams
 
@@ -33,7 +31,7 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
     fake.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(fake))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where logs stay
-    fleet = Fleet(1, 1, None, None, False, transport_of("files", None), 0.5, 20.0, None, restarts=2)
+    fleet = Fleet(num_slots=1, timeout_s=0.5, start_timeout_s=20.0, restarts=2)
     process = ServerProcess(tmp_path, {}, {}, "t" * 32)
     server = Server(ServerClient(process.url, "t", "run", 0.5, fleet.loop), process)
     fleet._servers, fleet._introduction = [server], None  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,7 +89,7 @@ class Client:
 
 def fleet_of(*servers: Server, restarts: int = 2) -> Fleet:
     """A fleet that has been started, and gives its servers 10 seconds."""
-    fleet = Fleet(1, len(servers), None, None, False, transport_of("files", None), 10.0, 20.0, None, restarts=restarts)
+    fleet = Fleet(num_slots=1, num_servers=len(servers), timeout_s=10.0, start_timeout_s=20.0, restarts=restarts)
     fleet._servers, fleet._introduction, fleet._run = list(servers), None, "run"  # pyright: ignore[reportAttributeAccessIssue]
     return fleet
 

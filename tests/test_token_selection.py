@@ -173,7 +173,7 @@ def test_an_entropy_bonus_is_of_the_tokens_that_are_learnt_from() -> None:
 def test_entropies_that_slots_tell_are_those_that_the_learner_measures(policy_folder: Path) -> None:
     learner, steps = make_learner(double=False, selection=Selection("max_entropy", 3))
     generator = SlotGenerator(4)
-    assert generator.tells_entropies
+    assert "entropies" in generator.abilities
     generator.start(PolicySpec(learner.policy, load_tokenizer(str(policy_folder))))
     generator.load_weights(learner.policy.named_parameters(), 1)
     prompts = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), "")]
@@ -201,12 +201,10 @@ def test_entropies_that_slots_tell_are_those_that_the_learner_measures(policy_fo
 
 def test_a_generator_that_tells_no_entropies_is_named_before_training(policy_folder: Path) -> None:
     class Mute(SlotGenerator):
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.tells_entropies = False
+        abilities = frozenset()
 
     groups = random_groups(random_policy(), [[1.0, 0.0, 0.3, 0.2]])
-    module = make_module(policy_folder, generator=Mute(), selection=Selection("max_entropy", 2))
+    module = make_module(policy_folder, generator=Mute(4), selection=Selection("max_entropy", 2))
     said = "max_entropy goes by entropies, and Mute tells none: they are measured, for which every completion goes"
     with pytest.warns(match=said):
         fit(module, groups)

@@ -34,8 +34,8 @@ from lit_grpo.rollout.vllm.arguments import (
     warn_of_dtype,
 )
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.fleet import check_settings
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.members import _check_settings
 from lit_grpo.rollout.vllm.process import ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, Request, SamplingParams
@@ -318,9 +318,9 @@ SERVED = {"model_config": {"logprobs_mode": "processed_logprobs", "generation_co
     ],
 )
 def test_a_server_that_samples_otherwise_is_refused(config: dict[str, Any], said: str) -> None:
-    _check_settings("http://127.0.0.1:9", SERVED | {"watermark_config": None})
+    check_settings("http://127.0.0.1:9", SERVED | {"watermark_config": None})
     with pytest.raises(ValueError, match=said):
-        _check_settings("http://127.0.0.1:9", SERVED | config)
+        check_settings("http://127.0.0.1:9", SERVED | config)
 
 
 def test_a_request_leaves_no_sampling_parameter_to_the_server() -> None:

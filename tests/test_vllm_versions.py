@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lit_grpo.policy.weights import digest
-from lit_grpo.rollout.vllm import members
+from lit_grpo.rollout.vllm import fleet
 from lit_grpo.rollout.vllm.arguments import check_version
 from lit_grpo.rollout.weights.files import write
 from lit_grpo.rollout.weights.shipments import Shipment
@@ -150,7 +150,7 @@ def worker(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, TRANSFER, raising=False)
-    path = Path(members.__file__).parent / "worker" / "transfer.py"
+    path = Path(fleet.__file__).parent / "worker" / "transfer.py"
     spec: Any = importlib.util.spec_from_file_location("transfer_of_a_version", path)
     transfer: Any = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "transfer_of_a_version", transfer)
@@ -214,7 +214,7 @@ ROUTES = re.compile(r"""\.(get|post),?\(?\s*["'](/[^"'?]+)""")
 
 
 def test_every_version_has_the_routes_that_are_asked(record: dict[str, Any]) -> None:
-    source = Path(members.__file__).read_text()
+    source = Path(fleet.__file__).read_text()
     asked = {f"{method.upper()} {path}" for method, path in ROUTES.findall(source)}
     assert {"POST /update_weights", "GET /server_info", "POST /pause", "GET /version"} <= asked
     assert asked <= set(record["routes"])

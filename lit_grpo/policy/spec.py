@@ -31,11 +31,14 @@ class PolicySpec:
         module: The model itself, which an embedded generator decodes on; all others read it through this object.
         tokenizer: Its tokenizer.
         keep_special_tokens: Whether the text of a completion has its special tokens, but for those at its end.
+        keeps_kv: Whether requests that are stopped before a sync go on after it with the keys and values of the old
+            weights, as far as the generator still has them.
     """
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     keep_special_tokens: bool = False
+    keeps_kv: bool = False
 
     @property
     def name(self) -> str:

@@ -118,29 +118,25 @@ class Decoder(Protocol):
         ...
 
 
-def decodes_beside_updates(generator: object) -> bool:
-    """Whether it can decode while the policy is updated: it says that it ``has_own_devices``."""
-    return getattr(generator, "has_own_devices", False)
-
-
-def decodes_in_place(generator: object) -> bool:
-    """Whether it decodes with the policy's own weights: it does not say that it ``has_own_weights``."""
-    return not getattr(generator, "has_own_weights", False)
-
-
-def tells_entropies(generator: object) -> bool:
-    """Whether its completions come with their mean entropies: it says that it ``tells_entropies``."""
-    return getattr(generator, "tells_entropies", False)
-
-
 @runtime_checkable
 class Generator(Decoder, Protocol):
     """Decodes with a policy's weights, which it is sent.
 
     The life of a generator: ``start`` once, then ``load_weights`` before the first rollout and after
-    every policy update, ``submit``/``step`` in between, and ``close`` at the end. One that computes with weights of its
-    own is a :class:`Scorer` too.
+    every policy update, ``submit``/``step`` in between, and ``close`` at the end.
+
+    ``abilities`` are what it can do beyond decoding, known before ``start``:
+
+    - ``own_devices``: it decodes on devices that the policy does not use, so also while the policy is updated.
+    - ``own_weights``: it computes with a copy of the weights. So the weights have to travel to it, and it is a
+      :class:`Scorer`, which proves that they arrived. A generator without this decodes with the policy module itself.
+    - ``entropies``: completions come with the mean entropy of the distributions that their tokens were sampled from.
+    - ``keeps_kv``: a request that is stopped before a sync can go on after it with the keys and values of the old
+      weights, where :class:`lit_grpo.policy.spec.PolicySpec` asks for that.
+    - ``hidden_states``: the features of its observations are the policy's last hidden states.
     """
+
+    abilities: frozenset[str]
 
     def start(self, policy: PolicySpec) -> None:
         """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""
@@ -179,9 +175,8 @@ class Generator(Decoder, Protocol):
         ...
 
 
-@runtime_checkable
-class Scorer(Protocol):
-    """Has weights of its own, and shows by what it makes of given tokens that they are the policy's."""
+class Scorer(Generator, Protocol):
+    """A generator with the ability ``own_weights``: the log-probs that it gives to tokens show whose weights it has."""
 
     @property
     def longest_sequence(self) -> int:

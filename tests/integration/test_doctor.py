@@ -61,6 +61,8 @@ ASKS_NOTHING = "{% for message in messages %}{{ message.content }}{% endfor %}"
 class CopyGenerator(SlotGenerator):
     """Decodes on a copy of the policy, which weights travel to."""
 
+    abilities = SlotGenerator.abilities | {"own_weights"}
+
     def start(self, policy: PolicySpec) -> None:
         self._theirs = policy.module
         super().start(PolicySpec(copy.deepcopy(policy.module).eval(), policy.tokenizer))

@@ -17,7 +17,7 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.generator import Generator, Scorer
+from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.proof import SyncProof, given_logprobs, given_tokens
 from lit_grpo.rollout.rules import ReleaseRule
@@ -196,6 +196,35 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(generator: Any, po
         assert tokens(rollouts)[::2] == tokens(rollouts)[1::2]
 
 
+def test_each_request_of_a_batch_is_sampled_by_its_own_parameters_or_refused(generator: Any) -> None:
+    requests = [
+        Request(PROMPTS[0], (0,), SamplingParams(temperature=0.0, max_tokens=12)),
+        Request(PROMPTS[0], (1,), SamplingParams(max_tokens=24, stop=("i", "o")), seed=1),
+        Request(PROMPTS[1], (0,), SamplingParams(temperature=0.5, top_k=5, max_tokens=7), seed=2),
+        Request(PROMPTS[2], (0,), SamplingParams(top_p=0.8, max_tokens=20)),
+    ]
+    alone = {request.key: go_on(generator, [request])[request.key] for request in requests}
+    limits = {request.key: request.sampling.max_tokens for request in requests}
+    assert any(completion.finish_reason == "length" for completion in alone.values())
+    assert all(completion.num_tokens <= limits[key] for key, completion in alone.items())
+    if isinstance(generator, SlotGenerator):
+        with pytest.raises(ValueError, match=r"Sample \(1,\) of prompt 'a' has other sampling parameters than the req"):
+            generator.submit(requests)
+        assert generator.capacity().free_slots == NUM_SLOTS
+        return
+    for key, completion in go_on(generator, requests).items():
+        check_equal(completion, alone[key])
+
+
+def test_seeds_of_one_batch_may_differ(generator: Any) -> None:
+    requests = [Request(PROMPTS[2], (0,), SAMPLING, seed=1), Request(PROMPTS[2], (1,), SAMPLING, seed=2)]
+    (first, second), together = (go_on(generator, [each]) for each in requests), go_on(generator, requests)
+    check_equal(together[requests[0].key], first[requests[0].key])
+    check_equal(together[requests[1].key], second[requests[1].key])
+    other = Request(PROMPTS[2], (0,), SAMPLING, seed=2)
+    assert go_on(generator, [other])[other.key].token_ids_T.tolist() != first[other.key].token_ids_T.tolist()
+
+
 def test_a_stop_string_ends_a_completion_and_is_kept(generator: Any) -> None:
     rollouts = collect(generator, 8, SamplingParams(max_tokens=24, stop=("i",)))
     ended = [rollout.completion for rollout in rollouts if "i" in rollout.completion.text]
@@ -332,8 +361,9 @@ def test_what_is_in_flight_goes_on_with_new_weights(generator: Any, policy: Any,
             assert completion.token_ids_T[:begun].tolist() == same.token_ids_T[:begun].tolist()
             assert torch.allclose(completion.logprobs_T[:begun], same.logprobs_T[:begun], atol=1e-5)
             expected_T = full_logprobs(policy, Rollout(PROMPTS[2], completion))
+            drops_kv = "own_weights" in generator.abilities and "keeps_kv" not in generator.abilities
             recomputed = torch.allclose(completion.logprobs_T[begun:], expected_T[begun:], atol=1e-4)
-            assert recomputed == (in_flight == "recompute" or getattr(generator, "adapters", "merged") == "alone")
+            assert recomputed == (in_flight == "recompute" or drops_kv)
     finally:
         policy.load_state_dict(saved)
 
@@ -380,7 +410,7 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
     everything = sum(parameter.nbytes for parameter in policy.parameters())
     if isinstance(generator, SlotGenerator):
         assert report.num_bytes == 0
-    elif getattr(generator, "adapters", "merged") == "alone":
+    elif generator.sends_alone:
         assert report.num_bytes == adapters < everything / 5
         assert report.changed_share == adapters / everything
         generator.distrust()
@@ -392,8 +422,8 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
 def test_given_tokens_are_scored_as_the_policy_does_by_every_engine(
     generator: Any, policy: Any, tokenizer: Any
 ) -> None:
-    assert isinstance(generator, Scorer) != isinstance(generator, SlotGenerator)  # which has no weights of its own
-    if isinstance(generator, SlotGenerator):
+    assert ("own_weights" in generator.abilities) != isinstance(generator, SlotGenerator)
+    if "own_weights" not in generator.abilities:
         return
     assert generator.longest_sequence == 127
     sequences = given_tokens(tokenizer, generator.longest_sequence)

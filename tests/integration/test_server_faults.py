@@ -30,12 +30,12 @@ from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.arguments import server_arguments, server_environment
+from lit_grpo.rollout.vllm.fleet import _REQUIRED
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerError
-from lit_grpo.rollout.vllm.members import _REQUIRED
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.vllm.transports import transport_of
+from lit_grpo.rollout.weights.network import MeetingPoint
 from lit_grpo.rollout.weights.tensors import SyncReport, check_arrival
 from lit_grpo.types import Prompt, SamplingParams
 
@@ -163,7 +163,7 @@ def test_servers_named_by_url_are_checked_and_used(
 def test_changes_of_a_small_update_are_few_and_rebuild_every_bit(
     generator: VLLMServerGenerator, policy: Any, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator._fleet, "transport", transport_of(transport, None))
+    monkeypatch.setattr(generator._fleet, "point", None if transport == "files" else MeetingPoint(transport))
     sync(generator, policy, 0)
     saved = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     with torch.no_grad():

@@ -306,7 +306,7 @@ def run_on(
 class SlotsBeside(StaleSlots):
     """Decodes with a copy of the policy, and its last weights, so it may do that while the policy is updated."""
 
-    has_own_devices = True
+    abilities = StaleSlots.abilities | {"own_devices"}
 
 
 def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class SlotGenerator(Versioned):
             scarce, fewer slots are in use, and what outgrows it is set aside and goes on later.
     """
 
+    abilities: frozenset[str] = frozenset({"entropies", "hidden_states"})
+
     def __init__(self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto") -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
@@ -57,7 +59,6 @@ class SlotGenerator(Versioned):
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryBudget(kv_memory)
         self.feature_points: tuple[int, ...] = ()
-        self.tells_entropies = True
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None

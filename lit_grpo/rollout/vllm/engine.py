@@ -30,7 +30,8 @@ from lit_grpo.rollout.vllm.arguments import (
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.weights.files import PrivateFolder
-from lit_grpo.rollout.weights.tensors import Parcel, SyncReport, WeightSyncError, joined
+from lit_grpo.rollout.weights.shipments import Shipment
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.budget import MemoryBudget
 
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
@@ -165,14 +166,14 @@ class VLLMGenerator(EngineGenerator):
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
         """Reload all weights in place, one after another."""
         self._holds_base = False  # until all of them are here
-        parcel = Parcel(weights)
+        shipment = Shipment(weights)
         with self._awake():
             self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({"parcel": parcel},))
+            self._engine.collective_rpc("update_weights", args=({"tensors": shipment},))
             self._engine.collective_rpc("finish_weight_update")
             digests = joined(self._engine.collective_rpc("settle", args=(str(version),)))
         self._holds_base = True
-        return SyncReport(digests, parcel.num_bytes)
+        return SyncReport(digests, shipment.num_bytes)
 
     def _exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Take new adapters by a name of their own."""

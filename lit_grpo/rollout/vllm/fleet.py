@@ -1,4 +1,4 @@
-"""The servers of a run: which are up, what they hold, and how they are brought up to date together."""
+"""The servers of a run: what each must be, which are up, what they hold, and how all get the same weights."""
 
 from __future__ import annotations
 
@@ -8,56 +8,316 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm.arguments import (
+    all_draw_by_position,
     check_on_cpu,
+    check_version,
     require_vllm,
     server_arguments,
     server_environment,
 )
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import EventLoop, ServerClient, ServerError
-from lit_grpo.rollout.vllm.members import Introduction, Server
 from lit_grpo.rollout.vllm.process import ServerProcess
-from lit_grpo.rollout.vllm.transports import Transport
-from lit_grpo.rollout.weights.files import PrivateFolder
+from lit_grpo.rollout.weights.files import PrivateFolder, weights_folder, write
+from lit_grpo.rollout.weights.network import Link, LinkError, MeetingPoint, send
 from lit_grpo.rollout.weights.shipments import Shipment
-from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
+from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 
+if TYPE_CHECKING:
+    from lit_grpo.rollout.vllm.actors import ActorServer
+    from lit_grpo.rollout.weights.tensors import Named
+
+_COMPARED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "logprobs_mode": ("model_config", ("processed_logprobs",), "start it with --logprobs-mode processed_logprobs"),
+    "generation_config": ("model_config", ("vllm",), "start it with --generation-config vllm"),
+    "override_generation_config": ("model_config", ({}, None), "start it without --override-generation-config"),
+    "watermark_config": ("", (None,), "start it without --watermark-config"),
+    "kv_transfer_config": ("", (None,), "start it without --kv-transfer-config, which keeps what old weights made"),
+}
+"""Each setting of a server that decides what is sampled: the part of vLLM's configuration that holds it, the values
+that are allowed, and the remedy."""
 _LOOK_S = 3.0  # in which a server that is well answers
-_ENDING_S = 0.2  # in which the process ends of one whose connections have ended with it
+_ENDING_S = 0.2  # in which a process ends whose connections have ended with it
+
+_Answer = TypeVar("_Answer")
 
 
-Answer = TypeVar("Answer")
+class Introduction:
+    """What a server must serve to decode for a policy.
+
+    Args:
+        policy: The policy.
+        rank: The rank of the adapters that the server is to take; 0 for none.
+    """
+
+    def __init__(self, policy: PolicySpec, rank: int) -> None:
+        config, tokenizer = policy.config.get_text_config(), policy.tokenizer
+        self.rank = rank
+        self.fields = {name: getattr(config, name) for name in _COMPARED}
+        self.text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
+        self.text_ids: list[int] = tokenizer.encode(self.text, add_special_tokens=False)
+
+
+def check_settings(url: str, config: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a server's settings, and not the request alone, would decide what is sampled."""
+    for name, (part, allowed, remedy) in _REQUIRED.items():
+        holder = config.get(part) if part else config
+        value = holder.get(name, allowed[0]) if isinstance(holder, Mapping) else allowed[0]
+        if value not in allowed:
+            raise ValueError(
+                f"The server at {url} has {name} {value!r}, which changes what is sampled or told of it; {remedy}."
+            )
 
 
 @dataclass(eq=False)
+class Server:
+    """A server, its process if this run has started it, and what it holds.
+
+    Attributes:
+        version: The policy version of its weights; -1 where that is not known.
+        up: Whether it is asked for anything.
+        hung: Whether the last look got no answer from a process that runs.
+        holds_base: Whether it has the base weights that adapters need.
+        adapter: Its name for the adapters that it decodes with.
+        context: The most tokens of a request.
+        kv_tokens: Its memory for keys and values in tokens, in blocks of ``block``; ``None`` where it does not tell.
+        keyed: Whether it draws random numbers by position.
+        link: The process group over which weights reach it, where they travel over the network.
+    """
+
+    client: ServerClient
+    process: ServerProcess | ActorServer | None = None
+    version: int = -1
+    up: bool = True
+    hung: bool = False
+    holds_base: bool = False
+    adapter: str = ""
+    context: int = 0
+    kv_tokens: int | None = None
+    block: int = 1
+    keyed: bool = False
+    link: Link | None = None
+
+    @property
+    def log(self) -> str:
+        """A sentence about where the output of a process of ours is, which is kept while it may be still ending."""
+        return "" if self.process is None else f" What it said is in {self.process.log}."
+
+    # ---- whether it is up ---------------------------------------------------------------------------
+
+    def is_well(self) -> bool:
+        """Whether it runs, answers, and is as this run left it."""
+        return (self.process is None or self.process.runs) and self.client.answers() and self.client.is_ours()
+
+    def look(self, introduction: Introduction, timeout_s: float) -> None:
+        """Find out whether it is up and what it still holds; introduce a server that has been restarted."""
+        runs = self.process is None or self.process.runs
+        self.up = runs and self.client.answers(timeout_s)
+        self.hung = runs and not self.up
+        try:
+            if self.up and not self.client.is_ours():
+                self.introduce(introduction)
+            if self.holds_base:
+                self.holds_base = self.up and self._reported_version() == str(self.version)
+        except (ServerError, ValueError) as error:
+            warnings.warn(f"A server is left out: {error}", stacklevel=2)
+            self.up = False
+
+    def introduce(self, introduction: Introduction) -> None:
+        """Take the server for this run, and check what it serves; nothing is known of the weights that it holds.
+
+        Raises:
+            ValueError: It serves another model, samples in another way, or belongs to another run.
+        """
+        self.adapter = ""
+        self._forget()
+        client = self.client
+        try:
+            client.take()
+            version = client.get("/version", lambda answer: str(answer["version"]))
+            check_version(f"The server at {client.url}", version)
+            config = client.get("/server_info", lambda answer: dict(answer["vllm_config"]), config_format="json")
+            check_settings(client.url, config)
+            client.model, self.context = client.get(
+                "/v1/models", lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"]))
+            )
+            client.vocab_size = int(introduction.fields["vocab_size"])
+            text = {"prompt": introduction.text, "add_special_tokens": False}
+            text_ids = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
+            client.post("/init_weight_transfer_engine", {"init_info": {"fields": introduction.fields}})
+        except ServerError as error:
+            raise ValueError(f"{error} Start it with the policy's model, as python -m lit_grpo serve does.") from error
+        if text_ids != introduction.text_ids:
+            raise ValueError(
+                f"The server at {client.url} has another tokenizer than the policy; start it with the policy's."
+            )
+        if self._largest_rank(introduction.rank) < introduction.rank:
+            raise ValueError(
+                f"The server at {client.url} does not take LoRA adapters of rank {introduction.rank}; start it with "
+                f"--max-lora-rank {introduction.rank}, or take adapters: merged."
+            )
+        self.block, blocks = int(config["cache_config"]["block_size"]), config["cache_config"]["num_gpu_blocks"]
+        self.kv_tokens = None if blocks is None else (int(blocks) - 1) * self.block  # one block is a placeholder
+
+    def _largest_rank(self, wanted: int) -> int:
+        try:
+            return min(int(rank) for rank in self.client.ask_workers("max_adapter_rank")) if wanted else 0
+        except ServerError:
+            return 0
+
+    def lose(self) -> None:
+        """Leave it out, until a look finds it well again."""
+        self.up = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.version, self.holds_base = -1, False
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def linked(self, point: MeetingPoint) -> Link:
+        """Return the link to its workers, after meeting them where there is none.
+
+        Raises:
+            ServerError: They did not come to the meeting.
+        """
+        if self.link is not None and not self.link.closed:
+            return self.link
+        num_workers = self.client.get("/get_world_size", lambda answer: int(answer["world_size"]))
+        meeting = point.arrange(self.client.url, num_workers)
+        invitation = {"init_info": {"fields": {}, "meeting": asdict(meeting)}}
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(self.client.post, "/init_weight_transfer_engine", invitation)
+            try:
+                self.link = point.join(meeting)
+            except LinkError as error:
+                coming.result()
+                raise ServerError(f"The vLLM server at {self.client.url} was not met: {error}") from error
+            coming.result()
+        return self.link
+
+    def update(self, info: Mapping[str, Any], version: int) -> dict[str, str]:
+        """Load weights; return the digests of what the workers hold.
+
+        Args:
+            info: Where the weights are, as fields of :class:`lit_grpo.rollout.vllm.worker.transfer.Update`.
+            version: Of the policy.
+        """
+        self.version, self.holds_base = -1, False
+        with self._paused():
+            self.client.post("/start_weight_update", {})
+            self.client.post("/update_weights", {"update_info": info})
+            self.client.post("/finish_weight_update", {"weight_version": str(version)})
+            held = self.client.ask_workers("settle", str(version))
+        self._settle(version)
+        self.version, self.holds_base = version, True
+        return joined(held)
+
+    def exchange(self, folder: str | None, version: int) -> dict[str, str]:
+        """Take new adapters in the place of the old ones; return the digests of what the workers hold of them.
+
+        Args:
+            folder: Where the adapters are; ``None`` where their files come over the link.
+            version: Of the policy.
+        """
+        self.version = -1
+        folder = folder or next(filter(None, self.client.ask_workers("take_folder")))
+        new, old = f"version-{version}-{Path(folder).name}", self.adapter
+        self.client.post("/v1/load_lora_adapter", {"lora_name": new, "lora_path": folder})
+        self.adapter = self.client.model = new
+        if old:
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": old})
+        self.client.ask_workers("compute_head_plainly")
+        held = self.client.ask_workers("settle_adapter", folder, str(version))
+        self._settle(version)
+        self.version = version
+        return joined(held)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Decode nothing for a while: the server may not have heard yet of requests that were withdrawn."""
+        self.client.post("/pause?mode=abort&clear_cache=false")
+        try:
+            yield
+        except BaseException as error:
+            if not (isinstance(error, ServerError) and error.hung):
+                with suppress(ServerError):
+                    self.client.post("/resume")
+            raise
+        self.client.post("/resume")
+
+    def _settle(self, version: int) -> None:
+        """Compare versions, and let the workers draw by position, which those of a restarted server do not do yet."""
+        try:
+            answers = [answer == "True" for answer in self.client.ask_workers("draw_by_position")]
+        except ServerError:  # the server has another worker_extension_cls, or none
+            answers = [False]
+        self.keyed = all_draw_by_position(answers)
+        reported = self._reported_version()
+        if reported != str(version):
+            raise WeightSyncError(
+                f"The vLLM server at {self.client.url} says that its weights are version {reported or 'unknown'}, "
+                f"where the policy's are {version}."
+            )
+
+    def _reported_version(self) -> str:
+        """The version that all workers say they hold; empty where they do not agree, or do not answer."""
+        try:
+            versions = set(self.client.ask_workers("held_version"))
+        except ServerError:
+            return ""
+        return versions.pop() if len(versions) == 1 else ""
+
+
+@dataclass(eq=False, kw_only=True)
 class Fleet:
-    """See :class:`lit_grpo.rollout.vllm.server.VLLMServerGenerator` for the arguments."""
+    """The servers of one rank; :class:`lit_grpo.rollout.vllm.server.VLLMServerGenerator` describes most arguments.
+
+    Args:
+        num_slots: See there, like all that are not described here.
+        num_servers: See there.
+        devices: See there.
+        urls: See there.
+        sends_changes: Whether a sync sends changes only, where all servers hold what was sent before.
+        point: Where servers are met whose weights travel over the network; ``None`` where they travel in files.
+        weights_folder: See there.
+        timeout_s: See there.
+        start_timeout_s: See there.
+        ray: See there.
+        restarts: See there; the number that is left.
+    """
 
     num_slots: int
-    num_servers: int
-    devices: list[str] | None
-    urls: list[str] | None
-    sends_changes: bool
-    transport: Transport
-    timeout_s: float
-    start_timeout_s: float
-    ray: dict[str, Any] | None
+    num_servers: int = 1
+    devices: list[str] | None = None
+    urls: list[str] | None = None
+    sends_changes: bool = False
+    point: MeetingPoint | None = None
+    weights_folder: str | None = None
+    timeout_s: float = 60.0
+    start_timeout_s: float = 300.0
+    ray: dict[str, Any] | None = None
     restarts: int = 0
-    token: str = ""
-    loop: EventLoop = field(default_factory=EventLoop)
-    _servers: list[Server] = field(default_factory=list)
-    _held: dict[str, torch.Tensor] = field(default_factory=dict)
-    _version: int = -1
-    _starting_again: list[Server] = field(default_factory=list)
+    token: str = field(default="", init=False)
+    loop: EventLoop = field(default_factory=EventLoop, init=False)
+    _servers: list[Server] = field(default_factory=list, init=False)
+    _starting_again: list[Server] = field(default_factory=list, init=False)
+    _held: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # by all servers, where changes are sent
+    _version: int = field(default=-1, init=False)
 
     @property
     def alive(self) -> list[Server]:
@@ -66,21 +326,21 @@ class Fleet:
 
     @property
     def context(self) -> int:
-        """The most tokens of a request, on any of them."""
+        """The most tokens of a request that every server takes."""
         return min(server.context for server in self.alive or self._servers)
 
     @property
     def clients(self) -> list[ServerClient]:
-        """All of them."""
+        """The clients of all servers."""
         return [server.client for server in self._servers]
 
-    # ---- start ------------------------------------------------------------------------------------
+    # ---- start and end ------------------------------------------------------------------------------
 
     def start(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
-        """Start the servers, or look at those named; either way they are taken for this run.
+        """Start the servers, or look at those named by ``urls``, and take them for this run.
 
         Raises:
-            ValueError: One cannot be started, does not answer, or does not decode for the policy.
+            ValueError: A server cannot be started, does not answer, or does not decode for the policy.
         """
         self._stop()
         weakref.finalize(self, self.loop.close)
@@ -121,13 +381,21 @@ class Fleet:
         policy.save_skeleton(self._folder.path)
         dtype = str(policy.dtype).removeprefix("torch.")
         deadline = time.monotonic() + self.start_timeout_s
-        sizes = (dtype, self.num_slots, self.num_servers)
         if self.ray is None:
-            processes = self._processes(server_arguments(*sizes) | dict(server_args))
+            processes = self._processes(server_arguments(dtype, self.num_slots, self.num_servers) | dict(server_args))
         else:
-            from lit_grpo.rollout.vllm.actors.server import start_actors
+            from lit_grpo.rollout.vllm.actors import start_actors
 
-            processes = start_actors(self._folder.path, *sizes, server_args, self.token, self.ray, deadline)
+            processes = start_actors(
+                self._folder.path,
+                dtype=dtype,
+                num_slots=self.num_slots,
+                num_servers=self.num_servers,
+                server_args=dict(server_args),
+                token=self.token,
+                options=self.ray,
+                deadline=deadline,
+            )
         for process in processes:
             weakref.finalize(self, process.stop)
             self._servers.append(Server(self._client(process.url), process))
@@ -142,26 +410,43 @@ class Fleet:
             visible = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices[number]}
             yield ServerProcess(self._folder.path, arguments, environment | visible, self.token)
 
-    # ---- weights ----------------------------------------------------------------------------------
+    def release(self) -> None:
+        """Let other runs have the servers, until the next look."""
+        for server in self._servers:
+            server.client.release()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Bring all servers that answer up to date; those that do not are left out until the next time.
+    def _stop(self) -> None:
+        self.release()
+        for server in self._servers:
+            if server.process is not None:
+                server.process.stop()
+        self._servers = []
+        self.loop.close()
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[Named], version: int) -> SyncReport:
+        """Bring weights to all servers that answer; the others are left out until the next sync.
 
         Raises:
-            WeightSyncError: No server took the weights, or not all of them bound the same.
+            WeightSyncError: No server took the weights, or not all of them hold the same.
         """
         self._look()
         known = bool(self._held) and all(server.version == self._version >= 0 for server in self.alive)
         shipment = Shipment(weights, self._held if self.sends_changes else None, self.sends_changes and known)
-        about = {"keeps": self.sends_changes, "changes": shipment.changes}
-        answers = self.transport.send(
-            shipment, lambda server, where: server.update({**where, **about}, version), self._ask_all
-        )
+        info = {"keeps": self.sends_changes, "changes": shipment.changes}
+        if self.point is not None:
+            answers = self._send(shipment, lambda server: server.update({**info, "linked": True}, version))
+        else:
+            with weights_folder(self.weights_folder) as folder:
+                path = folder / "weights.safetensors"
+                write(shipment, path)
+                answers = self._ask_all(lambda server: server.update({**info, "path": str(path)}, version))
         self._version = version
         return SyncReport(_agreed(answers), shipment.num_bytes, shipment.changed_share)
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
-        """Bring adapters to all servers that have the weights that they stand beside; return their digests.
+        """Bring adapters to all servers that have the base weights; return their digests.
 
         Raises:
             WeightSyncError: No server took them, or not all of them hold the same.
@@ -169,33 +454,81 @@ class Fleet:
         self._look()
         for server in self.alive:
             server.up = server.holds_base
-        answers = self.transport.send_folder(
-            folder, lambda server, where: server.exchange(where, version), self._ask_all
-        )
-        return _agreed(answers)
+        if self.point is None:
+            return _agreed(self._ask_all(lambda server: server.exchange(str(folder), version)))
+        files = [
+            (path.name, torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".json", ".safetensors")
+        ]
+        return _agreed(self._send(files, lambda server: server.exchange(None, version)))
+
+    def _send(self, tensors: Iterable[Named], take: Callable[[Server], dict[str, str]]) -> dict[Server, dict[str, str]]:
+        """Send tensors over the network while all servers ``take`` them."""
+        point = self.point
+        assert point is not None
+        links = self._ask_all(lambda server: server.linked(point))
+        return self._ask_all(take, lambda listens: send(links, tensors, listens))
 
     def lacks_base(self) -> bool:
-        """Whether there is a server without the weights that adapters stand beside, such as one that began anew."""
+        """Whether a server has no base weights for adapters, such as one that was restarted."""
         self._look()
         return not all(server.holds_base for server in self.alive)
 
     def forget_weights(self) -> None:
-        """Take it that no server holds weights of the policy."""
+        """Assume that no server holds weights of the policy."""
         for server in self._servers:
             server.version, server.holds_base = -1, False
+
+    def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
+        """Return the log-probs of all tokens after the first of each sequence, by each server's name.
+
+        Raises:
+            WeightSyncError: No server answers.
+        """
+        scores = self._ask_all(lambda server: server.client.score(sequences, salt))
+        return {f"the vLLM server at {server.client.url}": rows for server, rows in scores.items()}
+
+    def _ask_all(
+        self,
+        call: Callable[[Server], _Answer],
+        meanwhile: Callable[[Callable[[Server], bool]], None] = lambda listens: None,
+    ) -> dict[Server, _Answer]:
+        """Call for all servers that are up at the same time; those that fail are left out, unless all do.
+
+        While they work ``meanwhile`` is called, with a function that tells whether a server still works.
+        """
+        answers: dict[Server, _Answer] = {}
+        failures: list[str] = []
+        with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
+            pending = {server: pool.submit(call, server) for server in self.alive}
+            meanwhile(lambda server: not pending[server].done())
+            for server, answer in pending.items():
+                try:
+                    answers[server] = answer.result()
+                except ServerError as error:
+                    server.lose()
+                    failures.append(f"{error}{server.log}")
+        if failures and not answers:
+            raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
+        if not answers:
+            logs = "".join(server.log for server in self._servers)
+            raise WeightSyncError(f"No vLLM server took the policy's weights: none is up with what they need.{logs}")
+        return answers
+
+    # ---- which are up -------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """See which servers are up, all at the same time.
 
-        Those that were have the whole time-out to answer, and those that were not a short one, unless none answers. A
-        process of ours that did not answer before, and does not now, is ended and started again.
+        A server that was up has ``timeout_s`` to answer, and one that was not has a short time, unless none answers. A
+        process of ours that did not answer at the last look, and does not now, is ended and started again.
         """
         were_up = set(self.alive)
-        were_down = [server for server in self._servers if server not in were_up]
         short_s = min(_LOOK_S, self.timeout_s)
         self._look_at({server: self.timeout_s if server in were_up else short_s for server in self._servers})
         if not self.alive:
-            self._look_at(dict.fromkeys(were_down, self.timeout_s))
+            self._look_at({server: self.timeout_s for server in self._servers if server not in were_up})
         self._starting_again = [server for server in self._starting_again if not server.up]
         for server in self._servers:
             if server.up:
@@ -213,14 +546,11 @@ class Fleet:
     def _look_at(self, timeouts_s: Mapping[Server, float]) -> None:
         """Look at servers, all at the same time, each with its own time to answer."""
         with ThreadPoolExecutor(max(len(timeouts_s), 1)) as pool:
-            looks = [
-                pool.submit(server.look, self._introduction, timeout_s) for server, timeout_s in timeouts_s.items()
-            ]
-        for look in looks:
-            look.result()
+            for look in [pool.submit(server.look, self._introduction, s) for server, s in timeouts_s.items()]:
+                look.result()
 
     def restart(self, server: Server, hung: bool = False) -> str:
-        """Start a server of ours again that has ended or ``hung``, and go on meanwhile; return what to say of it."""
+        """Start a server of ours again that has ended or ``hung``, without waiting for it; return what to say of it."""
         process = server.process
         if not isinstance(process, ServerProcess) or self.restarts < 1:
             return ""
@@ -242,7 +572,7 @@ class Fleet:
         return f" It is started again, and decodes after a sync that finds it up ({self.restarts} restarts are left)."
 
     def _wait_for_restarted(self) -> None:
-        """Where no server is up, wait for those that have been started again, until one is or none can be."""
+        """If no server is up, wait until one that was started again is up, or none is left to wait for."""
         deadline = time.monotonic() + self.start_timeout_s
         while self._starting_again and not self.alive:
             server = self._starting_again.pop(0)
@@ -254,64 +584,9 @@ class Fleet:
             else:
                 server.look(self._introduction, self.timeout_s)
 
-    def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
-        """Return the log-probs of all tokens after the first of each sequence, by each server's name.
-
-        Raises:
-            WeightSyncError: No server answers.
-        """
-        scores = self._ask_all(lambda server: server.client.score(sequences, salt))
-        return {f"the vLLM server at {server.client.url}": rows for server, rows in scores.items()}
-
-    def _ask_all(
-        self,
-        call: Callable[[Server], Answer],
-        meanwhile: Callable[[Callable[[Server], bool]], None] = lambda listens: None,
-    ) -> dict[Server, Answer]:
-        """Call for all servers that are up at the same time; those that fail are left out, unless all do.
-
-        In between, ``meanwhile`` is called with what tells whether a server is still at it.
-        """
-        answers: dict[Server, Answer] = {}
-        failures: list[str] = []
-        with ThreadPoolExecutor(max(len(self.alive), 1)) as pool:
-            pending = {server: pool.submit(call, server) for server in self.alive}
-            meanwhile(lambda server: not pending[server].done())
-            for server, answer in pending.items():
-                try:
-                    answers[server] = answer.result()
-                except ServerError as error:
-                    server.lose()
-                    failures.append(f"{error}{server.log}")
-        if failures and not answers:
-            raise WeightSyncError(f"The policy's weights could not be loaded: {failures[0]}")
-        if not answers:
-            logs = "".join(server.log for server in self._servers)
-            raise WeightSyncError(f"No vLLM server took the policy's weights: none is up with what they need.{logs}")
-        return answers
-
-    # ---- end --------------------------------------------------------------------------------------
-
-    def release(self) -> None:
-        """Let other runs have the servers, until the next look."""
-        for server in self._servers:
-            server.client.release()
-
-    def _stop(self) -> None:
-        for server in self._servers:
-            server.client.release()
-            if server.process is not None:
-                server.process.stop()
-        self._servers = []
-        self.loop.close()
-
 
 def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:
-    """Return what all servers hold.
-
-    Raises:
-        WeightSyncError: Not all of them hold the same.
-    """
+    """Return the digests of what all servers hold; raise a WeightSyncError if they hold different weights."""
     first, *others = answers.values()
     if any(digests != first for digests in others):
         raise WeightSyncError("The vLLM servers have bound different weights.")
@@ -319,7 +594,7 @@ def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:
 
 
 def _own_share(urls: list[str]) -> list[str]:
-    """The servers of this rank."""
+    """Return the servers of this rank."""
     if not torch.distributed.is_initialized():
         return urls
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -61,11 +61,7 @@ class EngineGenerator(Versioned, ABC):
 
     Attributes:
         sends_alone: Whether the adapters of the policy that it was started for travel alone.
-        keeps_kv: Whether requests that were stopped go on with the keys and values of the weights that they were
-            sampled with, as far as engines still have them.
     """
-
-    has_own_weights = True
 
     def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
         if num_slots < 1:
@@ -74,6 +70,9 @@ class EngineGenerator(Versioned, ABC):
             raise ValueError(f"adapters must be auto, merged or alone, not {adapters!r}.")
         self.num_slots = num_slots
         self.adapters = adapters
+        self.abilities: frozenset[str] = frozenset({"own_weights"})
+        if adapters != "alone":
+            self.abilities |= {"keeps_kv"}
         self.sends_alone = False
         self.arguments = dict(arguments or {})
         self.weights_dtype = dtype_of(self.arguments)
@@ -83,7 +82,6 @@ class EngineGenerator(Versioned, ABC):
         self._made_for = ""
         self._arrived: dict[str, str] = {}  # the digests of what engines hold
         self._salt = ""
-        self.keeps_kv = False
         self._salts: dict[Key, str] = {}  # of requests that were stopped
         self._streams = Streams()
 
@@ -154,7 +152,7 @@ class EngineGenerator(Versioned, ABC):
         """VLLM's arguments for adapters that travel alone; none where they are merged."""
         if self.adapters == "alone":
             return adapter_arguments(policy.adapters, self.arguments)
-        suits = torch.cuda.is_available() and self._keeps_base() and not self.keeps_kv
+        suits = torch.cuda.is_available() and self._keeps_base() and not policy.keeps_kv
         if self.adapters == "auto" and policy.adapters is not None and suits:
             with suppress(ValueError):  # vLLM does not decode with them
                 return adapter_arguments(policy.adapters, self.arguments)
@@ -282,6 +280,6 @@ class EngineGenerator(Versioned, ABC):
         """Stop these requests and hand them back, with what they have come to as their prefixes."""
         stopped = self._streams.close(keys)
         self._withdraw([stream for stream in stopped if stream.ticket is not None])
-        if self.keeps_kv:
+        if self._policy is not None and self._policy.keeps_kv:
             self._salts |= {stream.request.key: stream.salt for stream in stopped if stream.token_ids}
         return [stream.so_far for stream in stopped]

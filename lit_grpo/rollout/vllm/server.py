@@ -16,7 +16,7 @@ from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
 from lit_grpo.rollout.vllm.streams import Stream
-from lit_grpo.rollout.vllm.transports import TRANSPORTS, transport_of
+from lit_grpo.rollout.weights.network import BACKENDS, MeetingPoint
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
@@ -67,8 +67,6 @@ class VLLMServerGenerator(EngineGenerator):
             machine.
     """
 
-    has_own_devices = True
-
     def __init__(
         self,
         num_slots: int = 64,
@@ -86,6 +84,7 @@ class VLLMServerGenerator(EngineGenerator):
         ray: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, server_args)
+        self.abilities |= {"own_devices"}
         if num_servers < 1:
             raise ValueError(f"num_servers must be at least 1, not {num_servers}.")
         for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
@@ -95,8 +94,8 @@ class VLLMServerGenerator(EngineGenerator):
             raise ValueError(f"restarts must be at least 0, not {restarts}: servers that end are then left out.")
         if transfer not in ("full", "changes"):
             raise ValueError(f"transfer must be full or changes, not {transfer!r}.")
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport must be {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}, not {transport!r}.")
+        if transport not in ("files", *BACKENDS):
+            raise ValueError(f"transport must be files, gloo or nccl, not {transport!r}.")
         if weights_folder is not None and transport != "files":
             raise ValueError(
                 f"weights_folder is where files are put, and transport is {transport}; take transport: files, or leave "
@@ -115,16 +114,17 @@ class VLLMServerGenerator(EngineGenerator):
             check_ray(devices, urls)
         self.weights_folder, self.transport = weights_folder, transport
         self._fleet = Fleet(
-            num_slots,
-            num_servers,
-            devices,
-            urls,
-            transfer == "changes",
-            transport_of(transport, weights_folder),
-            timeout_s,
-            start_timeout_s,
-            ray,
-            restarts,
+            num_slots=num_slots,
+            num_servers=num_servers,
+            devices=devices,
+            urls=urls,
+            sends_changes=transfer == "changes",
+            point=None if transport == "files" else MeetingPoint(transport),
+            weights_folder=weights_folder,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            ray=ray,
+            restarts=restarts,
         )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}

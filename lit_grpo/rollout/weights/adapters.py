@@ -1,4 +1,4 @@
-"""LoRA adapters on their way to a generator that decodes with them beside the base weights."""
+"""LoRA adapters on their way to a generator that holds the base weights apart from them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from lit_grpo.rollout.weights.tensors import check_complete, complete
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.rollout.weights.tensors import Named
+
 
 class AdapterWeights(PolicyWeights):
-    """The policy's adapters by their names in peft's files, and after them its base weights where they are to travel.
+    """The policy's adapters by their names in peft's files, followed by its base weights if these are to travel.
 
-    What peft multiplies an adapter's output by is in its B matrix already, so that the receiver has nothing to compute
-    and holds the very tensors that were sent.
+    Each B matrix is sent multiplied by the scaling of its adapter, so the receiver holds exactly what was sent.
 
     Args:
         policy: The model, with adapters.
-        with_base: Whether the weights that the adapters stand beside travel too.
-        dtype: What the generator computes in; by default the policy's type, also where its adapters have another.
+        with_base: Whether the base weights travel too.
+        dtype: The type that the generator computes in; by default the policy's, even if its adapters have another.
     """
 
     def __init__(self, policy: PreTrainedModel, with_base: bool, dtype: torch.dtype | None = None) -> None:
@@ -38,11 +39,11 @@ class AdapterWeights(PolicyWeights):
 
     @property
     def names(self) -> list[str]:
-        """What the weights are called."""
+        """The names of all tensors that travel."""
         base = super().names if self.with_base else []
         return [name for name, _, _ in self._adapters()] + base
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self) -> Iterator[Named]:
         for name, parameter, scaling in self._adapters():
             yield name, (whole(parameter).detach() * scaling).to(self.dtype or self.policy.dtype)
         if self.with_base:
@@ -56,13 +57,11 @@ class AdapterWeights(PolicyWeights):
                 yield f"base_model.model.{name}.{matrix}.weight", weight, scaling
 
 
-def apart(
-    weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel
-) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]] | None]:
-    """Take the adapters from a stream of :class:`AdapterWeights`; return them and the base weights that follow, if any.
+def apart(weights: Iterable[Named], policy: PreTrainedModel) -> tuple[dict[str, torch.Tensor], Iterator[Named] | None]:
+    """Split a stream of :class:`AdapterWeights` into the adapters and the base weights that follow, if any.
 
     Raises:
-        WeightSyncError: Adapters are missing, or, when they have been gone through, base weights.
+        WeightSyncError: Adapters are missing; or base weights are, which shows when their iterator ends.
     """
     names = AdapterWeights(policy, with_base=False).names
     stream = iter(weights)
@@ -82,11 +81,11 @@ def apart(
 def adapter_folder(
     adapters: Mapping[str, torch.Tensor], policy: PreTrainedModel, parent: str | None = None
 ) -> Iterator[Path]:
-    """Keep adapters of :class:`AdapterWeights` in a folder as peft saves it, in ``parent`` or in shared memory."""
+    """Write adapters of :class:`AdapterWeights` to a folder as peft does, in ``parent`` or in shared memory."""
     settings: Any = policy
     (config,) = settings.peft_config.values()
     config = copy.copy(config)
-    config.lora_alpha, config.use_rslora = config.r, False  # B is scaled
+    config.lora_alpha, config.use_rslora = config.r, False  # a scaling of 1, since the B matrices are scaled
     with weights_folder(parent) as folder:
         config.save_pretrained(str(folder))
         write(adapters.items(), folder / "adapter_model.safetensors")
@@ -94,6 +93,6 @@ def adapter_folder(
 
 
 def share_of_elements(adapters: Mapping[str, torch.Tensor], policy: PreTrainedModel) -> float:
-    """How many of all elements of the policy these are."""
+    """Return the share of the policy's elements that are in these adapters."""
     total = sum(parameter.numel() for parameter in policy.parameters())
     return sum(tensor.numel() for tensor in adapters.values()) / total

@@ -1,4 +1,4 @@
-"""Weights in files of shared memory (safetensors), in folders that no other user can look into."""
+"""Weights in files of shared memory (safetensors), in folders that no other user can read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.weights.tensors import Named
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = ".owner"  # locked as long as the folder's owner lives
@@ -22,17 +25,14 @@ WEIGHTS_PREFIX = "lit_grpo_weights_"
 
 
 class PrivateFolder:
-    """A folder of a name that nobody can guess, for this process alone; it goes with this object.
+    """A folder at ``path``, for this user alone, with a name that nobody can guess; it is removed with this object.
 
-    Its owner holds a lock on a file in it, which the kernel lets go of however the owner ends. Folders of owners that
-    are dead, which a kill has left behind, are removed when the next one of the same kind is made.
+    Its owner holds a lock on a file in it, which the kernel releases however the owner ends. The next folder with the
+    same prefix removes those whose owners were killed.
 
     Args:
-        prefix: What the folder's name begins with.
-        parent: Where it is made; by default among temporary files.
-
-    Attributes:
-        path: Where it is.
+        prefix: The beginning of the folder's name.
+        parent: Where the folder is made; by default among temporary files.
     """
 
     def __init__(self, prefix: str, parent: str | None = None) -> None:
@@ -43,7 +43,7 @@ class PrivateFolder:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether this is a folder, and no link to one, that no other user can look into or has made."""
+    """Whether this is a folder (not a link to one) that this user has made and no other user can open."""
     try:
         status = folder.lstat()
     except OSError:
@@ -52,7 +52,7 @@ def is_private(folder: Path) -> bool:
 
 
 def _make(place: Path, prefix: str) -> tuple[Path, FileLock]:
-    """Make a folder and lock it; another one, where it has been swept away before it was locked."""
+    """Make a folder and lock it; make another if it was swept away before it was locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))  # with mode 0700
         lock = FileLock(path / _LOCK, thread_local=False)
@@ -68,7 +68,7 @@ def _remove(path: Path, lock: FileLock) -> None:
 
 
 def _sweep(place: Path, prefix: str) -> None:
-    """Remove what dead owners of this user have left; what others have put there is neither read nor followed."""
+    """Remove the folders of dead owners, if they are this user's; links and folders of others are left alone."""
     for path in place.glob(f"{prefix}*"):
         if not is_private(path) or not (path / _LOCK).is_file():
             continue
@@ -78,27 +78,27 @@ def _sweep(place: Path, prefix: str) -> None:
             _remove(path, lock)
 
 
-def shared_memory() -> str | None:
-    """Where shared memory is; ``None`` where there is none."""
-    return str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+def private_weights_folder(parent: str | None = None) -> PrivateFolder:
+    """Make a folder for weights, in ``parent`` or else in shared memory where there is some."""
+    return PrivateFolder(WEIGHTS_PREFIX, parent or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None))
 
 
 @contextmanager
 def weights_folder(parent: str | None = None) -> Iterator[Path]:
-    """Make a private folder for weights on their way, in ``parent`` or else in shared memory where there is some."""
-    folder = PrivateFolder(WEIGHTS_PREFIX, parent or shared_memory())
+    """Have such a folder while weights are on their way."""
+    folder = private_weights_folder(parent)
     try:
         yield folder.path
     finally:
         folder.remove()
 
 
-def write(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
+def write(tensors: Iterable[Named], path: Path) -> None:
     """Write tensors to a safetensors file."""
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, path)
 
 
-def read(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read(path: str | Path) -> Iterator[Named]:
     """Yield the tensors of a safetensors file."""
     with safe_open(path, framework="pt") as file:
         for name in list(file.keys()):

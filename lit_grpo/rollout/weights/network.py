@@ -1,7 +1,7 @@
 """Weights over the network: process groups of torch between a sender and the workers of an engine.
 
-Tensors travel in packets of some hundred megabytes, which are broadcast one after another, the next being packed while
-one travels. It is the same with NCCL, between GPUs, and with gloo, between hosts.
+Tensors travel in packets of some hundred megabytes. Each packet is broadcast while the next one is put together. It is
+the same between GPUs (NCCL) and between hosts (gloo).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from itertools import chain
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -26,12 +26,14 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+if TYPE_CHECKING:
+    from lit_grpo.rollout.weights.tensors import Named
+
+BACKENDS = ("gloo", "nccl")
 PACKET_BYTES = 256 * 2**20
-PATIENCE_S = 300.0  # for a machine that is busy; whether the other side is well is asked in other ways
+PATIENCE_S = 300.0  # for a busy machine; whether the other side is well is asked in other ways
 _ALIGNMENT = 16
 _POLL_S = 0.0005
-
-Named = tuple[str, torch.Tensor]
 
 
 class LinkError(RuntimeError):
@@ -53,7 +55,7 @@ class Meeting:
 
 
 class MeetingPoint:
-    """The sender's store. It listens on the one address that leads to those it is to meet.
+    """The sender's store. It listens on the one address that leads to the engines.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -63,7 +65,7 @@ class MeetingPoint:
     def __init__(self, backend: str, timeout_s: float = PATIENCE_S) -> None:
         self._backend, self._timeout_s = backend, timeout_s
         self._stores: dict[str, TCPStore] = {}
-        self._arranging = threading.Lock()  # with several engines at a time
+        self._arranging = threading.Lock()  # meetings with several engines are arranged at a time
 
     def arrange(self, url: str, num_workers: int) -> Meeting:
         """Name a meeting with the workers of the engine at ``url``."""
@@ -74,7 +76,7 @@ class MeetingPoint:
         return Meeting(self._backend, host, self._stores[host].port, token_hex(16), 1 + num_workers)
 
     def join(self, meeting: Meeting) -> Link:
-        """Return the sender's end, when all are there."""
+        """Return the sender's end, once all members are there."""
         return Link(meeting, 0, self._stores[meeting.host], self._timeout_s)
 
 
@@ -93,20 +95,19 @@ class Link:
 
     Args:
         meeting: Where they meet.
-        rank: Which one this is.
-        store: The meeting's, which the sender has; others reach it by its address.
+        rank: Which member this is.
+        store: The store of the meeting, which the sender has; the others reach it by its address.
         timeout_s: How long members wait for each other.
 
     Raises:
-        LinkError: Not all of them came.
+        LinkError: Not all members came.
     """
 
     def __init__(self, meeting: Meeting, rank: int, store: Store | None = None, timeout_s: float = PATIENCE_S) -> None:
         wait = timedelta(seconds=timeout_s)
         try:
-            store = store or TCPStore(meeting.host, meeting.port, None, False, wait)
-            named = PrefixStore(meeting.name, store)
-            self._group: Any = _GROUPS[meeting.backend](named, rank, meeting, wait)
+            store = PrefixStore(meeting.name, store or TCPStore(meeting.host, meeting.port, None, False, wait))
+            self._group: Any = (_nccl if meeting.backend == "nccl" else _gloo)(store, rank, meeting, wait)
         except RuntimeError as error:
             raise LinkError(f"No link to {meeting.host}:{meeting.port} came about: {error}") from error
         self.rank = rank
@@ -118,7 +119,7 @@ class Link:
         return self._group is None
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send a tensor, or to fill it with what is sent; return torch's work, to be waited for."""
+        """Begin to send a tensor, or to fill it with what is sent; return torch's work, which has to be waited for."""
         if self.closed:
             raise LinkError("A link is used that was left.")
         try:
@@ -127,21 +128,17 @@ class Link:
             raise LinkError(f"A link broke: {error}") from error
 
     def receive(self) -> Iterator[Named]:
-        """Yield the tensors that are sent, on the link's device, until their end.
-
-        Raises:
-            LinkError: They broke off.
-        """
+        """Yield the tensors of one :func:`send`, on the link's device; raise a LinkError if it breaks off."""
         while True:
-            sizes = self._take(2, torch.int64).tolist()
-            if not sizes[0]:
+            header_bytes, payload_bytes = self._take(2, torch.int64).tolist()
+            if not header_bytes:
                 return
-            header = bytes(self._take(sizes[0], torch.uint8).tolist())
-            payload = self._take(sizes[1], torch.uint8)
-            for name, dtype, shape, begin in json.loads(header):
-                kind: torch.dtype = getattr(torch, dtype)
-                end = begin + kind.itemsize * torch.Size(shape).numel()
-                yield name, payload[begin:end].view(kind).view(shape)
+            header = bytes(self._take(header_bytes, torch.uint8).tolist())
+            payload = self._take(payload_bytes, torch.uint8)
+            for name, dtype_name, shape, begin in json.loads(header):
+                dtype: torch.dtype = getattr(torch, dtype_name)
+                end = begin + dtype.itemsize * torch.Size(shape).numel()
+                yield name, payload[begin:end].view(dtype).view(shape)
 
     def _take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(size, dtype=dtype, device=self._device)
@@ -150,16 +147,19 @@ class Link:
         return tensor
 
     def packet(self, tensors: list[Named]) -> list[torch.Tensor]:
-        """What is broadcast for these: sizes, where each tensor lies, and their bytes. For none it is the end."""
-        places, begin = [], 0
+        """Return what is broadcast for some tensors: sizes, where each tensor lies, and their bytes.
+
+        The packet of no tensors marks the end.
+        """
+        places, size = [], 0
         for name, tensor in tensors:
-            places.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin))
-            begin += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            places.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not places:
             return [torch.zeros(2, dtype=torch.int64, device=self._device)]
-        payload = torch.empty(begin, dtype=torch.uint8, device=self._device)
-        for (_, tensor), (_, _, _, at) in zip(tensors, places, strict=True):
-            payload[at : at + tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        payload = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for (_, tensor), (_, _, _, begin) in zip(tensors, places, strict=True):
+            payload[begin : begin + tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
         header = torch.frombuffer(bytearray(json.dumps(places).encode()), dtype=torch.uint8).to(self._device)
         sizes = torch.tensor([len(header), len(payload)], device=self._device)
         return [part for part in (sizes, header, payload) if len(part)]
@@ -169,7 +169,7 @@ class Link:
         if self._group is not None:
             group, self._group = [self._group], None
             group[0].abort()
-            # Gloo's connections end with the last reference, which waits for what is on its way.
+            # Gloo's connections end with the last reference, and dropping it waits for what is on its way.
             threading.Thread(target=group.clear, daemon=True).start()
 
 
@@ -177,39 +177,39 @@ def send(links: Mapping[Any, Link], tensors: Iterable[Named], listens: Callable[
     """Send tensors over all links at the same time.
 
     Args:
-        links: By whom each leads to. One that breaks, or leads to somebody who ``listens`` no longer, is closed and
-            left out from then on; whoever waits for the other side's answer hears why.
-        tensors: All are taken, also where no link is left: other ranks may take part in making them.
-        listens: Whether the one at the other end still takes what comes.
+        links: The link to each receiver. A link that breaks, or whose receiver no longer ``listens``, is closed and
+            left out from then on; the receiver's own answer says why.
+        tensors: They are iterated over to the end even when no link is left, since other ranks may help to make them.
+        listens: Whether a receiver still takes what comes.
     """
     going, works = dict(links), dict[Any, list[Any]]()
 
     def settle() -> None:
-        for other in list(works):
+        for receiver in list(works):
             try:
-                for work in works.pop(other):
-                    _finish(work, lambda other=other: listens(other))
+                for work in works.pop(receiver):
+                    _finish(work, lambda receiver=receiver: listens(receiver))
             except LinkError:
-                going.pop(other).close()
+                going.pop(receiver).close()
 
     try:
         for packet in chain(_packets(tensors), [[]]):
-            parts = next(iter(going.values())).packet(packet) if going else []  # while the last one travels
+            parts = next(iter(going.values())).packet(packet) if going else []  # while the last packet travels
             settle()
-            for other, link in list(going.items()):
+            for receiver, link in list(going.items()):
                 try:
-                    works[other] = [link.broadcast(part) for part in parts]
+                    works[receiver] = [link.broadcast(part) for part in parts]
                 except LinkError:
-                    going.pop(other).close()
+                    going.pop(receiver).close()
         settle()
     except BaseException:
         for link in going.values():
-            link.close()  # those at the other ends wait no longer
+            link.close()  # so that the receivers wait no longer
         raise
 
 
 def _packets(tensors: Iterable[Named]) -> Iterator[list[Named]]:
-    """Tensors together, as many as have ``PACKET_BYTES``."""
+    """Put tensors together, up to ``PACKET_BYTES`` a packet."""
     packet: list[Named] = []
     num_bytes = 0
     for name, tensor in tensors:
@@ -223,7 +223,7 @@ def _packets(tensors: Iterable[Named]) -> Iterator[list[Named]]:
 
 
 def _finish(work: Any, listens: Callable[[], bool] = lambda: True) -> None:
-    """Wait for what has begun, as long as the other side listens."""
+    """Wait until a broadcast has ended, as long as the other side listens."""
     try:
         while not work.is_completed():
             if not listens():
@@ -235,25 +235,21 @@ def _finish(work: Any, listens: Callable[[], bool] = lambda: True) -> None:
 
 
 def _own_address(url: str) -> str:
-    """The address of this machine that leads to the one in ``url``."""
+    """The address of this machine from which packets go to the host of ``url``."""
     parts = urlsplit(url)
     family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # of datagrams: nothing is sent
+        probe.connect(address)  # a socket of datagrams sends nothing by this
         return probe.getsockname()[0]
-
-
-def _own_address_towards(meeting: Meeting) -> str:
-    host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
-    return _own_address(f"tcp://{host}:{meeting.port}")
 
 
 def _gloo(store: Store, rank: int, meeting: Meeting, wait: timedelta) -> Any:
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo
+    host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=_own_address_towards(meeting))]
+    options._devices = [gloo.create_device(hostname=_own_address(f"tcp://{host}:{meeting.port}"))]
     options._timeout, options._threads = wait, 2
     return gloo(store, rank, meeting.size, options)
 
@@ -264,7 +260,3 @@ def _nccl(store: Store, rank: int, meeting: Meeting, wait: timedelta) -> Any:
     options: Any = ProcessGroupNCCL.Options()
     options._timeout = wait
     return ProcessGroupNCCL(store, rank, meeting.size, options)
-
-
-_GROUPS = {"gloo": _gloo, "nccl": _nccl}
-BACKENDS = tuple(_GROUPS)

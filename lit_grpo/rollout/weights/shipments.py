@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-_INDEX, _VALUE = "|index", "|value"
+if TYPE_CHECKING:
+    from lit_grpo.rollout.weights.tensors import Named
 
-Named = tuple[str, torch.Tensor]
+_INDEX, _VALUE = "|index", "|value"
 
 
 class Shipment:
-    """Named tensors on their way to receivers, each yielded once; what has travelled is counted.
+    """Named tensors on their way to receivers, each yielded once; ``num_bytes`` counts those that were yielded.
 
-    Changes are told as the places of the elements that differ from those ``held``, and what they are now. They are
-    compared as bits, so that what the receiver rebuilds is the same to the last of them (SparseRL-Sync's observation:
-    an update of a small learning rate changes few elements in bfloat16).
+    A change is sent as the positions of the elements that differ from those ``held``, and their new values. Elements
+    are compared as bits, so that the receiver rebuilds exactly the same tensor (the observation of SparseRL-Sync: an
+    update with a small learning rate changes few elements in bfloat16).
 
     Args:
         weights: All weights, by name.
-        held: On the host, what the receivers hold. It is brought up to date, where changes are to follow.
-        changes: Whether changes are enough.
-
-    Attributes:
-        num_bytes: What has been yielded.
+        held: What the receivers hold, on the host. It is brought up to date, where changes are to follow.
+        changes: Whether to send changes only.
     """
 
     def __init__(
@@ -37,14 +36,14 @@ class Shipment:
 
     @property
     def changed_share(self) -> float:
-        """Of the elements that have been looked at, those that travelled."""
+        """The share of the elements so far that travelled."""
         return self._num_changed / max(self._num_elements, 1) if self.changes else 1.0
 
     def __iter__(self) -> Iterator[Named]:
         for name, tensor in self._weights:
-            for part in self._changed(name, tensor) if self.changes else self._whole(name, tensor):
-                self.num_bytes += part[1].nbytes
-                yield part
+            for part_name, part in self._changed(name, tensor) if self.changes else self._whole(name, tensor):
+                self.num_bytes += part.nbytes
+                yield part_name, part
 
     def _whole(self, name: str, tensor: torch.Tensor) -> Iterator[Named]:
         if self._held is not None:
@@ -65,12 +64,12 @@ class Shipment:
 
 
 def rebuild(tensors: Iterable[Named], held: dict[str, torch.Tensor], changes: bool) -> Iterator[Named]:
-    """Yield the whole tensors that a shipment stands for: its own, or those ``held`` with its changes made."""
+    """Yield the whole tensors of a shipment: those that came, or those ``held`` after the changes that came."""
     if not changes:
         yield from tensors
         return
-    told = dict(tensors)
+    parts = dict(tensors)
     for name, tensor in held.items():
-        if name + _INDEX in told:
-            tensor.view(-1)[told[name + _INDEX].cpu().long()] = told[name + _VALUE].cpu()
+        if name + _INDEX in parts:
+            tensor.view(-1)[parts[name + _INDEX].cpu().long()] = parts[name + _VALUE].cpu()
         yield name, tensor

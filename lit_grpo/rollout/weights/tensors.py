@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    Named = tuple[str, torch.Tensor]
+
 
 class WeightSyncError(RuntimeError):
     """The generator's weights are not the policy's; it must not sample until a full sync succeeds."""
@@ -29,7 +31,7 @@ class Versioned:
         self._version = -1
 
     def _expect_weights(self, num_requests: int, in_flight: str) -> None:
-        """Refuse to sample until all of them are here; a WeightSyncError where requests are in flight against that."""
+        """Refuse to sample until all weights are here; a WeightSyncError where requests are in flight against that."""
         if in_flight == "refuse":
             check_nothing_in_flight(num_requests)
         self._version = -1
@@ -47,10 +49,10 @@ class Versioned:
 
 @dataclass
 class SyncReport:
-    """What a generator bound of the weights that it was sent.
+    """What a generator holds after a sync.
 
-    ``digests`` holds the :func:`digest` of each tensor as the receiving side has it, by the policy's name for it;
-    ``num_bytes`` what travelled, and ``changed_share`` the share of the elements that it told of.
+    ``digests`` has the digest of each tensor as the receiving side holds it, by the policy's name for the tensor;
+    ``num_bytes`` is what travelled, and ``changed_share`` the share of all elements that were sent.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -58,18 +60,8 @@ class SyncReport:
     changed_share: float = 1.0
 
 
-@dataclass
-class Parcel:
-    """Tensors handed over within a process, and the bytes of those that were taken."""
-
-    tensors: Iterable[tuple[str, torch.Tensor]]
-    num_bytes: int = 0
-
-
-def complete(
-    weights: Iterable[tuple[str, torch.Tensor]], expected: Collection[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass weights on; at their end none of those ``expected`` may be missing."""
+def complete(weights: Iterable[Named], expected: Collection[str]) -> Iterator[Named]:
+    """Pass weights on, and raise a WeightSyncError at their end if one of those ``expected`` was missing."""
     names = []
     for name, tensor in weights:
         names.append(name)
@@ -81,21 +73,17 @@ def joined(digests: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Join what the workers of one engine hold.
 
     Raises:
-        WeightSyncError: Two of them hold different tensors.
+        WeightSyncError: Two of them hold different tensors of the same name.
     """
-    all_of_them: dict[str, str] = {}
-    for of_one in digests:
-        if any(all_of_them.setdefault(name, value) != value for name, value in of_one.items()):
+    union: dict[str, str] = {}
+    for held in digests:
+        if any(union.setdefault(name, value) != value for name, value in held.items()):
             raise WeightSyncError("The workers of the vLLM engine hold different weights.")
-    return all_of_them
+    return union
 
 
 def check_nothing_in_flight(num_requests: int) -> None:
-    """Check that no request would be sampled by two versions without anybody having said so.
-
-    Raises:
-        WeightSyncError: Requests are in flight.
-    """
+    """Raise a WeightSyncError if a request would be sampled by two versions though the caller did not ask for that."""
     if num_requests:
         raise WeightSyncError(
             f"{num_requests} requests are in flight; abort them before the weights change, or say with in_flight what "
@@ -104,11 +92,7 @@ def check_nothing_in_flight(num_requests: int) -> None:
 
 
 def check_complete(sent: Collection[str], received: Collection[str]) -> None:
-    """Check that nothing is missing.
-
-    Raises:
-        WeightSyncError: Tensors are.
-    """
+    """Raise a WeightSyncError if tensors are missing."""
     if missing := set(sent) - set(received):
         raise WeightSyncError(f"{len(missing)} of {len(sent)} weights did not arrive, {min(missing)!r} among them.")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from lit_grpo.rollout.generator import Scorer
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import disturb, undone
@@ -30,5 +29,6 @@ def check_sync(patient: Patient) -> Iterator[Finding]:
         patient.sync.on_train_start(trainer, module)
         seconds = time.perf_counter() - start
     patient.sync.on_train_start(trainer, module)
-    how = f"sent and proved in {seconds:.1f} s" if isinstance(module.generator, Scorer) else "the policy's own tensors"
+    own_weights = "own_weights" in module.generator.abilities
+    how = f"sent and proved in {seconds:.1f} s" if own_weights else "the policy's own tensors"
     yield Finding("pass", "weight sync", f"{how}, every weight changed")

@@ -84,11 +84,11 @@ class Members:
 
 
 def by_prompt(members: Sequence[Member]) -> list[Members]:
-    """Group rollouts whose prompts have the same tokens."""
-    groups: dict[tuple[int, ...], list[Member]] = {}
+    """Group rollouts whose prompts are the same for the policy."""
+    groups: dict[bytes, list[Member]] = {}
     for member in members:
-        groups.setdefault(member.rollout.prompt.token_ids, []).append(member)
-    return [Members(prompt_ids, some) for prompt_ids, some in groups.items()]
+        groups.setdefault(member.rollout.prompt.digest, []).append(member)
+    return [Members(some[0].rollout.prompt.token_ids, some) for some in groups.values()]
 
 
 def packed(

@@ -105,7 +105,11 @@ def check_request(
         ValueError: Its sampling is another, its prompt is empty, or it fits the context or the memory at no time.
     """
     if request.sampling != sampling:
-        raise ValueError("Requests in flight at the same time must share their sampling parameters.")
+        raise ValueError(
+            f"Sample {request.path} of prompt {request.prompt.prompt_id!r} has other sampling parameters than the "
+            "requests in flight, and in SlotGenerator these must share their sampling parameters; submit it once they "
+            "have ended, or take a generator of vLLM's."
+        )
     prompt, num_tokens = request.prompt, len(request.prompt.token_ids)
     if not num_tokens:
         raise ValueError(f"Prompt {prompt.prompt_id!r} has no tokens; a completion needs at least one.")

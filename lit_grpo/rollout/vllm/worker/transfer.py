@@ -1,9 +1,9 @@
-"""How weights come to one of vLLM's workers: a backend of vLLM's weight transfer, and the proof of what came.
+"""How weights reach one of vLLM's workers: a backend of vLLM's weight transfer, and the proof of what arrived.
 
-They come as tensors of the same process, as files in shared memory, or over the network, on any device. From 0.24 to
-0.33 vLLM has two interfaces for backends: at first a worker begins and ends a reload itself and says with what tensors
-are loaded, and a backend is told the parallel configuration and the model alone; from 0.28 at the latest a backend does
-all of it and is told everything.
+They come as tensors of the same process, in files, or over the network. From 0.24 to 0.33 vLLM has two interfaces for
+backends. In the first, a worker begins and ends a reload itself and passes the function that loads tensors; a backend
+is given only the parallel configuration and the model. In the second, from 0.28 at the latest, a backend does all of
+this and is given the whole configuration.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -26,7 +26,10 @@ from lit_grpo.policy.weights import checkpoint_name, digest
 from lit_grpo.rollout.weights.files import read
 from lit_grpo.rollout.weights.network import Link, LinkError, Meeting
 from lit_grpo.rollout.weights.shipments import rebuild
-from lit_grpo.rollout.weights.tensors import Parcel, WeightSyncError
+from lit_grpo.rollout.weights.tensors import WeightSyncError
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.weights.tensors import Named
 
 BACKEND = "lit_grpo"
 
@@ -39,7 +42,7 @@ def register() -> None:
 
 @dataclass
 class Hello(WeightTransferInitInfo):
-    """What the sender's model is, as fields of its text configuration, and where it is to be met, if anywhere."""
+    """Fields of the text configuration of the sender's model, and where to meet the sender, if anywhere."""
 
     fields: dict[str, Any]
     meeting: dict[str, Any] | None = None
@@ -47,13 +50,14 @@ class Hello(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Where the tensors are: a ``parcel`` of the same process, the ``path`` of a file, or else the link.
+    """Where the tensors of a :class:`~lit_grpo.rollout.weights.shipments.Shipment` are.
 
-    They are a :class:`~lit_grpo.rollout.weights.shipments.Shipment`, of all weights or of ``changes``; with ``keeps``
-    the worker keeps what it holds on the host, for changes to come.
+    They are the ``tensors`` themselves in the same process, in a file at ``path``, or come over the link (``linked``).
+    The shipment is of all weights or of ``changes``; with ``keeps`` the worker keeps a copy of the weights on the host,
+    which later changes are applied to.
     """
 
-    parcel: Parcel | None = None
+    tensors: Iterable[Named] | None = None
     path: str = ""
     linked: bool = False
     keeps: bool = False
@@ -125,34 +129,34 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
             LinkError: The sender broke off.
         """
         self.version = ""
+        tensors = update_info.tensors
         try:
-            self._load(update_info.parcel or self._sent(update_info), load_weights or self.model.load_weights)
+            self._load(self._sent(update_info) if tensors is None else tensors, load_weights or self.model.load_weights)
         except BaseException:
             self.shutdown()  # the sender sees it
             raise
 
-    def _sent(self, update_info: Update) -> Parcel:
+    def _sent(self, update_info: Update) -> Iterator[Named]:
         if update_info.linked and self.link is None:
-            raise LinkError("Weights were announced over a link, and there is none.")
+            raise LinkError("Weights are to come over a link, and there is no link.")
         tensors = self.link.receive() if update_info.linked and self.link is not None else read(update_info.path)
         whole = rebuild(tensors, self._held, update_info.changes)
-        return Parcel(self._keep(whole) if update_info.keeps else whole)
+        return self._keep(whole) if update_info.keeps else whole
 
-    def _keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _keep(self, tensors: Iterable[Named]) -> Iterator[Named]:
         for name, tensor in tensors:
             self._held[name] = tensor if name in self._held else tensor.clone()
             yield name, self._held[name]
 
-    def _load(self, parcel: Parcel, load_weights: Any) -> None:
+    def _load(self, tensors: Iterable[Named], load_weights: Any) -> None:
         self.arrived.clear()
 
-        def noted() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in parcel.tensors:
+        def noted() -> Iterator[Named]:
+            for name, tensor in tensors:
                 self.arrived[name] = Arrived(digest(tensor), tensor.shape, tensor.dtype)
-                parcel.num_bytes += tensor.nbytes
                 yield name, tensor
 
-        expected: dict[int, set[str]] = {}  # a module that stands in two places has two names, and is loaded by one
+        expected: dict[int, set[str]] = {}  # a parameter that two modules share has two names, and is loaded by one
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             expected.setdefault(id(parameter), set()).add(checkpoint_name(name))  # of layers that take adapters
         loaded: Any = set(load_weights(noted())) | ({"lm_head.weight"} if self._ties_head else set())
@@ -169,8 +173,8 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
     def settle(self, version: str) -> None:
         """Note the version, after the reload.
 
-        A head that is tied got no weight of its own, and on a CPU it computes with a packed copy of the old one, which
-        is packed anew.
+        A tied head got no weight of its own, and on a CPU it computes with a packed copy of the old weight. So the new
+        weight is packed here.
         """
         head: Any = getattr(self.model, "lm_head", None)
         if self._ties_head and next(self.model.parameters()).device.type == "cpu":
@@ -179,7 +183,7 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
 
     @property
     def _text_config(self) -> Any:
-        """The configuration of the model, which vLLM's older engines are not told."""
+        """The configuration of the model, which vLLM does not give to backends of the first interface."""
         config: Any = getattr(self, "model_config", None)
         return self.model.config if config is None else config.hf_text_config
 
@@ -195,5 +199,5 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
 
     @staticmethod
     def trainer_send_weights(*args: Any, **options: Any) -> None:
-        """Nothing that we send with: vLLM 0.24 has every engine bring a sender of its own."""
+        """Unused: vLLM 0.24 wants every backend to bring a sender."""
         raise NotImplementedError("lit_grpo's fleet sends its weights itself.")

@@ -1,4 +1,4 @@
-"""A vLLM server in an actor of Ray; imported only where Ray is installed and asked for."""
+"""vLLM servers in actors of Ray, on whichever machines of a cluster have room; imported only where ray is given."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _STOP_S = 30.0
 
 
 class Host:
-    """What an actor runs, in its own process: a server that ends with it, whatever ends it.
+    """What an actor runs in its own process: a server that ends with it.
 
-    The server listens on loopback where those who ask are on this machine, else on the address that Ray has of it.
+    The server listens on loopback if the run is on the same machine, and otherwise on the address that Ray knows.
 
     Args:
         files: Configuration and tokenizer, by their paths in a folder.
         dtype: Of the weights.
         num_slots: Of the server.
-        num_servers: How many may share this machine.
-        server_args: The user's.
-        token: What it lets requests in with.
-        asking: Ray's name of the machine of those who ask.
+        num_servers: How many servers may share this machine.
+        server_args: The user's arguments for vLLM.
+        token: What lets requests in.
+        caller: Ray's name of the machine of the run.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Host:
         num_servers: int,
         server_args: Mapping[str, Any],
         token: str,
-        asking: str,
+        caller: str,
     ) -> None:
         self._folder = PrivateFolder("lit_grpo_vllm_")
         for name, content in files.items():
@@ -52,12 +52,12 @@ class Host:
             (self._folder.path / name).write_bytes(content)
         arguments = server_arguments(dtype, num_slots, num_servers) | dict(server_args)
         address = get_node_ip_address()
-        host = "127.0.0.1" if ray.get_runtime_context().get_node_id() == asking else address
+        host = "127.0.0.1" if ray.get_runtime_context().get_node_id() == caller else address
         self._server = ServerProcess(self._folder.path, arguments, server_environment(num_servers), token, host)
         self._log = f"{self._server.log} on the machine {address}"
 
     def places(self) -> tuple[str, str]:
-        """Where it answers, and where to read what it has said."""
+        """Return the server's URL, and where its output is."""
         return self._server.url, self._log
 
     def runs(self) -> bool:
@@ -65,7 +65,7 @@ class Host:
         return self._server.runs
 
     def wait(self, timeout_s: float) -> str:
-        """Wait until the server answers; return what went wrong where it does not."""
+        """Wait until the server answers; return what went wrong if it does not."""
         try:
             self._server.wait(time.monotonic() + timeout_s)
         except ValueError as error:
@@ -73,21 +73,17 @@ class Host:
         return ""
 
     def stop(self) -> None:
-        """End the server, and remove its folder: Ray ends actors without another word."""
+        """End the server and remove its folder, since Ray ends actors without calling anything."""
         self._server.stop()
         self._folder.remove()
 
 
 class ActorServer:
-    """A server in an actor of Ray, as one of our own processes is seen.
+    """A server in an actor of Ray, with the interface of :class:`lit_grpo.rollout.vllm.process.ServerProcess`.
 
     Args:
         actor: Handle of a :class:`Host`.
-        deadline: Until when it may have been started (of ``time.monotonic``).
-
-    Attributes:
-        url: Where it answers.
-        log: Where what it prints is.
+        deadline: Until when Ray may take to start it (of ``time.monotonic``).
 
     Raises:
         ValueError: Ray could not start it.
@@ -98,13 +94,15 @@ class ActorServer:
         try:
             self.url, self.log = ray.get(actor.places.remote(), timeout=max(deadline - time.monotonic(), 0.0))
         except GetTimeoutError as error:
+            resources = ray.cluster_resources()
             raise ValueError(
                 "Ray has started no actor for a vLLM server in time: its cluster has "
-                f"{_named(ray.cluster_resources())}; ask for less in the generator's ray, or raise start_timeout_s."
+                f"{resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU; ask for less in the generator's "
+                "ray, or raise start_timeout_s."
             ) from error
         except RayError as error:
             raise ValueError(f"Ray could not start an actor for a vLLM server: {_last_line(error)}") from error
-        atexit.register(self.stop)  # Ray ends before what else goes with this process
+        atexit.register(self.stop)  # Ray ends before the finalizers of this process are called
 
     @property
     def runs(self) -> bool:
@@ -115,11 +113,7 @@ class ActorServer:
             return False
 
     def wait(self, deadline: float) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``).
-        """
+        """Wait until the server answers; raise a ValueError if it has ended, or does not answer by ``deadline``."""
         left_s = max(deadline - time.monotonic(), 0.0)
         try:
             failure = ray.get(self._actor.wait.remote(left_s), timeout=left_s + _ANSWER_S)
@@ -139,26 +133,16 @@ class ActorServer:
 
 
 def start_actors(
-    model: Path,
-    dtype: str,
-    num_slots: int,
-    num_servers: int,
-    server_args: Mapping[str, Any],
-    token: str,
-    options: Mapping[str, Any],
-    deadline: float,
+    model: Path, *, num_servers: int, options: Mapping[str, Any], deadline: float, **server: Any
 ) -> list[ActorServer]:
-    """Start servers in actors of the cluster that this process belongs to, or else can find, or else begins.
+    """Start servers in actors of the cluster that this process belongs to, or finds, or else starts.
 
     Args:
-        model: The folder with configuration and tokenizer, whose files go along.
-        dtype: Of the weights.
-        num_slots: Of each server.
-        num_servers: How many.
-        server_args: The user's, of each.
-        token: What they let requests in with.
+        model: The folder with configuration and tokenizer, whose files are sent to the actors.
+        num_servers: How many to start.
         options: Of each actor, as Ray takes them.
-        deadline: Until when actors may have been started (of ``time.monotonic``).
+        deadline: Until when Ray may take to start them (of ``time.monotonic``).
+        **server: The other arguments of :class:`Host`.
 
     Raises:
         ValueError: Ray does not take the options, or has not started an actor.
@@ -166,25 +150,20 @@ def start_actors(
     if not ray.is_initialized():
         ray.init()
     files = {str(path.relative_to(model)): path.read_bytes() for path in model.rglob("[!.]*") if path.is_file()}
-    asking = ray.get_runtime_context().get_node_id()
+    caller = ray.get_runtime_context().get_node_id()
     try:
         kind = ray.remote(Host).options(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"ray is {dict(options)}, which no actor of Ray can have: {error}") from error
-    told = (files, dtype, num_slots, num_servers, dict(server_args), token, asking)
-    actors: list[Any] = [kind.remote(*told) for _ in range(num_servers)]
-    servers: list[ActorServer] = []
+    actors: list[Any] = [
+        kind.remote(files=files, num_servers=num_servers, caller=caller, **server) for _ in range(num_servers)
+    ]
     try:
-        servers += (ActorServer(actor, deadline) for actor in actors)
+        return [ActorServer(actor, deadline) for actor in actors]
     except BaseException:
         for actor in actors:
             ray.kill(actor)
         raise
-    return servers
-
-
-def _named(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
 
 
 def _last_line(error: Exception) -> str:

@@ -1,1 +1,0 @@
-"""vLLM servers on whichever machines of a Ray cluster have room."""
