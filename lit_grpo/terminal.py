@@ -1,4 +1,4 @@
-"""Text for a terminal: that of policies and data made safe, and numbers with their nouns."""
+"""Text for a terminal: text of policies and data made safe, numbers with their nouns, and errors in one line."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
         plural: Of several; the noun with an ``s`` by default.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message without a full stop; the error's type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def on_one_line(text: str) -> str:

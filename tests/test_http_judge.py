@@ -102,7 +102,7 @@ def test_completions_of_a_group_are_judged_at_the_same_time_and_failures_asked_a
         ((200, {"no": "choices"}), "answers no chat completion"),
         (
             (200, {"choices": [{"message": {"content": "I would rather not"}}]}),
-            "the judge's reply 'I would rather not' holds no score as pattern asks for",
+            "the judge's reply 'I would rather not' holds no score that pattern matches",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets"}
+UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "terminal"}
 TOOLS = {f"tools.{room}" for room in ("commands", "dashboard", "doctor", "migration", "simulation")}
 ROOMS: dict[str, set[str]] = {
     "trajectory": set(),

@@ -319,7 +319,7 @@ def test_a_run_without_any_reward_ends_after_three_batches_and_names_the_functio
     with pytest.raises(RewardError) as caught:
         fit(make_module(policy_folder), some, without, without, without)
     assert str(caught.value) == (
-        "No rollout of 3 batches on end has a reward, so there is nothing to learn from: each of exact_match "
+        "No rollout of 3 batches in a row has a reward, so there is nothing to learn from: each of exact_match "
         "(lit_grpo.rewards.exact_match) returned None or failed; let one apply, and check its weight and the data."
     )
 
@@ -333,14 +333,14 @@ def test_a_run_whose_rewards_give_nothing_to_the_first_batch_ends_at_once(policy
         fit(make_module(policy_folder, rewards=rewards), without)
     assert str(caught.value) == (
         "No completion of the first batch has a reward: exact_match (exact_match), silent (silent) returned None for "
-        "each of them; return a number, for None says that a function does not apply to a completion."
+        "each of them; return a number, because None says that a function does not apply to a completion."
     )
     fit(make_module(policy_folder, rewards=rewards, on_reward_error="none"), without, some)  # they may have failed
     with pytest.warns(
-        UserWarning, match=r"Of the first batch no completion has a value of silent \(silent\), which"
+        UserWarning, match=r"No completion of the first batch has a value of silent \(silent\), which"
     ) as w:
         fit(make_module(policy_folder, rewards=rewards), some, some, without)
-    assert sum("no completion has a value of" in str(each.message) for each in w) == 1
+    assert sum("first batch has a value of" in str(each.message) for each in w) == 1
 
 
 def test_a_run_that_teaches_nothing_says_so_once_and_on_its_card(

@@ -124,7 +124,7 @@ def test_missing_file_is_named_with_the_directory_it_was_looked_for_in(
 
 def test_missing_module_gives_the_import_error() -> None:
     assert error_of("no_such_package.rewards:score") == (
-        "reward function 'no_such_package.rewards:score': its module does not import "
+        "reward function 'no_such_package.rewards:score': its module cannot be imported "
         "(ModuleNotFoundError: No module "
         "named 'no_such_package'); mend it, or correct the path."
     )
@@ -133,7 +133,7 @@ def test_missing_module_gives_the_import_error() -> None:
 def test_broken_file_gives_the_first_line_of_its_error(tmp_path: Path) -> None:
     path = write(tmp_path / "broken.py", "raise RuntimeError('no licence.\\nmore\\nlines')")
     assert error_of(f"{path}:score") == (
-        f"reward function '{path}:score': its module does not import (RuntimeError: no licence); "
+        f"reward function '{path}:score': its module cannot be imported (RuntimeError: no licence); "
         "mend it, or correct "
         "the path."
     )
@@ -185,7 +185,8 @@ def test_path_without_module_or_name_is_refused(path: str) -> None:
         (
             "positional",
             {},
-            ": parameter 'completion' is positional-only, but is given by name; wrap it in a function without '/'.",
+            ": parameter 'completion' is positional-only, and arguments are given by name; "
+            "wrap it in a function without '/'.",
         ),
         ("declared", {}, ": its attribute 'columns' must be a tuple of names, not 'answer'."),
     ],

@@ -1,6 +1,6 @@
-"""Where rows come from: files, Hugging Face datasets, or a class of the user's own.
+"""Sources of rows: files, Hugging Face datasets, or a class of the user's own.
 
-A row is a dict of one example's columns. Nothing heavy is imported before rows are read.
+A row is a dict with the columns of one example. Nothing heavy is imported before rows are read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.terminal import first_line
+
 Row = dict[str, Any]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EXTRA = "lit_grpo[datasets]"
@@ -23,10 +25,10 @@ CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 class RowSource(ABC):
-    """Gives rows, in the same order each time it is asked, for row numbers are part of prompt ids.
+    """Gives rows, in the same order each time, because row numbers are part of prompt ids.
 
     Example:
-        A generator of your own, named in a config as ``train: {class_path: my_module.Sums}``::
+        A source of your own, named in a config as ``train: {class_path: my_module.Sums}``::
 
             class Sums(RowSource):
                 def rows(self):
@@ -44,27 +46,27 @@ class RowSource(ABC):
 
 
 class FileRows(RowSource):
-    """Rows of a local file; its suffix says how it is read.
+    """Rows of a local file; its suffix decides how it is read.
 
     Args:
-        path: A .jsonl file (one object a line), a .json file (a list of objects), a .csv file (with a
-            header; every value is read as text) or a .parquet file.
+        path: A .jsonl file (one object a line), a .json file (a list of objects), a .csv file (with a header; every
+            value is text) or a .parquet file.
 
     Raises:
-        ValueError: The suffix is none of these, pyarrow is not there to read .parquet, or the file is missing, empty
-            or malformed.
+        ValueError: The suffix is another, pyarrow is missing to read .parquet, or the file is missing, empty or
+            malformed.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         if self.path.suffix.lower() not in READERS:
             raise ValueError(
-                f"{self.describe()} has the suffix {self.path.suffix!r}, which is none that is read here: "
-                f"convert it to one of {', '.join(READERS)}."
+                f"{self.describe()} has the suffix {self.path.suffix!r}, which cannot be read; convert it to one of "
+                f"{', '.join(READERS)}."
             )
         if self.path.suffix.lower() == ".parquet" and util.find_spec("pyarrow") is None:
             raise ValueError(
-                f"The file {self.describe()} is read by the package pyarrow, which is not installed; install the extra "
+                f"The file {self.describe()} needs the package pyarrow, which is not installed; install the extra "
                 f"{EXTRA}, or convert it to .jsonl."
             )
         if not self.path.is_file():
@@ -85,13 +87,13 @@ class FileRows(RowSource):
 
 
 class HubRows(RowSource):
-    """Rows of a Hugging Face dataset, read with the ``datasets`` library; code in datasets is never run.
+    """Rows of a Hugging Face dataset, read with the ``datasets`` library; code of a dataset is never run.
 
     Args:
         path: A dataset id such as ``openai/gsm8k``, or a folder written by ``save_to_disk``.
-        name: The dataset's configuration, where it has several (``main`` for gsm8k).
+        name: The dataset's configuration if it has several, such as ``main`` of gsm8k.
         split: The split to read.
-        revision: A branch, tag or commit of the dataset; without it, the newest.
+        revision: A branch, tag or commit of the dataset; by default the newest.
 
     Raises:
         ValueError: ``datasets`` is not installed, or the dataset cannot be loaded or lacks the split.
@@ -104,7 +106,7 @@ class HubRows(RowSource):
         self.revision = revision
         if util.find_spec("datasets") is None:
             raise ValueError(
-                f"The dataset {self.describe()} is read by the package datasets, which is not installed; install the "
+                f"The dataset {self.describe()} needs the package datasets, which is not installed; install the "
                 f"extra {EXTRA}, or give a .jsonl, .json or .csv file."
             )
 
@@ -127,7 +129,7 @@ class HubRows(RowSource):
             data = datasets.load_from_disk(str(folder))
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"The dataset {self.describe()} could not be loaded: {_first_line(error)}; "
+                f"The dataset {self.describe()} could not be loaded: {first_line(error)}; "
                 "check its id, name, split and revision (a local folder must be one written by save_to_disk)."
             ) from error
         if not isinstance(data, datasets.DatasetDict):
@@ -140,29 +142,29 @@ class HubRows(RowSource):
 
 
 class GivenRows(RowSource):
-    """Rows at hand: a ``datasets.Dataset``, a list of dicts, or whatever else gives dicts again and again."""
+    """Rows from Python: a ``datasets.Dataset``, a list of dicts, or another collection that can be read repeatedly."""
 
     def __init__(self, given: Iterable[Any]) -> None:
         self.given = given
 
     def rows(self) -> Iterator[Row]:
-        """Yield them."""
+        """Yield the rows in order."""
         for row in self.given:
             yield dict(row) if isinstance(row, Mapping) else row
 
     def describe(self) -> str:
-        """Return the type."""
+        """Return the collection's type."""
         return f"the {type(self.given).__name__} given"
 
 
 def make_source(source: str | RowSource | Iterable[Any]) -> RowSource:
-    """Turn what a config names into a source.
+    """Make a source of the value in a config or of a Python collection.
 
-    A string is the path of a file with a known suffix, else a folder written by ``save_to_disk``, else
-    the id of a dataset on the Hugging Face hub.
+    A string is the path of a file with a known suffix, else a folder written by ``save_to_disk``, else the id of a
+    dataset on the Hugging Face hub.
 
     Raises:
-        ValueError: It can be none of these.
+        ValueError: The string is none of these.
     """
     if isinstance(source, RowSource):
         return source
@@ -185,12 +187,12 @@ def make_source(source: str | RowSource | Iterable[Any]) -> RowSource:
 
 
 def _not_a_class(path: str) -> str:
-    """Why a dotted path is no source: those that are one have been made by the command line."""
+    """Say why a dotted path names no source; the command line has already made a source of a path that does."""
     module, name = path.rsplit(".", 1)
     try:
         there = hasattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises
-        return f"{type(error).__name__}: {_first_line(error)}"
+    except Exception as error:  # the user's module runs here, and may fail in any way
+        return f"{type(error).__name__}: {first_line(error)}"
     return "it is no subclass of lit_grpo.data.RowSource" if there else f"{module} has no {name!r}"
 
 
@@ -242,7 +244,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}; write the file anew.") from error
+        raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}; write the file again.") from error
 
 
 READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
@@ -274,8 +276,3 @@ def _as_row(value: Any, place: str) -> Row:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")

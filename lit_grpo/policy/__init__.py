@@ -1,4 +1,4 @@
-"""The policy: loading it, its adapters, and the embedded one."""
+"""The policy: how it is loaded, adapted, sharded and saved, and the small policies that come with the package."""
 
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.loading import load_policy, load_tokenizer

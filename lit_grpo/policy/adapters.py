@@ -1,4 +1,4 @@
-"""LoRA adapters on the policy, through peft."""
+"""LoRA adapters of the policy, by peft."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Train low-rank adapters (LoRA, arXiv 2106.09685) and leave the weights of the policy as they are.
+    """Train low-rank adapters (LoRA, arXiv 2106.09685) and keep the weights of the policy frozen.
 
     Args:
         r: The rank.
         alpha: The adapters' output is scaled by ``alpha / r``.
-        target_modules: The linear layers and embeddings that get one, by name; ``all-linear`` is all linear layers but
-            the head, and where transformers knows them from one to the next, the experts of a layer and their router.
-            Also the name of a module that holds all experts (``experts``), or of one of its parameters. Where the
-            head is tied to the embedding, an adapter of one of them unties them, for it is trained for that one
-            alone.
+        target_modules: Names of the linear layers and embeddings that get an adapter, such as ``[q_proj, v_proj]``, or
+            of a module or parameter that holds all experts of a layer (``experts``). ``all-linear`` is all linear
+            layers except the head. An adapter of the head or the embedding unties the two.
         rslora: Scale by ``alpha / sqrt(r)`` instead (arXiv 2312.03732).
-        base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes. The
-            policy is then the rounded one with adapters: so it samples, and so it is exported.
+        base: ``nf4`` keeps the frozen linear layers in four bits (QLoRA, arXiv 2305.14314); needs bitsandbytes.
+            Sampling and exports then use the rounded weights with adapters.
     """
 
     r: int = 16
@@ -52,10 +50,10 @@ _PROBE_TOKENS = 4
 
 
 def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
-    """Give the policy adapters that change nothing yet, and freeze everything else.
+    """Add adapters, which change nothing yet, and freeze everything else.
 
     Raises:
-        ValueError: peft is not installed, no layer has one of the names, or one of them cannot be trained so.
+        ValueError: peft is not installed, no layer has one of the names, or a layer cannot have an adapter.
     """
     if util.find_spec("peft") is None:
         raise ValueError("model.lora needs peft; install the extra lit_grpo[lora].")
@@ -87,13 +85,13 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
 def _found(
     policy: PreTrainedModel, targets: list[str] | str, passed_over: list[str]
 ) -> tuple[list[str] | str, list[str]]:
-    """Tell the names of layers from those of parameters that are no layer's weight, such as all experts of a layer.
+    """Divide target names into those of layers, and those of parameters that hold all experts of a layer.
 
     Raises:
-        ValueError: No layer has a name, which peft leaves out as long as another one has any, or a layer computes
-            something else with its weight than a linear layer does, or is ``passed_over``.
+        ValueError: No layer has one of the names (peft reports this only if none of the names matches), or a layer
+            computes more than a product with its weight, or a forward pass never calls it (``passed_over``).
     """
-    if isinstance(targets, str):  # all-linear, or a regular expression of which peft says that nothing matches
+    if isinstance(targets, str):  # all-linear, or a regular expression; peft reports one that nothing matches
         return targets, []
     modules, odd = dict(policy.named_modules()), _odd_linears(policy)
     layers, parameters = list[str](), list[str]()
@@ -103,8 +101,8 @@ def _found(
         if refused := [name for name in odd if _is_called(name, target)]:
             raise ValueError(
                 f"lora.target_modules names {target!r}, but {refused[0]} is a {type(modules[refused[0]]).__name__}, "
-                "which does more than multiply by its weight, so an adapter beside it would not be one of its weight; "
-                f"leave {target} out."
+                "which does more than multiply by its weight, so an adapter could not be merged into the weight; leave "
+                f"{target} out."
             )
         if unheard := [name for name in passed_over if _is_called(name, target)]:
             raise ValueError(
@@ -138,9 +136,9 @@ def _unknown_target(policy: PreTrainedModel, target: str) -> str:
 
 
 def _odd_linears(policy: PreTrainedModel) -> list[str]:
-    """The layers derived from a linear one whose forward pass is another, such as a router that also chooses.
+    """Return the linear layers that compute more than a product, such as a router that also chooses experts.
 
-    Those in four bits compute the same as what they are derived from.
+    Layers in four bits compute a product like others.
     """
     return [
         name
@@ -152,11 +150,11 @@ def _odd_linears(policy: PreTrainedModel) -> list[str]:
 
 
 def _passed_over(policy: PreTrainedModel) -> list[str]:
-    """The linear layers that a forward pass never calls: their weights are read elsewhere, or not at all.
+    """Return the linear layers that a forward pass never calls: other code reads their weights, or none does.
 
-    An adapter there would be merged into an export and take no part in the policy; so it is with the ``dt_proj`` of
-    Jamba. Experts that no token of the probe went to do not count, for another layer of their name was called. Of an
-    outline without weights nothing is known.
+    An adapter of such a layer, for example Jamba's ``dt_proj``, would be merged into an export and have no part in
+    training. A layer counts as called if a layer of the same name is called, because the few tokens here do not reach
+    every expert. An outline without weights cannot be run: no layer is returned.
     """
     linear = {name: one for name, one in policy.named_modules() if isinstance(one, torch.nn.Linear | Conv1D)}
     if not linear or any(weight.is_meta for weight in policy.parameters()):
@@ -176,10 +174,10 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
 
 
 def check_adapters(policy: PreTrainedModel) -> None:
-    """Refuse adapters that would be trained and are in no export, and untie a head that one of them stands at.
+    """Refuse adapters that cannot be merged into the weights; untie embedding and head if one of them has an adapter.
 
     Raises:
-        ValueError: Something is trained that cannot be merged into the weights.
+        ValueError: A trained tensor cannot be merged into the weights.
     """
     known: set[int] = set()
     for _, layer in lora_layers(policy):
@@ -198,9 +196,9 @@ def check_adapters(policy: PreTrainedModel) -> None:
 
 
 def _untie(policy: PreTrainedModel) -> None:
-    """Give a head that is tied to the embedding a weight of its own, where one of the two has an adapter.
+    """Give a head that is tied to the embedding its own weight, if one of the two has an adapter.
 
-    peft adds an adapter to what the embedding or the head computes, and not to the weight that they share.
+    peft adds the adapter to the output of the one, and not to the weight that both share.
     """
     embedding, head = cast("list[Any]", [policy.get_input_embeddings(), policy.get_output_embeddings()])
     if head is None or embedding is head or not any(hasattr(end, "base_layer") for end in (embedding, head)):
@@ -219,10 +217,10 @@ def _untie(policy: PreTrainedModel) -> None:
 
 
 def check_can_be_shards(policy: PreTrainedModel) -> None:
-    """Refuse adapters of parameters that are no layer's weight, whose forward pass exchanges the parameter itself.
+    """Refuse adapters of parameters that hold all experts of a layer, which peft replaces during a forward pass.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such an adapter.
     """
     for name, layer in lora_layers(policy):
         if (parameter := getattr(layer, "parameter_name", None)) is not None:
@@ -233,26 +231,26 @@ def check_can_be_shards(policy: PreTrainedModel) -> None:
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
-    """Whether the policy has adapters, of :func:`add_adapters` or its own."""
+    """Whether the policy has adapters, those of :func:`add_adapters` or those that it came with."""
     return bool(getattr(policy, "_hf_peft_config_loaded", False))
 
 
 def own_adapter(policy: PreTrainedModel) -> LoraConfig:
-    """Return the configuration of the one adapter that a policy computes with."""
+    """Return the configuration of a policy's active adapter."""
     settings: Any = policy
     (name,) = policy.active_adapters()
     return settings.peft_config[name]
 
 
 def go_on_with(policy: PreTrainedModel, settings: LoraSettings | None) -> None:
-    """Get the adapter ready to be trained that a policy has come with.
+    """Prepare the adapter that a policy came with for training.
 
     Args:
-        policy: With its adapter.
-        settings: Of the adapter that is wanted; none takes the one that is there.
+        policy: The policy with its adapter.
+        settings: Settings that the adapter must agree with; None agrees with any.
 
     Raises:
-        ValueError: ``settings`` ask for another one, or it is of a kind that is not trained here.
+        ValueError: The adapter differs from ``settings``, or is of a kind that cannot be trained.
     """
     names, state = policy.active_adapters(), cast(Any, policy)
     if len(names) != 1:
@@ -282,7 +280,7 @@ def go_on_with(policy: PreTrainedModel, settings: LoraSettings | None) -> None:
 
 
 def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSettings) -> None:
-    """Refuse settings of another adapter than the one that is there."""
+    """Refuse settings that differ from the policy's adapter."""
     there = {layer_name for layer_name, _ in lora_layers(policy)}
     linear = {
         name.replace(".base_layer", "")

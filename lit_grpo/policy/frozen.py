@@ -1,4 +1,4 @@
-"""The frozen weights below adapters: checkpoints leave them out, and tell them by a fingerprint."""
+"""The frozen weights under adapters: a checkpoint leaves them out and keeps a fingerprint of them."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ T = TypeVar("T")
 
 
 def without_frozen(module: torch.nn.Module, state_dict: Mapping[str, T]) -> dict[str, T]:
-    """Leave out the parameters that are not trained; buffers stay."""
+    """Leave out the parameters that are not trained; keep the buffers."""
     frozen = {name for name, weight in module.named_parameters(remove_duplicate=False) if not weight.requires_grad}
     return {name: value for name, value in state_dict.items() if name not in frozen}
 
 
 def fingerprint(policy: PreTrainedModel, source: str | Given) -> str:
-    """Return what tells a policy from any other: the names, shapes, types and content of its weights, on any machine.
+    """Return a hash of the names, shapes, dtypes and content of a policy's weights, the same on every machine.
 
-    Weights in four bits count by their names and shapes, for what a machine makes of them may be its own, and by the
-    files that they were loaded from; a model that is given with such weights has none.
+    Machines may quantize to four bits differently. So weights in four bits count by name and shape, and by the content
+    of the files that they were loaded from, if the policy was given by name.
 
     Args:
-        policy: As it was loaded, whole; with the adapter that it came with, as that was then.
-        source: What it was loaded from.
+        policy: The policy right after loading, whole, with the adapter that it came with.
+        source: Its name, or the loaded model that was given.
     """
-    of, packs = blake2b(digest_size=16), False
+    hashed, has_packed = blake2b(digest_size=16), False
     for name, weight in (*policy.named_parameters(), *persistent_buffers(policy)):
         state: Any = getattr(weight, "quant_state", None)
-        packs = packs or state is not None
-        of.update(f"{name} {digest(weight) if state is None else tuple(state.shape)}\n".encode())
-    if packs and isinstance(source, str):
+        has_packed = has_packed or state is not None
+        hashed.update(f"{name} {digest(weight) if state is None else tuple(state.shape)}\n".encode())
+    if has_packed and isinstance(source, str):
         adapter = adapter_folder(source)
         files = resolve_policy(source) if adapter is None else adapter.base
-        of.update("\n".join(sorted(_in_files(files))).encode())
-    return of.hexdigest()
+        hashed.update("\n".join(sorted(_in_files(files))).encode())
+    return hashed.hexdigest()
 
 
 def _in_files(name: str) -> Iterator[str]:
-    """The tensors of a policy's files, each with its digest."""
+    """Yield each tensor of a policy's files by name, with its digest."""
     for path in _files(name):
         with safe_open(path, "pt") as file:
             yield from (f"{key} {digest(file.get_tensor(key))}" for key in file.keys())  # noqa: SIM118 (no mapping)
 
 
 def _files(name: str) -> list[str]:
-    """Those that transformers loads a policy from."""
+    """Return the files that transformers loads a policy's weights from."""
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     with hub_or_cache(name):
@@ -68,28 +68,28 @@ def _files(name: str) -> list[str]:
 
 
 def told_name(source: str | Given, is_adapter: bool) -> str:
-    """What a checkpoint calls a policy: its name, or where a loaded model is from, which is empty where it was made.
+    """Return the name of a policy in a checkpoint; empty if a loaded model was given whose origin is not known.
 
     Args:
-        source: What it was loaded from.
-        is_adapter: Whether it came with an adapter, of which a loaded model does not tell where that is from.
+        source: The policy's name, or the loaded model that was given.
+        is_adapter: Whether it came with an adapter. A loaded model then names only its base.
     """
     if isinstance(source, str):
         return source
-    return "" if is_adapter else source[0].name_or_path or ""  # which is its base's
+    return "" if is_adapter else source[0].name_or_path or ""
 
 
 def check_base(checkpoint: Mapping[str, Any], own: str | None, name: str, dtype: str) -> None:
-    """Refuse adapters that were trained on other weights than those that they are to be put on.
+    """Refuse a checkpoint whose adapters were trained on other frozen weights than this policy's.
 
     Args:
-        checkpoint: With the fingerprint of its ``base``, where it has adapters alone.
-        own: The fingerprint here; none where there are no adapters.
-        name: Of the policy here.
-        dtype: Of its weights.
+        checkpoint: The checkpoint; with adapters alone it has the fingerprint of their ``base``.
+        own: The fingerprint of this policy; None if it has no adapters.
+        name: The name of this policy.
+        dtype: The dtype of its weights.
 
     Raises:
-        ValueError: They were.
+        ValueError: The frozen weights differ.
     """
     if own is None or checkpoint.get("base", own) == own:
         return

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, which may not answer."""
+"""Loading from the Hugging Face hub, or from the cache if the hub does not answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATIENCE_S = 5.0
 
 @functools.cache
 def answers(endpoint: str) -> bool:
-    """Whether a hub can be reached at all; any answer will do. It is asked once a process."""
+    """Whether a hub answers at all; it is asked once in a process."""
     import httpx
 
     try:
@@ -24,12 +24,12 @@ def answers(endpoint: str) -> bool:
 
 @contextmanager
 def hub_or_cache(name: str) -> Iterator[None]:
-    """Load a policy within: where the hub does not answer, from the cache, without asking for each of its files.
+    """Let the code within load a policy from the hub, or only from the cache if the hub does not answer.
 
-    huggingface_hub would ask six times for every file, and wait in between.
+    Without this, huggingface_hub would ask six times for every file, and wait in between.
 
     Raises:
-        ValueError: The hub does not answer, and the cache lacks the policy.
+        ValueError: The hub does not answer, and the policy is not in the cache.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -42,7 +42,7 @@ def hub_or_cache(name: str) -> Iterator[None]:
             f"Policy {name!r} is no folder and not in the cache, and the hub {constants.ENDPOINT} cannot be reached; "
             "give a policy's folder, mend the network, or bring another machine's cache and set HF_HUB_OFFLINE=1."
         )
-    constants.HF_HUB_OFFLINE = True  # what the variable of this name sets
+    constants.HF_HUB_OFFLINE = True  # the environment variable of this name sets it too
     try:
         yield
     finally:

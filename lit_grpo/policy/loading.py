@@ -1,4 +1,4 @@
-"""Loading a policy and its tokenizer, with everything that training needs checked first."""
+"""Loading a policy and its tokenizer, and checking what training needs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.decoder import attention_name, context_length
+from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
+from lit_grpo.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,14 +28,14 @@ SHIPPED, SHIPPED_KNIGHTS = Path(__file__).parent / TINY, Path(__file__).parent /
 """The folders of the embedded policies, made by ``python -m benchmarks.make_tiny`` and ``make_knights``."""
 EMBEDDED = {TINY: SHIPPED, TINY_KNIGHTS: SHIPPED_KNIGHTS}
 Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
-"""A loaded model with its tokenizer; without one it is looked for where the model was loaded from."""
+"""A loaded model with its tokenizer; None means the tokenizer of the place that the model was loaded from."""
 
 
 def as_given(policy: Any) -> str | Given:
     """Return a policy's name, or a loaded model with its tokenizer.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: It is neither.
     """
     from transformers import PreTrainedModel
 
@@ -48,7 +49,7 @@ def as_given(policy: Any) -> str | Given:
 
 
 def _with_adapters_inside(model: Any) -> Any:
-    """Return the model in which a ``PeftModel`` has put its adapters, as transformers has one with adapters."""
+    """Unwrap a ``PeftModel``: return its model, with the adapters as transformers itself adds them."""
     if not (util.find_spec("peft") and isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model")):
         return model
     inner: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
@@ -59,17 +60,17 @@ def _with_adapters_inside(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A policy that is an adapter of peft: where it is, and the base that it was trained on."""
+    """A policy that is an adapter of peft: its folder or hub id, and those of its base."""
 
     name: str
     base: str
 
 
 def adapter_folder(policy: str) -> AdapterFolder | None:
-    """Return the adapter that a folder or hub id is; ``None`` where it is a model.
+    """Return the adapter in a folder or of a hub id; ``None`` if there is a model.
 
     Raises:
-        ValueError: It names no base.
+        ValueError: The adapter names no base.
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -77,7 +78,7 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
     with hub_or_cache(name):
         try:
             path = find_adapter_config_file(name)
-        except OSError:  # loading the model says what is wrong
+        except OSError:  # loading the model reports what is wrong
             return None
     if path is None:
         return None
@@ -91,12 +92,12 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
 
 
 def resolve_policy(policy: str) -> str:
-    """Return a Hugging Face id or folder; those of ``tiny`` and ``tiny_knights`` come with the package."""
+    """Return the folder of ``tiny`` or ``tiny_knights`` in the package, and any other name unchanged."""
     return str(EMBEDDED.get(policy, policy))
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``policy`` (embedded, a folder or a hub id), or return that of a model given with one.
+    """Load the tokenizer of a policy, or return the one that was given with a loaded model.
 
     Raises:
         ValueError: The policy has no tokenizer, or the tokenizer names no end-of-sequence token.
@@ -116,15 +117,13 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(_load_failure(name, "tokenizer", error)) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made of nothing but the model's type
-        raise ValueError(
-            _load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there."))
-        )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
+        raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there")))
     return _with_end(tokenizer, name)
 
 
 def _tokenizer_place(name: str) -> str:
-    """An adapter may have a tokenizer of its own; otherwise its base's is the one."""
+    """Return where a policy's tokenizer is; that of an adapter without its own is its base's."""
     from transformers.utils.hub import cached_file
 
     adapter = adapter_folder(name)
@@ -147,15 +146,17 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokeni
 def load_policy(
     policy: str | Given, dtype: str = "float32", nf4: bool = False, outline: bool = False
 ) -> PreTrainedModel:
-    """Load the causal language model of ``policy`` in ``dtype``, dropout off, from safetensors only.
+    """Load the causal language model of a policy, from safetensors only, and switch its dropout off.
 
-    A loaded model is returned itself, in the dtype that it has. With ``nf4`` its linear layers, but for the head, are
-    kept in four bits and cannot be trained. An ``outline`` has no weights (they are on the device ``meta``), for those
-    who have them from elsewhere.
+    Args:
+        policy: A name, a folder or a hub id; a loaded model is returned itself, in its own dtype.
+        dtype: The dtype of the weights.
+        nf4: Keep the linear layers, except the head, in four bits; they cannot be trained then.
+        outline: Leave the weights on the device ``meta``, for ranks that get them from another rank.
 
     Raises:
-        ValueError: There is no such model, or it is not a causal language model with safetensors, or they are damaged
-            or lack a weight, or it is of a kind that is not supported.
+        ValueError: There is no such model, it is no causal language model with safetensors, its files are damaged or
+            lack a weight, or its kind is not supported.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -189,7 +190,7 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
         try:
             _check_layers(policy, name)
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            config._attn_implementation = None  # transformers' choice (sdpa, else eager), whatever the file names
+            config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -202,7 +203,7 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
             )
         except SafetensorError as error:
             raise ValueError(
-                f"The weights of policy {policy!r} are damaged ({error}); {_anew(policy, name)}."
+                f"The weights of policy {policy!r} are damaged ({error}); {_remedy(policy, name)}."
             ) from error
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of another shape than the config's
             raise ValueError(_load_failure(name, "model", error)) from error
@@ -215,7 +216,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def _check_layers(policy: str, name: str) -> None:
-    """Refuse a config of more layers than its files have weights; transformers' own config takes memory for each."""
+    """Refuse a config that names more layers than its files have weights, before memory is taken for the layers."""
     from safetensors import safe_open
     from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
@@ -238,15 +239,15 @@ def _check_layers(policy: str, name: str) -> None:
     if layers > num_weights:
         raise ValueError(
             f"its config.json names {layers} layers (num_hidden_layers), but its files hold {num_weights} weights in "
-            f"all; {_anew(policy, name)}."
+            f"all; {_remedy(policy, name)}."
         )
 
 
 def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool) -> None:
-    """Put an adapter on its base, from safetensors; an outline gets one without content.
+    """Add an adapter to its base, from safetensors; an outline gets an adapter without content.
 
     Raises:
-        ValueError: peft is not installed, or the adapter's files lack something or do not fit the base.
+        ValueError: peft is not installed, or the adapter's files are incomplete or do not fit the base.
     """
     if util.find_spec("peft") is None:
         raise ValueError(f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
@@ -264,11 +265,11 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
                 raise ValueError(f"it has no {_ADAPTER}; save it with safetensors.")
             conversions = getattr(model, "_weight_conversions", None)
             report = model.load_adapter(adapter.name, is_trainable=True, use_safetensors=True)
-            cast(Any, model)._weight_conversions = conversions  # those of the model, which the adapter's have replaced
+            cast(Any, model)._weight_conversions = conversions  # load_adapter has put the adapter's in their place
         except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
             raise ValueError(
                 f"Policy {adapter.name!r} is an adapter that cannot be put on its base {adapter.base!r}: "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{first_line(error)}."
             ) from error
     if lacking := sorted(map(str, [*report.missing_keys, *report.unexpected_keys, *report.mismatched_keys])):
         raise ValueError(
@@ -282,11 +283,11 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Refuse weights that the files lack, which would be random, and those that are no numbers."""
+    """Refuse weights that the files lack, which would be random, and weights with NaN or infinity."""
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The files of policy {policy!r} lack {len(missing)} of the model's weights, such as {missing[0]}; "
-            f"{_anew(policy, name)}."
+            f"{_remedy(policy, name)}."
         )
     for place, weight in model.named_parameters():
         if (
@@ -300,8 +301,8 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
             )
 
 
-def _anew(policy: str, name: str) -> str:
-    """What mends a policy whose files are damaged."""
+def _remedy(policy: str, name: str) -> str:
+    """Say how to mend a policy whose files are damaged."""
     if policy in EMBEDDED:
         return "install lit_grpo again"
     if Path(name).is_dir():
@@ -310,16 +311,16 @@ def _anew(policy: str, name: str) -> str:
 
 
 _NOISE = ("drop", "jitter", "noise")
-_DRAWS = "router_jitter_noise"  # the name that it has in routers which draw; others keep it as ``jitter_noise``
+_DRAWS = "router_jitter_noise"  # an attribute of routers that draw experts at random; others call it ``jitter_noise``
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:
-    """With dropout or noise in routing the trainer's log-probs would not be those of the generator.
+    """Switch off dropout and noise in routing, because with them the trainer's log-probs differ from the generator's.
 
-    How much there is of it is that of a module, or a number (``attention_dropout``, ``layerdrop``, ``jitter_noise``) of
-    a module or the config. PhiMoE's routers draw their experts at random in training mode and take
-    ``router_jitter_noise`` for a threshold in both modes, so they keep it and stay in evaluation mode, whose
-    computation has a gradient too.
+    Their strength is the ``p`` of a dropout module, or a number of a module or the config (``attention_dropout``,
+    ``layerdrop``, ``jitter_noise``), which becomes 0. PhiMoE's routers draw experts at random in training mode, and use
+    ``router_jitter_noise`` as a threshold in both modes. They keep the number and stay in evaluation mode, which passes
+    gradients on as well.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -333,30 +334,28 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 def _stay_in_evaluation(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-    """Take the place of ``module.train``."""
+    """Ignore the mode; for ``module.train``."""
     return torch.nn.Module.train(module, False)
 
 
 def attend_in_full(model: PreTrainedModel) -> None:
-    """Leave torch's attention where it would leave something out: caps of scores, and sinks, of which it has none.
+    """Switch from torch's attention to transformers' own if the model caps scores or has sinks.
 
-    Gemma 2's, for one: transformers computes it without its cap then, and generators with it.
+    torch's attention ignores both. Gemma 2, for example, would be trained without its cap and decoded with it.
     """
     if attention_name(model) != "sdpa":
         return
-    training = model.training
     try:
-        calls = attention_calls(model.eval(), 2)
-    except ValueError:  # its attention is its own
+        with in_evaluation(model):
+            calls = attention_calls(model, 2)
+    except ValueError:  # the model does not use transformers' attention interface
         return
-    finally:
-        model.train(training)
     if any(call.cap is not None or call.has_sinks for call in calls):
         model.set_attn_implementation("eager")
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All ids that end a sequence: the tokenizer's and those of the model's generation config."""
+    """Return all ids that end a sequence: the tokenizer's and those of the model's generation config."""
     ids = {cast(int, tokenizer.eos_token_id)}
     generation = model.generation_config
     configured = None if generation is None else generation.eos_token_id
@@ -365,7 +364,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The weights that have a row for each token: of the embedding, and of the head where it has one of its own."""
+    """Return the weights that have a row for each token: the embedding's, and the head's if the model has a head."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     return [cast(torch.Tensor, module.weight) for module in modules if module is not None]
 
@@ -373,12 +372,11 @@ def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
 def _load_failure(name: str, what: str, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return f"Policy {name!r} needs code of its own, which is never run; take a model that transformers knows."
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(name).is_dir():
-        return f"The policy folder {name!r} holds no usable {what}: {first_line}"
+        return f"The policy folder {name!r} holds no usable {what}: {first_line(error)}."
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
     return (
-        f"No {what} could be loaded for policy {name!r}: {first_line} "
+        f"No {what} could be loaded for policy {name!r}: {first_line(error)}. "
         "Give 'tiny' or 'tiny_knights', a folder made by save_pretrained, or the id of a model you can download."
     )

@@ -1,4 +1,4 @@
-"""Frozen weights in four bits (NF4), through bitsandbytes: what QLoRA's adapters stand on."""
+"""Frozen weights in four bits (NF4), by bitsandbytes, for QLoRA."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ _QUANT_STATE = re.compile(r"\.weight\.((nested_)?(absmax|quant_map)|quant_state\
 
 
 def nf4_config(dtype: str) -> Any:
-    """How transformers loads a model whose linear layers, but for the head, have NF4 weights (QLoRA, arXiv 2305.14314).
+    """Return transformers' config for a model whose linear layers, except the head, have NF4 weights.
+
+    The source is QLoRA, arXiv 2305.14314.
 
     Args:
-        dtype: What they are computed with.
+        dtype: The dtype of computations.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -32,10 +34,10 @@ def nf4_config(dtype: str) -> Any:
 
 
 def keep_as_it_is(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from packing the weights anew for CPU inference, as it does where a CPU has avx512_bf16.
+    """Keep bitsandbytes from packing the weights for CPU inference, as it does on a CPU with avx512_bf16.
 
-    A packed weight stays packed: it has no gradient, rounds to bfloat16, and is no longer what :func:`dequantized` and
-    a checkpoint take it for.
+    A packed weight stays packed: it passes no gradient on, rounds to bfloat16, and neither :func:`dequantized` nor a
+    checkpoint can read it.
     """
     from bitsandbytes.nn.modules import Linear4bit  # pyright: ignore[reportMissingImports]
 
@@ -45,7 +47,7 @@ def keep_as_it_is(model: torch.nn.Module) -> None:
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as numbers, where it is kept in four bits; any other as it is."""
+    """Return a weight in four bits as numbers, and any other weight unchanged."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight
@@ -55,8 +57,8 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 def without_quant_states(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leave out what belongs to a weight in four bits beside the bits.
+    """Leave out the quantization constants of weights in four bits.
 
-    Its layer gives these names and does not take them; loading the model makes them anew, always the same.
+    A layer writes them to its state and does not load them; loading the model computes them again, always the same.
     """
     return {name: tensor for name, tensor in state_dict.items() if not _QUANT_STATE.search(name)}

@@ -1,4 +1,4 @@
-"""A policy's folder: written from its full state, opened again and compared, and only then put in its place."""
+"""Exports of a policy: its folder is written, opened again, compared with the policy, and then put in its place."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
-from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation
 from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.sharding import class_of, compute, whole
 from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,28 +32,29 @@ _SHARD_BYTES = 5 * 10**9
 _NUM_TOKENS = 16
 _SHAKE = 0.01
 _ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""The relative error of the embeddings that would move log-probs as far as rounding may; weights that are missing or
-another's move them a hundred times as far and more."""
+"""By dtype, the relative error of the embeddings that moves log-probs as far as rounding may move them.
+
+Missing or foreign weights move them a hundred times as far, and more."""
 _LEAST_GAP = 1e-3
-"""In nats; less is rounding whatever the log-probs do."""
+"""Nats; a smaller difference always counts as rounding."""
 
 
 class ExportError(ValueError):
-    """What has been written is not the policy that was trained."""
+    """The files that were written do not hold the policy that was trained."""
 
 
 class BrokenPolicyError(ExportError):
-    """The policy that was trained computes nothing any more: there is NaN or infinity where there were numbers."""
+    """The trained policy has NaN or infinity in its weights or log-probs."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a written folder has been compared with.
+    """The result of comparing a written folder with the policy.
 
     Args:
-        num_tensors: Whose digests on the disk are those of the policy's state.
-        gap: Between the log-probs of the policy and of the model that the folder loads as, at most, in nats; none where
-            there was no memory for a second model.
+        num_tensors: The number of tensors on the disk whose digests equal those of the policy.
+        gap: The largest difference, in nats, between log-probs of the policy and of the model loaded from the folder;
+            None if there was no memory for a second model.
     """
 
     num_tensors: int
@@ -67,10 +69,10 @@ class Comparison:
 
 @contextmanager
 def written_as_a_whole(folder: Path) -> Iterator[Path]:
-    """Give a folder beside ``folder`` to write to; its files take their places once all of them are on the disk.
+    """Give a temporary folder to write to; after the last file its files are moved to ``folder``.
 
     Raises:
-        ValueError: There was no room for them, or they may not be written; what was in ``folder`` is as it was.
+        ValueError: The disk is full, or not writable; then ``folder`` is unchanged.
     """
     aside = folder.with_name(f".{folder.name}.writing")
     try:
@@ -86,15 +88,15 @@ def written_as_a_whole(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(
-            f"The policy could not be written to {folder} ({reason}), and what was there has been left as it was; make "
-            "room, and take it out of the run's last checkpoint with python -m lit_grpo export."
+            f"The policy could not be written to {folder} ({reason}), and the folder is unchanged; make room, and take "
+            "the policy out of the run's last checkpoint with python -m lit_grpo export."
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _remove_others(folder: Path, aside: Path) -> None:
-    """Remove weights of an earlier export in other files, which would be read beside or instead of these."""
+    """Remove weight files of an earlier export that would be read with the new ones, or instead of them."""
     for pattern in ("model*.safetensors", _INDEX):
         for path in folder.glob(pattern):
             if not (aside / path.name).exists():
@@ -104,24 +106,24 @@ def _remove_others(folder: Path, aside: Path) -> None:
 def export(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, keep: bool = True
 ) -> Comparison | None:
-    """Save policy and tokenizer, with adapters merged, and also alone in ``adapter/``; all ranks call it.
+    """Save policy and tokenizer. Adapters are merged into the weights, and also saved alone in ``adapter/``.
 
-    What has been written is opened again and compared with the policy: each tensor by its digest, and the log-probs of
-    some tokens where the host has memory for a second model.
+    All ranks call it. The files are opened again and compared with the policy: each tensor by its digest, and the
+    log-probs of some tokens if the host has memory for a second model.
 
     Args:
         policy: The model.
-        tokenizer: Its own.
-        folder: Where to.
-        keep: Whether this rank is to save them.
+        tokenizer: Its tokenizer.
+        folder: The folder to write to.
+        keep: Whether this rank writes the files.
 
     Returns:
-        What was compared, on the rank that saved.
+        The result of the comparison, on the rank that writes.
 
     Raises:
-        BrokenPolicyError: The policy has weights or log-probs that are no numbers; all ranks raise it.
-        ExportError: What has been written is not the policy.
-        ValueError: There is no room for it; what was there before is left as it was.
+        BrokenPolicyError: The policy has NaN or infinity in its weights or log-probs; all ranks raise it.
+        ExportError: The files do not hold the policy.
+        ValueError: The disk is full, or not writable; then ``folder`` is unchanged.
     """
     logprobs = _Expected.of(policy)
     _check_numbers(policy, logprobs, folder)
@@ -142,12 +144,12 @@ def export(
 
 
 def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -> None:
-    """Refuse a policy that would look like one on the disk and compute nothing; where it is sharded, all ranks do."""
+    """Refuse a policy with NaN or infinity in its weights or log-probs; all ranks call it."""
     broken = None
     if expected.logprobs_TV.isnan().any():
         broken = "its log-probs are NaN"
     elif expected.moved == 0 and expected.logprobs_TV.eq(expected.logprobs_TV[0]).all():
-        broken = "its log-probs are the same whatever it reads"  # activations have overflowed in a norm, say
+        broken = "its log-probs are the same whatever it reads"  # for example, activations overflow in a norm
     for name, weight in policy.named_parameters():
         if broken is None and weight.is_floating_point() and not torch.isfinite(whole(weight.detach())).all():
             broken = f"its weight {name} holds NaN or infinity"
@@ -159,9 +161,10 @@ def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -
 
 
 def save_settings(policy: Any, folder: Path) -> None:
-    """Save the configuration of a bare model, whose weights are numbers, and how it wants to be sampled.
+    """Save a model's configuration, without quantization, and its generation config.
 
-    The latter as it came, whatever transformers thinks of it: many a model names a temperature and no ``do_sample``.
+    The generation config is saved unchecked: transformers refuses to save a temperature without ``do_sample``, which
+    many models have.
     """
     config = copy.deepcopy(policy.config)
     config.architectures = [class_of(policy).__name__]
@@ -173,7 +176,7 @@ def save_settings(policy: Any, folder: Path) -> None:
 
 
 def _adapter_state(policy: PreTrainedModel, keep: bool) -> dict[str, torch.Tensor]:
-    """The adapter alone, by the names in peft's files, on the host."""
+    """Return the adapter on the host, by the names in peft's files; empty where there is none or ``keep`` is false."""
     if not has_adapters(policy):
         return {}
     from peft.utils import get_peft_model_state_dict
@@ -188,7 +191,7 @@ def _adapter_state(policy: PreTrainedModel, keep: bool) -> dict[str, torch.Tenso
 
 
 def _write_weights(weights: PolicyWeights, folder: Path) -> None:
-    """Write the state in files of some gigabytes, of which one at a time is in memory."""
+    """Write the weights in files of at most 5 GB; about one file at a time is in memory."""
     outline = weights.outline
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=_SHARD_BYTES)
     place_of = {name: file for file, names in plan.filename_to_tensors.items() for name in names}
@@ -206,18 +209,18 @@ def _write_weights(weights: PolicyWeights, folder: Path) -> None:
 
 
 def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host that shares its memory with no other that is to be saved."""
+    """Return a tensor on the host that shares its memory with no other tensor."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class _Expected:
-    """The trained policy's log-probs of all tokens at some places, and how far they move by a small change.
+    """Log-probs of the trained policy at some tokens, and how far a small error moves them.
 
     Args:
         ids_T: The tokens.
-        logprobs_TV: Of the policy.
-        moved: By how much, on average, embeddings that are off by one in a hundred move them.
+        logprobs_TV: The policy's log-probs there.
+        moved: The mean change of the log-probs, in nats, when each embedding is off by about 1%.
     """
 
     def __init__(self, ids_T: torch.Tensor, logprobs_TV: torch.Tensor, moved: float) -> None:
@@ -225,7 +228,7 @@ class _Expected:
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> _Expected:
-        """Compute them; all ranks call it."""
+        """Compute the log-probs; all ranks call it."""
         vocabulary = len(policy.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         drawn = torch.Generator().manual_seed(0)
         ids_T = torch.randint(0, vocabulary, (_NUM_TOKENS,), generator=drawn)
@@ -243,10 +246,10 @@ class _Expected:
         return cls(ids_T, logprobs_TV, moved)
 
     def gap(self, model: PreTrainedModel, dtype: torch.dtype) -> float:
-        """Return the largest difference of another model's log-probs.
+        """Return the largest difference, in nats, between another model's log-probs and these.
 
         Raises:
-            ExportError: It is more than rounding makes it.
+            ExportError: The difference is larger than rounding explains.
         """
         apart_TV = (_logprobs(model, self.ids_T) - self.logprobs_TV).abs()
         allowed = max(_LEAST_GAP, _ROUNDING.get(dtype, 0.1) * self.moved / _SHAKE)
@@ -260,47 +263,45 @@ class _Expected:
 
 @torch.no_grad()
 def _logprobs(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
-    was_training = model.training
-    model.eval()
     ids_BT = ids_T.to(model.device)[None]
-    logits_TV = compute(model, lambda: token_logits(model, hidden_states(model, ids_BT))[0])
-    model.train(was_training)
+    with in_evaluation(model):
+        logits_TV = compute(model, lambda: token_logits(model, hidden_states(model, ids_BT))[0])
     return logits_TV.float().log_softmax(-1).cpu()
 
 
 def _compared(
     weights: PolicyWeights, policy: PreTrainedModel, expected: _Expected, aside: Path, folder: Path
 ) -> Comparison:
-    """Open a written folder again and compare it with the policy, tensor by tensor and in what it computes.
+    """Open a written folder again and compare its tensors and its log-probs with the policy's.
 
     Raises:
-        ExportError: They differ.
+        ExportError: The folder differs from the policy.
     """
     try:
         _check_files(weights.digests, aside)
         return Comparison(len(weights.digests), _check_reopened(weights.digests, policy, expected, aside))
     except ExportError as error:
         raise ExportError(
-            f"The policy's export to {folder} was opened again and is not what was trained: {error}; nothing has been "
-            "put there, and what was trained is in the run's checkpoints; report this with the policy's config.json."
+            f"The policy's export to {folder} was opened again and is not what was trained: {error}; the folder is "
+            "unchanged, and the policy is in the run's checkpoints; report this with the policy's config.json."
         ) from error
 
 
 def _check_files(digests: Mapping[str, str], folder: Path) -> None:
-    """Read each tensor from the disk, one at a time."""
+    """Read each tensor from the disk, one at a time, and compare its digest."""
     found: dict[str, str] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
             found |= {name: digest(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (no mapping)
     for name in [*digests, *found]:
         if digests.get(name) != found.get(name):
-            raise ExportError(f"{name} on the disk is not what was to be written")
+            raise ExportError(f"{name} on the disk differs from the policy's")
 
 
 def _check_reopened(
     digests: Mapping[str, str], policy: PreTrainedModel, expected: _Expected, folder: Path
 ) -> float | None:
-    """Load a folder as its user will, on the host, where that has the memory; else only look where tensors belong."""
+    """Load a folder on the host as its user will; without memory for it, only compare names and shapes."""
     from transformers import AutoModelForCausalLM
 
     outline = PolicyWeights(policy).outline
@@ -315,7 +316,7 @@ def _check_reopened(
             device_map=None if fits else "meta",
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ExportError(f"transformers cannot load it ({str(error).strip().splitlines()[0]})") from error
+        raise ExportError(f"transformers cannot load it ({first_line(error)})") from error
     model, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
@@ -327,5 +328,5 @@ def _check_reopened(
         pass
     for name in [*digests, *reopened.digests]:
         if digests.get(name) != reopened.digests.get(name):
-            raise ExportError(f"{name} is not in the loaded model what it is on the disk")
+            raise ExportError(f"{name} in the loaded model differs from {name} on the disk")
     return expected.gap(model, policy.dtype)

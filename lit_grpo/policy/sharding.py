@@ -1,4 +1,4 @@
-"""A policy whose weights, gradients and moments are shards, one on each rank: torch's FSDP2."""
+"""A policy whose weights, gradients and optimizer state are shards, one on each rank, by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _COMPUTE, _WHOLE = "compute_in_forward", "whole_at_rest"
 
 
 def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True) -> None:
-    """Keep a shard of each weight on every rank of a mesh, in place of all of it.
+    """Keep only a shard of each weight on every rank of a mesh.
 
-    All ranks have the weights from the first, one layer after another, so that the others need none of their own to
-    begin with. Layers are gathered one at a time, when they are computed; embeddings, the last norm and the head stay
-    whole from the forward pass of a micro-batch to its backward pass.
+    The first rank sends its weights to the others, one layer after another, so the others need not load any. A layer
+    is gathered when it is computed, one at a time. Embeddings, the last norm and the head stay whole from the forward
+    pass of a micro-batch to its backward pass.
 
     Args:
-        policy: The model; on all ranks but the first its weights may be on the device ``meta``.
-        mesh: Of one dimension.
-        whole_at_rest: Whether :func:`rest` makes the weights whole, for somebody here who decodes with them.
+        policy: The model; on all ranks except the first its weights may be on the device ``meta``.
+        mesh: The ranks, in one dimension.
+        whole_at_rest: Whether :func:`rest` makes the weights whole, for a generator in this process.
 
     Raises:
-        ValueError: The policy's layers are not to be found.
+        ValueError: The policy has no list of layers.
     """
     layers = getattr(policy.get_decoder(), "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
@@ -42,23 +42,23 @@ def shard(policy: PreTrainedModel, mesh: DeviceMesh, whole_at_rest: bool = True)
     for part in (*layers, policy):
         _take_from_first(part, mesh)
         fully_shard(part, mesh=mesh)
-    # By name: torch goes by the order of all forward passes since the last backward pass, and in those over whole
-    # weights, of which ranks make as many as they need, the ranks differ.
+    # Each part names the part that is gathered next in the backward pass. torch would take the order of all forward
+    # passes since the last backward pass, which differs between ranks: each makes as many passes as it needs.
     parts = _parts(policy)
     for part, fetched_next in zip(parts, [parts[-1], *parts[:-1]], strict=True):
         part.set_modules_to_backward_prefetch([fetched_next])
     setattr(policy, _WHOLE, whole_at_rest)
     setattr(policy, _COMPUTE, MethodType(lambda _, function: function(), policy))
     register_fsdp_forward_method(policy, _COMPUTE)
-    compute(policy, lambda: None)  # so that the policy is the root of its layers, whatever is computed first
+    compute(policy, lambda: None)  # makes the policy the root of its layers, before a layer is computed alone
     scatter(policy)
 
 
 def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Give a part of a policy, but for what are shards already, the first rank's weights and buffers."""
+    """Give a part of a policy the first rank's weights and buffers, except those that are shards already."""
     group = mesh.get_group()
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    taken: dict[int, torch.Tensor] = {}  # by what stood there before; tied weights stay tied
+    taken: dict[int, torch.Tensor] = {}  # by the id of the tensor before, so that tied weights stay tied
     for module in part.modules():
         kinds = module._parameters, module._buffers  # pyright: ignore[reportPrivateUsage]
         for tensors in cast("tuple[dict[str, Any], ...]", kinds):
@@ -75,19 +75,19 @@ def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def is_sharded(policy: torch.nn.Module) -> bool:
-    """Whether a policy has been sharded, be its weights whole for the moment or not."""
+    """Whether a policy has been sharded, even while its weights are whole."""
     return isinstance(policy, FSDPModule)
 
 
 def class_of(policy: torch.nn.Module) -> type[torch.nn.Module]:
-    """Return the class of a policy; sharding derives one of its own from it."""
+    """Return the class of a policy before sharding, which derives a class from it."""
     return type(policy).__bases__[-1] if is_sharded(policy) else type(policy)
 
 
 def compute(policy: PreTrainedModel, function: Callable[[], T]) -> T:
-    """Call what computes with the modules of a policy and, where it is sharded, takes its forward method's place.
+    """Call a function that computes with a policy's modules; if the policy is sharded, as its forward method.
 
-    All ranks have to call it equally often, and go through as many layers.
+    All ranks must call it equally often and compute the same number of layers.
     """
     if not is_sharded(policy):
         return function()
@@ -95,31 +95,31 @@ def compute(policy: PreTrainedModel, function: Callable[[], T]) -> T:
 
 
 def gather(policy: PreTrainedModel) -> None:
-    """Make the weights whole on every rank until they are scattered; all ranks call it."""
+    """Make the weights whole on every rank, until :func:`scatter`; all ranks call it."""
     for module in _parts(policy):
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
 
 
 def scatter(policy: PreTrainedModel) -> None:
-    """Keep a shard of the weights alone."""
+    """Keep only this rank's shard of the weights."""
     for module in _parts(policy):
         module.set_reshard_after_forward(module is not policy, recurse=False)
         module.reshard()
 
 
 def rest(policy: PreTrainedModel) -> None:
-    """Make the weights what they are between updates: whole where they are decoded with here, shards otherwise."""
+    """Bring the weights into their form between updates: whole for a generator in this process, else shards."""
     (gather if getattr(policy, _WHOLE, True) else scatter)(policy)
 
 
 def is_scattered(policy: torch.nn.Module) -> bool:
-    """Whether only a shard of the weights is there, so that every layer's forward pass takes all ranks."""
+    """Whether this rank has only a shard of the weights, so that every layer's forward pass needs all ranks."""
     return any(hasattr(weight, "full_tensor") for weight in policy.parameters())
 
 
 def tied_again(module: torch.nn.Module, state: dict[str, T]) -> dict[str, T]:
-    """Let names of the same weight have the same tensor, of which gathering shards makes one for each."""
+    """Give the names of a tied weight one tensor again, because gathering shards makes a tensor for each name."""
     first: dict[int, str] = {}
     same = {
         name: first.setdefault(id(weight), name) for name, weight in module.named_parameters(remove_duplicate=False)
@@ -128,7 +128,7 @@ def tied_again(module: torch.nn.Module, state: dict[str, T]) -> dict[str, T]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor itself, or what its shards are together, which all ranks ask for."""
+    """Return a tensor, gathered if it is a shard; then all ranks call it."""
     full: Any = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 

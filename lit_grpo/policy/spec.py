@@ -1,4 +1,4 @@
-"""What a generator is told of the policy that it decodes for."""
+"""The policy as a generator sees it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A policy for those who decode with it: its architecture, its tokenizer, and its weights by name.
+    """A policy for the generators that decode with it: its architecture, its tokenizer, and its weights by name.
 
     Args:
-        module: The model itself, which an embedded generator decodes on; all others read it through this object.
+        module: The model. A generator in this process decodes on it; every other generator reads this object only.
         tokenizer: Its tokenizer.
-        keep_special_tokens: Whether the text of a completion has its special tokens, but for those at its end.
+        keep_special_tokens: Whether the text of a completion keeps its special tokens, except those at its end.
         keeps_kv: Whether requests that are stopped before a sync go on after it with the keys and values of the old
             weights, as far as the generator still has them.
     """
@@ -42,32 +42,32 @@ class PolicySpec:
 
     @property
     def name(self) -> str:
-        """The class of the model, for messages."""
+        """The name of the model's class, for messages."""
         return class_of(self.module).__name__
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the bare model, from which an engine builds it."""
+        """The model's configuration, from which an engine builds the same model."""
         return self.module.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights are in."""
+        """The dtype of its weights."""
         return self.module.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they are trained."""
+        """The device on which it is trained."""
         return self.module.device
 
     @property
     def signature(self) -> str:
-        """What two policies have in common that one engine can serve after the other."""
+        """A text that is equal for policies that one engine can serve, one after the other."""
         return f"{self.config.to_json_string()} {self.dtype} {self.device}"
 
     @property
     def context_length(self) -> int:
-        """The most tokens that it takes, prompt and completion together."""
+        """The most tokens of a prompt and its completion together."""
         return context_length(self.module)
 
     @property
@@ -76,7 +76,7 @@ class PolicySpec:
         return eos_token_ids(self.module, self.tokenizer)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a completion, as reward functions get it: without the tokens that end it."""
+        """Return the text of a completion as reward functions get it, without the tokens that end it."""
         if not self.keep_special_tokens:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         kept = list(token_ids)
@@ -85,7 +85,7 @@ class PolicySpec:
         return str(self.tokenizer.decode(kept, skip_special_tokens=False))
 
     def unseen_tokens(self, completions: Iterable[Trajectory]) -> list[str]:
-        """Return the special tokens, other than end tokens, that completions hold and their texts do not show."""
+        """Return the special tokens that completions hold and their texts do not show, end tokens excepted."""
         if self.keep_special_tokens:
             return []
         added = self.tokenizer.added_tokens_decoder.items()
@@ -103,31 +103,31 @@ class PolicySpec:
 
     @property
     def embeddings(self) -> torch.nn.Module:
-        """Its input embeddings, read where they lie."""
+        """Its input embeddings; not a copy."""
         return self.module.get_input_embeddings()
 
     @property
     def embeddings_name(self) -> str:
-        """What the weight of the embeddings is called among :meth:`weights`."""
+        """The name of the embeddings' weight among :meth:`weights`."""
         weight: Any = self.embeddings.weight
         return self.weights().name_of(weight)
 
     @property
     def adapters(self) -> Adapters | None:
-        """What an engine has to know of its LoRA adapters; ``None`` where it has none."""
+        """The facts about its LoRA adapters that an engine needs; ``None`` without adapters."""
         return find_adapters(self.module)
 
     @property
     def update_bytes(self) -> int:
-        """What an update of it will take that is not there yet."""
+        """The bytes that an update will take and that are not allocated yet."""
         return update_bytes(self.module)
 
     def weights(self, merged: bool = True, dtype: torch.dtype | None = None) -> PolicyWeights:
-        """Return the weights as they are now, by name (see :class:`PolicyWeights`)."""
+        """Return the current weights by name (see :class:`PolicyWeights`)."""
         return PolicyWeights(self.module, merged, dtype)
 
     def save_skeleton(self, folder: Path) -> None:
-        """Save everything but its weights, which are whole when they travel, for an engine to start from."""
+        """Save configuration and tokenizer, for an engine to start from; the weights are sent to it later."""
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
         save_settings(bare, folder)

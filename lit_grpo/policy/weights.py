@@ -1,4 +1,4 @@
-"""The policy's weights by name, as whatever decodes with them needs them."""
+"""The policy's weights by name, as generators and exports need them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,30 @@ _COLUMNS, _ROWS = 1024, 256  # words
 
 
 class PolicyWeights:
-    """All that a policy has learnt and was loaded with, one tensor at a time, whole: what says what its state is.
+    """The complete weights of a policy, one whole tensor at a time. Exports, syncs and their proofs all use it.
 
-    With ``merged`` these are the parameters and the persistent buffers (a router's correction, a layer's scalar) of the
-    bare model, by the names and in the shapes of the files that transformers saves (experts that it holds as one tensor
-    are apart there); each tensor that two modules share comes once, for whoever loads the files ties them again.
-    Exports, syncs and their proofs all go by it.
+    Iterating gives pairs of name and tensor: the parameters and persistent buffers of the bare model, with the names
+    and shapes of the files that transformers saves. Adapters are merged, weights in four bits turned into numbers,
+    shards gathered, and a tensor that two modules share comes once:
 
-    Shards are gathered, weights in four bits made numbers and LoRA adapters merged as each tensor is asked for, so
-    there is never a second full copy on the training device: where the files have other shapes, there is one of a
-    layer. ``digests`` fills with the digest of each tensor that has been handed out.
+    .. code-block:: text
+
+        in the model, with peft's adapters                     given here
+        model.layers.0.self_attn.q_proj.base_layer.weight  ->  model.layers.0.self_attn.q_proj.weight  (base + B A)
+        model.layers.0.self_attn.q_proj.lora_A.default         (merged above)
+        model.layers.0.mlp.experts.gate_up_proj  (8, ...)  ->  model.layers.0.mlp.experts.0.gate_proj.weight, ...
+        lm_head.weight, tied to the embeddings                 (given once, as model.embed_tokens.weight)
+
+    All this happens when a tensor is asked for, so the training device never holds a second full copy; if the files
+    have other shapes than the model, it holds a copy of one layer.
+
+    Attributes:
+        digests: The digest of each tensor that has been given, by name.
 
     Args:
         policy: The model, perhaps with adapters of peft.
-        merged: Give this state; otherwise every parameter as it is.
-        dtype: What the generator computes in; floating point parameters are rounded to it before they travel.
+        merged: Give the weights as above; otherwise give every parameter as it is in the model.
+        dtype: The dtype of the generator; floating point parameters are rounded to it. By default they are not.
     """
 
     def __init__(self, policy: PreTrainedModel, merged: bool = True, dtype: torch.dtype | None = None) -> None:
@@ -55,18 +64,18 @@ class PolicyWeights:
 
     @property
     def names(self) -> list[str]:
-        """What the weights are called."""
+        """The names of the weights."""
         return list(self.outline)
 
     @property
     def outline(self) -> dict[str, torch.Tensor]:
-        """Tensors without content, on the device ``meta``, of these names, shapes and types."""
+        """The same tensors without content, on the device ``meta``."""
         if self.merged:
             return dict(self._as_saved(self._state(_like)))
         return {name: self._rounded(_like(parameter)) for name, parameter in self._parameters()}
 
     def name_of(self, weight: torch.Tensor) -> str:
-        """Return what one of the policy's own tensors, which the files have as it is, is called."""
+        """Return the name of one of the policy's own tensors, which the files hold unchanged."""
         name = next(checkpoint_name(name) for name, one in self._parameters() if one is weight)
         return next(iter(dict(self._as_saved([(name, _like(weight))]))))
 
@@ -85,14 +94,14 @@ class PolicyWeights:
         yield from self._as_saved(self._state(merged))
 
     def _base(self) -> Iterator[Named]:
-        """The weights that any adapters stand beside."""
+        """Yield the weights without adapters."""
         yield from self._as_saved(self._state(lambda parameter: whole(dequantized(parameter)).detach()))
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.policy.named_parameters()
 
     def _state(self, made: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Named]:
-        """The bare model's parameters and buffers by its own names, each ``made`` of the one that is there."""
+        """Yield the bare model's parameters and buffers by its own names, after ``made`` has been applied to each."""
         ignored = getattr(self.policy, "_keys_to_ignore_on_save", None) or ()
         for name, parameter in self._parameters():
             if not is_adapter(name) and (kept := checkpoint_name(name)) not in ignored:
@@ -105,14 +114,14 @@ class PolicyWeights:
         return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
 
     def _as_saved(self, state: Iterable[Named]) -> Iterator[Named]:
-        """Undo what loading has made of the files' tensors, one layer after another where it made anything of them."""
+        """Turn the model's tensors back into those of the files, one layer after another."""
         if not _is_converted(self.policy):
             yield from state
             return
         from transformers.core_model_loading import revert_weight_conversion
 
-        for _, of_one in groupby(state, key=lambda pair: _layer_of(pair[0])):
-            yield from revert_weight_conversion(self.policy, dict(of_one)).items()
+        for _, of_layer in groupby(state, key=lambda pair: _layer_of(pair[0])):
+            yield from revert_weight_conversion(self.policy, dict(of_layer)).items()
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,12 +131,12 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_of(name: str) -> str:
-    """The names of a layer's tensors up to its number; nothing for those beside the layers."""
+    """Return the beginning of a tensor's name up to its layer's number; nothing for a tensor outside the layers."""
     return "".join(re.findall(r"^.*?\.\d+\.", name)[:1])
 
 
 def _is_converted(policy: PreTrainedModel) -> bool:
-    """Whether transformers holds a policy's tensors by other names or in other shapes than its files."""
+    """Whether a policy's tensors have other names or shapes than those of its files."""
     conversions = getattr(policy, "_weight_conversions", None)
     if conversions is None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -137,7 +146,7 @@ def _is_converted(policy: PreTrainedModel) -> bool:
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[Named]:
-    """The buffers that a model's files have, by name."""
+    """Yield the buffers that a model's files hold, by name."""
     for prefix, owner in module.named_modules():
         passing = owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
         for name, buffer in owner.named_buffers(recurse=False):
@@ -149,24 +158,24 @@ _WRAPPERS = ("base_layer", "original_module")
 
 
 def checkpoint_name(name: str) -> str:
-    """Return what a parameter of a model that may be wrapped by peft is called in the bare model."""
+    """Return the name of a parameter in the bare model, without the names of peft's wrappers."""
     parts = name.removeprefix("base_model.model.").split(".")
-    if "modules_to_save" in parts:  # which stand for the module, each by the name of its adapter
+    if "modules_to_save" in parts:  # followed by the name of the adapter, whose copy takes the module's place
         place = parts.index("modules_to_save")
         parts = [*parts[:place], *parts[place + 2 :]]
     return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this is the name of what peft adds to a model, or keeps beside a module that it trains a copy of."""
+    """Whether peft has added the parameter of this name, or keeps it because it trains a copy of the module."""
     return ".lora_" in name or ".original_module." in name
 
 
 def lora_layers(policy: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """The layers that have a LoRA adapter, by their names in the bare model.
+    """Yield the layers that have a LoRA adapter, by their names in the bare model.
 
-    A parameter of a module that is none's weight (all experts of a layer, say) has a wrapper around that module, and
-    several have one around the other.
+    For a parameter that is no layer's weight, such as all experts of a layer, peft wraps the module that holds it; for
+    several such parameters the wrappers are nested.
     """
     for name, module in policy.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight"):
@@ -174,7 +183,7 @@ def lora_layers(policy: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def adapted_parameter(layer: Any) -> torch.nn.Parameter:
-    """Return the parameter that a LoRA layer's adapter is added to."""
+    """Return the parameter to which a LoRA layer adds its adapter."""
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
@@ -188,10 +197,11 @@ def _changed_by_adapters(policy: PreTrainedModel) -> Iterator[tuple[torch.Tensor
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA adapters, for those who compute with them beside the base weights.
+    """The facts about a policy's LoRA adapters that an engine needs to apply them itself.
 
-    ``rank`` is the largest of them, and ``elsewhere`` names something trained that is no adapter of a linear layer
-    below the head, if there is such a thing.
+    Args:
+        rank: The largest rank.
+        elsewhere: The name of one trained tensor that is no adapter of a linear layer below the head; None without one.
     """
 
     rank: int
@@ -199,7 +209,7 @@ class Adapters:
 
 
 def find_adapters(policy: PreTrainedModel) -> Adapters | None:
-    """Return what is to be known of a model's adapters; ``None`` where it has none."""
+    """Return the facts about a model's adapters; ``None`` if it has no adapters."""
     layers = list(lora_layers(policy))
     if not layers:
         return None
@@ -215,29 +225,29 @@ def _is_linear(layer: Any) -> bool:
 
 @torch.no_grad()
 def _merge(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Return a layer's weight with what its active adapters add to it."""
+    """Return a layer's weight plus that of its active adapters."""
     for adapter in active_adapters(layer):
         weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
     return weight
 
 
 def active_adapters(layer: Any) -> list[str]:
-    """The adapters that a LoRA layer computes with and has."""
+    """Return the names of a LoRA layer's adapters that are active."""
     return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return 16 hexadecimal digits that tell a tensor's shape, type and content, in one pass over its memory.
+    """Return 16 hexadecimal digits for a tensor's shape, dtype and content, in one pass over its memory.
 
-    The content counts as the sums of all rows and of all columns of a table, 1,024 integers of 64 bits wide: where rows
-    or tensors are exchanged, one is transposed, or a single element differs, so do the digits. The tensor that was
-    asked for last is not read again as long as torch has counted no change of it.
+    The content is read as a table of 64-bit integers with 1,024 columns, and the sums of its rows and columns are
+    hashed. The digits change if rows or tensors are exchanged, one is transposed, or one element differs. The digits
+    of the last tensor are remembered until torch counts a change of it.
     """
     global _last
     last, version, digits = _last
     if last() is not tensor or tensor.is_inference() or version != tensor._version:
         digits = _digest(tensor)
-        if not tensor.is_inference():  # torch counts no changes of these
+        if not tensor.is_inference():  # torch does not count changes of inference tensors
             _last = ref(tensor), tensor._version, digits
     return digits
 
@@ -257,5 +267,5 @@ def _digest(tensor: torch.Tensor) -> str:
         sums.append(table.sum(1))
     hashed = blake2b(repr((tuple(tensor.shape), tensor.dtype)).encode(), digest_size=8)
     hashed.update(torch.cat(sums).cpu().numpy().tobytes())
-    hashed.update(flat[size:].clone().cpu().numpy().tobytes())  # numpy would keep a shard's storage from being freed
+    hashed.update(flat[size:].clone().cpu().numpy().tobytes())  # a clone: numpy would keep a shard's storage alive
     return hashed.hexdigest()

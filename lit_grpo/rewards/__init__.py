@@ -1,7 +1,7 @@
-"""Reward functions: what they are, how they run beside the rollout, and the ones that come with the project.
+"""Reward functions: how they are loaded, how they run during the rollout, and the ones that come with the project.
 
-A reward function is any callable named by import path or by file. It scores one rollout when it takes
-``completion``, or the whole group of a prompt when it takes ``completions``, as TRL's do; see :mod:`.function`.
+A reward function is any callable. A config names it by import path or by file. It scores one rollout if it has a
+parameter ``completion``, and the whole group of a prompt, as TRL's do, if it has a parameter ``completions``.
 """
 
 from lit_grpo.rewards.builtin import ExactMatch, FormatMatch, SoftOverlongPenalty, exact_match

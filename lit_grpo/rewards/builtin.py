@@ -10,7 +10,7 @@ def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bo
     """Compile ``pattern``, the value of ``argument``.
 
     Raises:
-        ValueError: If it is no regular expression, or has no group where one is needed.
+        ValueError: It is no regular expression, or it has no group and needs one.
     """
     try:
         compiled = re.compile(pattern, flags)
@@ -22,7 +22,7 @@ def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bo
 
 
 def last_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Group 1 of the last match, stripped; the whole text without a pattern; ``None`` without a match."""
+    """Return group 1 of the pattern's last match, or the whole text without a pattern; ``None`` without a match."""
     if pattern is None:
         return text.strip()
     answer = None
@@ -32,16 +32,16 @@ def last_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 class ExactMatch:
-    """1.0 if the completion's answer equals the row's, else 0.0; ``None`` for a row whose answer is ``None``.
+    """1.0 if the completion's answer equals the row's, else 0.0; ``None`` if the row has none.
 
-    Both are compared as text without surrounding white space, so a column may hold numbers: ``72`` is the
-    text 72, and ``72.0`` is another text.
+    Answers are compared as text without surrounding white space. A column may hold numbers: ``72`` equals the text 72,
+    and differs from 72.0.
 
     Args:
-        answer_column: The column that holds the expected answer.
-        pattern: Regular expression; group 1 of its last match is the completion's answer, no match is 0.0.
-            By default the whole completion is the answer.
-        ignore_case: Whether upper and lower case are the same.
+        answer_column: The column with the expected answer.
+        pattern: Regular expression; group 1 of its last match is the completion's answer, and a completion without a
+            match scores 0.0. By default the whole completion is the answer.
+        ignore_case: Whether upper and lower case count as the same.
     """
 
     def __init__(self, answer_column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> None:
@@ -65,13 +65,13 @@ exact_match = ExactMatch()
 
 
 class FormatMatch:
-    r"""1.0 if the completion matches a regular expression, in which ``.`` matches newlines too, else 0.0.
+    r"""1.0 if the completion matches a regular expression, else 0.0; ``.`` matches line ends too.
 
-    Python cannot interrupt a match, not even for a reward's time limit: avoid nested repeats, as ``(a+)+``.
+    Python cannot interrupt a match, not even for a reward's time limit: avoid nested repeats such as ``(a+)+``.
 
     Args:
         pattern: The regular expression, for example ``<think>.*</think>\s*<answer>.*</answer>``.
-        full: Whether it must match the whole completion; otherwise any part of it will do.
+        full: Whether it must match the whole completion, or only a part of it.
     """
 
     def __init__(self, pattern: str, full: bool = True) -> None:
@@ -86,11 +86,12 @@ class FormatMatch:
 class SoftOverlongPenalty:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 
-    0 up to ``max_tokens - buffer`` tokens, then linear down to -1 at ``max_tokens``, and -1 beyond.
+    0 up to ``max_tokens - buffer`` tokens, then linear down to -1 at ``max_tokens``. With ``max_tokens`` 100 and
+    ``buffer`` 20, a completion of 90 tokens gets -0.5.
 
     Args:
         buffer: The number of tokens over which the punishment grows; at least 1.
-        max_tokens: Where it reaches -1; by default the most tokens that sampling allows.
+        max_tokens: The number of tokens at which it reaches -1; by default that of sampling.
     """
 
     def __init__(self, buffer: int, max_tokens: int | None = None) -> None:

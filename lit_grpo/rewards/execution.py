@@ -1,4 +1,4 @@
-"""Calls of reward functions beside the rollout, sync and async, each with a time limit."""
+"""Calls of reward functions, sync and async, in the background and each with a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """A daemon thread that runs an event loop until :meth:`stop`; it does not keep the interpreter alive."""
+    """A daemon thread that runs an event loop until :meth:`stop`; the thread does not keep the interpreter alive."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,11 +23,11 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start ``coroutine`` on the loop, from any thread."""
+        """Start a coroutine on the loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self, wait_s: float = 1.0) -> None:
-        """Cancel what runs and end the thread; one that does not end within ``wait_s`` is left behind."""
+        """Cancel all coroutines and end the thread; if it does not end within ``wait_s``, do not wait any longer."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(wait_s)
 
@@ -49,10 +49,10 @@ AsyncCall = Callable[[], Coroutine[Any, Any, Any]]
 
 
 async def await_calls(thread: LoopThread, calls: Sequence[AsyncCall], timeout_s: float | None) -> list[Any]:
-    """Await all calls at once on the loop of ``thread``; return what each returned, or the error it raised.
+    """Await all calls at once on the loop of ``thread``; return the value of each call, or the error that it raised.
 
-    A call that takes longer than ``timeout_s`` is a ``TimeoutError`` and is cancelled. Await this on another
-    loop, which keeps time even if a call blocks the loop of ``thread``: then all are a ``TimeoutError``.
+    A call that takes longer than ``timeout_s`` is cancelled and gives a ``TimeoutError``. Await this function on
+    another loop, which watches the time even if a call blocks the loop of ``thread``: then all give a ``TimeoutError``.
     """
     future = asyncio.wrap_future(thread.submit(_outcomes(calls, timeout_s)))
     limit_s = None if timeout_s is None else 2 * timeout_s + 1
@@ -68,7 +68,7 @@ async def _outcomes(calls: Sequence[AsyncCall], timeout_s: float | None) -> list
 
 
 async def _outcome(call: AsyncCall, timeout_s: float | None) -> Any:
-    """What ``call`` returned, or the error it raised; it cannot hold this up by ignoring its cancellation."""
+    """Return the value of a call, or the error that it raised, even if the call ignores its cancellation."""
     task = asyncio.ensure_future(_caught(call))
     try:
         if (await asyncio.wait([task], timeout=timeout_s))[0]:
@@ -81,13 +81,13 @@ async def _outcome(call: AsyncCall, timeout_s: float | None) -> Any:
 async def _caught(call: AsyncCall) -> Any:
     try:
         return await call()
-    except BaseException as error:  # a user's function runs here: its SystemExit would end the loop for all
+    except BaseException as error:  # a user's function runs here: its SystemExit would end the loop of all calls
         return error
 
 
 Call = Callable[[], Any]
 RAMP_S = 0.01
-"""Another thread is started where this was not enough: calls that take no time need but one."""
+"""Seconds after which calls that are not done get one more thread; calls that take no time need only one."""
 
 
 async def run_calls(
@@ -95,10 +95,10 @@ async def run_calls(
 ) -> list[Any]:
     """Run calls on up to ``num_workers`` daemon threads, each of which holds one of ``workers``.
 
-    A call that takes longer than ``timeout_s`` is a ``TimeoutError``; those behind it go on in a new thread.
+    A call that takes longer than ``timeout_s`` gives a ``TimeoutError``; a new thread makes the calls after it.
 
     Returns:
-        What each call returned, or the error it raised; with ``stop_on_error`` the first error is the last of them.
+        The value of each call, or the error that it raised; with ``stop_on_error`` the list ends with the first error.
     """
     queue = CallQueue(calls, stop_on_error)
 
@@ -116,7 +116,7 @@ async def run_calls(
 
 
 class CallQueue:
-    """Calls in their order, taken by any thread, and what became of them."""
+    """Calls in their order, for any thread to take, and their outcomes."""
 
     def __init__(self, calls: Sequence[Call], stop_on_error: bool) -> None:
         self._calls = calls
@@ -132,7 +132,7 @@ class CallQueue:
         return self._num_taken < len(self._calls) and not (self._failed and self._stop_on_error)
 
     def take(self) -> int | None:
-        """Take the next call, or none."""
+        """Return the number of the next call, or None if none is left."""
         with self._lock:
             if not self.goes_on:
                 return None
@@ -140,17 +140,17 @@ class CallQueue:
             return self._num_taken - 1
 
     def run(self, number: int) -> Any:
-        """Make a call; return what it returned, or the error it raised."""
+        """Make a call; return its value, or the error that it raised."""
         return _outcome_of(self._calls[number])
 
     def put(self, number: int, outcome: Any) -> None:
-        """Keep what became of a call."""
+        """Store the outcome of a call."""
         with self._lock:
             self._outcomes[number] = outcome
             self._failed |= isinstance(outcome, BaseException)
 
     def outcomes(self) -> list[Any]:
-        """Return them in the order of the calls, up to the first error where that stops the rest."""
+        """Return the outcomes in the order of the calls, up to the first error if an error stops the rest."""
         outcomes: list[Any] = []
         for number in sorted(self._outcomes):
             outcomes.append(self._outcomes[number])
@@ -160,10 +160,10 @@ class CallQueue:
 
 
 class CallThread:
-    """A daemon thread that works through a queue of calls until one is overdue.
+    """A daemon thread that makes the calls of a queue until one takes too long.
 
-    A thread cannot be stopped from outside, so one whose call is overdue is abandoned: it ends when its call
-    returns, which may be never. It does not keep the interpreter from exiting.
+    A thread cannot be stopped from outside. A thread whose call takes too long is abandoned: it ends when its call
+    returns, which may be never, and does not keep the interpreter from exiting.
     """
 
     def __init__(self, queue: CallQueue, timeout_s: float | None) -> None:
@@ -176,7 +176,7 @@ class CallThread:
         self._ended = asyncio.Event()
 
     async def ended(self) -> None:
-        """Start the thread; wait until the queue is empty or a call overdue."""
+        """Start the thread; wait until the queue is empty or a call takes too long."""
         self._started_s = time.monotonic()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="lit_grpo-reward", daemon=True).start()
@@ -212,18 +212,18 @@ class CallThread:
         process = os.getpid()
         while (number := self._take()) is not None:
             outcome = self._queue.run(number)
-            if os.getpid() != process:  # the function has forked, and let its child come back as well
+            if os.getpid() != process:  # the function has forked, and its child returned here as well
                 os._exit(0)
             with self._lock:
                 if self._abandoned:
                     return
                 self._queue.put(number, outcome)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             loop.call_soon_threadsafe(self._ended.set)
 
 
 def _outcome_of(call: Call) -> Any:
     try:
         return call()
-    except BaseException as error:  # a user's function runs here: whatever it raises must reach who waits
+    except BaseException as error:  # a user's function runs here: every error must reach the caller
         return error

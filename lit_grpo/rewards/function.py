@@ -1,4 +1,4 @@
-"""A reward function: what it takes, what it returns, and how it is called."""
+"""A reward function: its arguments, its values, and its calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lit_grpo.rewards.inputs import (
     group_inputs,
     rollout_inputs,
 )
-from lit_grpo.rewards.loading import REWARDS, first_line, load_object, near_names, split_path
+from lit_grpo.rewards.loading import REWARDS, error_text, load_object, near_names, split_path
 from lit_grpo.rewards.processes import ProcessCall
 from lit_grpo.types import Prompt, RolloutGroup
 
@@ -33,17 +33,17 @@ class RewardSpec:
     """A reward function by name.
 
     Args:
-        function: Import path (``my_package.my_module:score``) or file and name (``my_rewards.py:score``, relative to
-            the working directory) of a function or a class, or one of ours: ``exact_match``, ``math_equivalence``,
-            ``format_match``, ``soft_overlong_penalty``, ``http_judge``.
-        weight: Multiplies the function's value in the sum of the rewards; 0 only logs it.
-        name: Under which the values are logged; by default the function's own name.
-        args: Arguments of the class's ``__init__``, or keyword arguments bound to the function.
-        retries: How often a call that raises is made again, at most 10 times; ``reward_timeout_s`` limits all of its
-            attempts together.
-        retry_pause_s: Seconds before the first retry, at most 60; twice as many before each further one.
-        process: Call the function in processes of its own, as many as calls run at a time, so that one that exits,
-            crashes or never returns costs its rollouts alone. What it is given and returns must pickle.
+        function: An import path (``my_package.my_module:score``) or a file and a name (``my_rewards.py:score``,
+            relative to the working directory) of a function or class; or ``exact_match``, ``math_equivalence``,
+            ``format_match``, ``soft_overlong_penalty`` or ``http_judge``.
+        weight: The factor of the function's value in the sum of the rewards. With 0 the value is only logged.
+        name: The name in the logs; by default the function's own.
+        args: Arguments of the class's ``__init__``, or keyword arguments of the function.
+        retries: How often a call that raises is repeated, at most 10 times. ``reward_timeout_s`` limits all attempts
+            together.
+        retry_pause_s: Seconds before the first retry, at most 60. The pause doubles before each further retry.
+        process: Call the function in separate processes, one for each call at a time. A function that exits, crashes
+            or never returns then fails its own rollouts only. Arguments and values must be picklable.
     """
 
     function: str
@@ -69,10 +69,12 @@ class RewardSpec:
 
 
 def read_value(value: Any) -> float | None:
-    """Read one value: a finite number (also a bool, NumPy scalar or 0-d tensor), or ``None``: does not apply.
+    """Return a value as a float. ``None`` stays ``None``: the function does not apply to the completion.
+
+    A value is a finite number, bool, NumPy scalar or 0-d tensor.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: It is anything else.
     """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
@@ -90,10 +92,10 @@ def read_value(value: Any) -> float | None:
 
 
 def read_values(values: Any, num_rollouts: int) -> list[float | Exception | None]:
-    """Read the values of a group; a value that cannot be read is an error in its place alone.
+    """Return the values of a group; in place of each value that is no number stands the error.
 
     Raises:
-        ValueError: If ``values`` is not a list (or an array) of ``num_rollouts`` values.
+        ValueError: ``values`` is not a list or array of ``num_rollouts`` values.
     """
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -117,12 +119,30 @@ Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A loaded reward function: what to call, with what, and how much its value weighs.
+    """A loaded reward function: what to call, with which arguments, and the weight of its value.
 
-    ``names`` are the parameters that a rollout or a group is to fill, ``required`` those without a default.
-    ``takes_columns`` says that it has ``**columns``, and ``declared`` are the columns it says it needs of those;
-    ``bound`` are parameters that have their values. ``on_group`` tells the two forms apart: ``completions`` of a group,
-    or the ``completion`` of one rollout.
+    There are two forms. One scores a rollout, the other (``on_group``) the whole group of a prompt:
+
+    .. code-block:: text
+
+        row     {"prompt": "2 + 3 =", "answer": 5}          completions "5", "6"
+
+        def score(completion, answer)      two calls        score("5", 5) -> 1.0    score("6", 5) -> 0.0
+        def score(completions, answer)     one call         score(["5", "6"], [5, 5]) -> [1.0, 0.0]
+
+    Args:
+        name: The name in the logs.
+        weight: The factor of its value in the sum of the rewards.
+        path: Where it is from, for messages.
+        call: The function, with its ``args`` bound.
+        names: The parameters that are filled from a rollout or group.
+        required: Those of ``names`` that have no default.
+        takes_columns: Whether it has ``**columns``, and so gets all columns of the data.
+        declared: The columns that it needs among ``**columns``, as its attribute ``columns`` says.
+        on_group: Whether it scores a group.
+        bound: The parameters that ``args`` have filled.
+        retries: How often a call that raises is repeated.
+        retry_pause_s: Seconds before the first retry.
     """
 
     name: str
@@ -142,10 +162,12 @@ class RewardFunction:
     def load(cls, spec: RewardSpec, timeout_s: float | None = None) -> RewardFunction:
         """Import what ``spec`` names, give it its arguments and check its signature.
 
-        ``timeout_s`` is the most seconds that a process of the function may take for one call.
+        Args:
+            spec: The reward function by name.
+            timeout_s: The most seconds that a process of the function may take for one call.
 
         Raises:
-            ValueError: If it cannot be imported, built or called as a reward function.
+            ValueError: It cannot be imported, built or called as a reward function.
         """
         loaded = load_object(spec.function)
         if not callable(loaded):
@@ -170,10 +192,10 @@ class RewardFunction:
         path: str | None = None,
         args: Mapping[str, Any] = MappingProxyType({}),
     ) -> RewardFunction:
-        """Make a reward function of a callable at hand, with some of its parameters bound to ``args``.
+        """Make a reward function of a callable, with some of its parameters bound to ``args``.
 
         Raises:
-            ValueError: If it cannot be called as a reward function.
+            ValueError: It cannot be called as a reward function.
         """
         path = path or name
         parameters = _parameters(call, path)
@@ -194,12 +216,21 @@ class RewardFunction:
             _check_bound(call, path, args, [one.name for one in parameters], takes_columns)
             call = functools.partial(call, **args)
         return cls(
-            name, weight, path, call, names, required, takes_columns, declared, "completions" in names, frozenset(args)
+            name=name,
+            weight=weight,
+            path=path,
+            call=call,
+            names=names,
+            required=required,
+            takes_columns=takes_columns,
+            declared=declared,
+            on_group="completions" in names,
+            bound=frozenset(args),
         )
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names that every rollout, or every group, has a value for."""
+        """The parameters for which every rollout, or every group, has a value."""
         return GROUP_INPUTS if self.on_group else ROLLOUT_INPUTS
 
     @property
@@ -209,14 +240,14 @@ class RewardFunction:
 
     @property
     def needs(self) -> list[str]:
-        """The columns without which it cannot be called."""
+        """The columns of the data that it requires."""
         return [*self.declared, *(name for name in self.required if name not in self.inputs)]
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Check that data with these ``columns`` has all that the function needs.
+        """Check that the data has every column that the function requires.
 
         Raises:
-            ValueError: If a required parameter or declared column is missing.
+            ValueError: A required parameter or a declared column is missing.
         """
         columns = list(columns)
         listed = ", ".join(columns) or "none"
@@ -235,7 +266,7 @@ class RewardFunction:
                 )
 
     def arguments(self, group: RolloutGroup, surroundings: Surroundings) -> list[dict[str, Any]]:
-        """The keyword arguments of each call that scores ``group``: one call for all, or one a rollout."""
+        """Return the keyword arguments of each call: one call for the group, or one for each rollout."""
         columns = group.prompt.columns
         names = self.names
         if self.takes_columns:
@@ -249,11 +280,11 @@ class RewardFunction:
         return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
-        """Make one call and read what it returns: one value or error for each of its rollouts.
+        """Make one call; return a value or an error for each of its rollouts.
 
         Raises:
-            ValueError: If what it returns cannot be read at all.
-            Exception: Whatever the function raises.
+            ValueError: The function did not return one value for each rollout.
+            Exception: Any error of the function.
         """
         for pause_s in self._pauses_s:
             try:
@@ -263,7 +294,7 @@ class RewardFunction:
         return self._read(self.call(**arguments), num_rollouts)
 
     async def score_async(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:
-        """The same as :meth:`score`, of an ``async`` function."""
+        """Do what :meth:`score` does, for an ``async`` function."""
         for pause_s in self._pauses_s:
             try:
                 return self._read(await self.call(**arguments), num_rollouts)
@@ -280,7 +311,7 @@ class RewardFunction:
 
 
 def listed(rewards: Reward | Sequence[Reward] | None) -> list[Reward]:
-    """Return what was given as reward functions as a list; one alone is a list of one."""
+    """Return reward functions as a list; a single one becomes a list of one."""
     if rewards is None:
         return []
     if isinstance(rewards, str | Mapping | RewardSpec) or callable(rewards):
@@ -292,7 +323,7 @@ def load_rewards(specs: Reward | Sequence[Reward] | None, timeout_s: float | Non
     """Load the reward functions of a config; ``timeout_s`` is as in :meth:`RewardFunction.load`.
 
     Raises:
-        ValueError: If one cannot be loaded, or two have the same name.
+        ValueError: One cannot be loaded, or two have the same name.
     """
     functions = [_load(spec, timeout_s) for spec in listed(specs)]
     check_names(functions)
@@ -305,7 +336,7 @@ def _load(reward: Reward, timeout_s: float | None) -> RewardFunction:
             reward = RewardSpec(**with_function(reward))
         except TypeError as error:
             raise ValueError(
-                f"the reward {reward} is no RewardSpec ({first_line(error)}); correct its names."
+                f"the reward {reward} is no RewardSpec ({error_text(error)}); correct its names."
             ) from error
     if isinstance(reward, str):
         reward = RewardSpec(reward)
@@ -328,7 +359,7 @@ def check_names(functions: Sequence[RewardFunction]) -> None:
     """Check that no two reward functions have the same name.
 
     Raises:
-        ValueError: If two have.
+        ValueError: Two have.
     """
     for name, count in Counter(function.name for function in functions).items():
         if count > 1:
@@ -343,7 +374,7 @@ def _build(loaded: type, spec: RewardSpec) -> Callable[..., Any]:
         raise ValueError(f"reward function {spec.function!r}: {error}") from error
     except Exception as error:  # the user's class is built here, and may fail in any way
         raise ValueError(
-            f"reward function {spec.function!r} cannot be built with args {spec.args} ({first_line(error)}); "
+            f"reward function {spec.function!r} cannot be built with args {spec.args} ({error_text(error)}); "
             "correct its args."
         ) from error
     if not callable(built):
@@ -363,8 +394,8 @@ def _parameters(call: Callable[..., Any], path: str) -> list[inspect.Parameter]:
     for one in parameters:
         if one.kind is one.POSITIONAL_ONLY:
             raise ValueError(
-                f"reward function {path!r}: parameter {one.name!r} is positional-only, but is given by name; "
-                "wrap it in a function without '/'."
+                f"reward function {path!r}: parameter {one.name!r} is positional-only, and arguments are given by "
+                "name; wrap it in a function without '/'."
             )
     return parameters
 
@@ -393,10 +424,10 @@ def _check_bound(
 
 
 def check_prompts(prompts: Mapping[str, Sequence[Prompt]], functions: Sequence[RewardFunction]) -> None:
-    """Check that every prompt that is to be scored has the columns that the functions need.
+    """Check that every prompt that will be scored has the columns that the functions require.
 
     Raises:
-        ValueError: One lacks a column.
+        ValueError: A prompt lacks a column.
     """
     for prompt in (prompt for split, rows in prompts.items() if split != "predict" for prompt in rows):
         for function in functions:

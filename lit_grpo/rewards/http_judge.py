@@ -1,4 +1,4 @@
-"""A language model behind HTTP that scores completions."""
+"""A language model on a server that scores completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = ("prompt", "completion")
 
 
 def is_on_loopback(url: str) -> bool:
-    """Whether an address is one of this machine alone, which no proxy can reach: ``localhost``, 127.x.y.z or ::1."""
+    """Whether a URL is of this machine, which no proxy can reach: ``localhost``, 127.x.y.z or ::1."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -24,21 +24,21 @@ def is_on_loopback(url: str) -> bool:
 
 
 class HTTPJudge:
-    r"""The score that a judge gives a completion, over OpenAI's chat completions protocol.
+    r"""The score that a judge, a language model, gives a completion, over OpenAI's chat completions protocol.
 
-    A judge that cannot be reached, answers with an error or gives no score makes the call fail: set ``retries`` of the
-    reward to have it asked again, and ``on_reward_error`` for what happens then. As many requests are under way as
-    ``reward_workers`` allows. Proxies that the environment names are used, but not for a judge on this machine.
+    The call fails if the judge cannot be reached, answers with an error or gives no score. ``retries`` of the reward
+    repeats the call, and ``on_reward_error`` says what a failure does to the run. ``reward_workers`` limits the
+    requests at a time. Proxies of the environment are used, except for a judge on this machine.
 
     Args:
-        url: The server's base, such as ``https://api.openai.com/v1``; ``/chat/completions`` is added.
-        model: The judge's name there.
-        template: What the judge is asked, with ``{prompt}``, ``{completion}`` and columns of the data such as
-            ``{answer}``; a brace that is meant as one is written twice.
+        url: The server's base URL, such as ``https://api.openai.com/v1``; ``/chat/completions`` is added.
+        model: The judge's name on the server.
+        template: The question to the judge, with ``{prompt}``, ``{completion}`` and columns of the data such as
+            ``{answer}``. Write ``{{`` for a brace.
         pattern: Regular expression; group 1 of its last match in the judge's reply is the score, a number.
-        api_key_env: The environment variable that holds the API key, where the server asks for one.
+        api_key_env: The environment variable with the API key, if the server requires one.
         timeout_s: The most seconds that the judge may take for one reply.
-        scale: Divides the score: 10 for a judge that gives marks out of ten.
+        scale: The divisor of the score: 10 for a judge that gives marks out of ten.
         options: Further fields of the request, such as ``{"temperature": 0, "max_tokens": 64}``.
     """
 
@@ -58,7 +58,7 @@ class HTTPJudge:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, not {timeout_s}.")
         if not scale:
-            raise ValueError("scale must not be 0, for it divides the score.")
+            raise ValueError("scale must not be 0, because it divides the score.")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ValueError(f"api_key_env names {api_key_env}, which is not set in the environment; export it.")
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
@@ -75,8 +75,8 @@ class HTTPJudge:
         """Ask the judge.
 
         Raises:
-            RuntimeError: It does not answer, or with an error.
-            ValueError: Its reply holds no score.
+            RuntimeError: The judge does not answer, or answers with an error.
+            ValueError: The reply holds no score.
         """
         asked = self.template.format(**(columns | {"prompt": prompt, "completion": completion}))
         reply = self._ask(asked)
@@ -84,7 +84,7 @@ class HTTPJudge:
         try:
             return float(score or "") / self.scale
         except ValueError:
-            raise ValueError(f"the judge's reply {reply!r:.80} holds no score as pattern asks for") from None
+            raise ValueError(f"the judge's reply {reply!r:.80} holds no score that pattern matches") from None
 
     def _ask(self, text: str) -> str:
         import httpx
@@ -109,10 +109,10 @@ class HTTPJudge:
 
 
 def _names(template: str) -> list[str]:
-    """The names in a template's braces.
+    """Return the names in a template's braces.
 
     Raises:
-        ValueError: One is no name, or there is no completion among them.
+        ValueError: One is no name, or ``{completion}`` is missing.
     """
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]

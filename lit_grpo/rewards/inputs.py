@@ -1,4 +1,4 @@
-"""What reward functions are given: TRL's names, and some of our own."""
+"""The arguments of reward functions: those of TRL by TRL's names, and some of our own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from lit_grpo.types import Prompt, Rollout, RolloutGroup
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
+"""Arguments that are the same for all rollouts."""
 ROLLOUT_INPUTS = (
     *("prompt", "completion", "completion_ids", "num_tokens", "finish_reason", "max_tokens"),
     *OF_THE_RUN,
@@ -22,16 +23,19 @@ GROUP_INPUTS = (
     *OF_THE_RUN,
 )
 TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", *OF_THE_RUN})
-"""What TRL hands to every reward function, and so to ``**kwargs``."""
+"""Arguments that TRL gives to every reward function, and so to its ``**kwargs``."""
 NOT_IN_TRL = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that TRL hands to no reward function."""
+"""Columns of the data that TRL gives to no reward function."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far training is, under the names of transformers' TrainerState.
+    """How far training is, by the names of transformers' ``TrainerState``.
 
-    ``global_step`` counts optimizer steps, ``max_steps`` is -1 where nothing limits them, and ``epoch`` has a fraction.
+    Args:
+        global_step: Optimizer steps that have been made.
+        max_steps: Optimizer steps of the whole run; -1 means no limit.
+        epoch: Passes over the data, with a fraction: 1.5 is in the middle of the second pass.
     """
 
     global_step: int = 0
@@ -40,7 +44,7 @@ class TrainerState:
 
 
 class LoggedMetrics:
-    """The metrics that reward functions log, from any thread."""
+    """The metrics that reward functions log, from any thread, between two reports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +56,7 @@ class LoggedMetrics:
             self._values[name].append(float(value))
 
     def take(self) -> dict[str, float]:
-        """Return the mean of what was logged under each name since the last call."""
+        """Return the mean of each metric since the last call, and forget the values."""
         with self._lock:
             values, self._values = self._values, defaultdict(list)
         return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
@@ -60,16 +64,16 @@ class LoggedMetrics:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is the same for all calls: how far training is, and where metrics go."""
+    """The arguments that all calls share: the state of training, and the function that logs a metric."""
 
     state: TrainerState
     log_metric: Callable[[str, float], None]
 
 
 def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:
-    """The values of one rollout by the names in ``ROLLOUT_INPUTS``.
+    """Return the values of one rollout by the names in ``ROLLOUT_INPUTS``.
 
-    Where the beginning of the answer was given as a hint, the completion's text has it in front, and the prompt not.
+    A hint that gave the beginning of the answer belongs to the text of the completion, and not to the prompt.
     """
     completion = rollout.completion
     return {
@@ -86,7 +90,7 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
 
 
 def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, Any]:
-    """The values of a group by the names in ``GROUP_INPUTS``, likewise; of a conversation messages."""
+    """Return the values of a group by the names in ``GROUP_INPUTS``; a conversation's texts are messages."""
     rollouts, messages = group.rollouts, group.prompt.messages
     texts = [group.prompt.given + rollout.completion.text for rollout in rollouts]
     return {
@@ -103,15 +107,15 @@ def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, A
 
 
 def _asked(prompt: Prompt) -> str:
-    """The prompt's text without what is given of the answer."""
+    """Return the prompt's text without the given beginning of the answer."""
     return prompt.text.removesuffix(prompt.given)
 
 
 def _log_extra(rollouts: Sequence[Rollout], column: str, values: Sequence[Any]) -> None:
-    """Keep a value of ``column`` with each rollout.
+    """Store one value of ``column`` with each rollout.
 
     Raises:
-        ValueError: There is another number of values.
+        ValueError: The number of values is not the number of rollouts.
     """
     if len(values) != len(rollouts):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From a path in a config to the object it names."""
+"""From a path in a config to the object that it names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lit_grpo.terminal import first_line
+
 REWARDS = {
     "exact_match": "lit_grpo.rewards.ExactMatch",
     "math_equivalence": "lit_grpo.rewards.MathEquivalence",
@@ -21,23 +23,23 @@ REWARDS = {
 """Short names of the reward functions that come with the project."""
 
 
-def first_line(error: BaseException) -> str:
-    """The error's type and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+def error_text(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
 
 
 def near_names(name: str, known: list[str]) -> str:
-    """``"did you mean 'a' or 'b'?"`` for the known names near to a wrong one, else an empty string."""
+    """Return ``"did you mean 'a' or 'b'?"`` for known names that are near to a wrong one, else an empty string."""
     near = difflib.get_close_matches(name, known)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Split ``module:name``, ``module.name``, ``file.py:name`` or a short name into where and what.
+    """Split ``module:name``, ``module.name``, ``file.py:name`` or a short name into the module or file, and the name.
 
     Raises:
-        ValueError: If one of the two is missing.
+        ValueError: One of the two is missing.
     """
     path = REWARDS.get(path, path)
     separator = ":" if ":" in path else "."
@@ -54,7 +56,7 @@ def load_object(path: str) -> Any:
     """Import the object that ``path`` names.
 
     Raises:
-        ValueError: If the file is missing, the module does not import, or it holds no such name.
+        ValueError: The file is missing, the module cannot be imported, or it has no such name.
     """
     source, name = split_path(path)
     loaded = _load_file(path, Path(source)) if source.endswith(".py") else _load_module(path, source)
@@ -78,7 +80,7 @@ def _load_file(path: str, file: Path) -> ModuleType:
     if not file.is_file():
         where = "" if file.is_absolute() else f" in the working directory {Path.cwd()}"
         raise ValueError(f"reward function {path!r}: there is no file {file}{where}; correct the path.")
-    # Functions of one file share one module, so that it runs once; a file that has changed runs anew.
+    # Functions of one file share one module, so that the file runs once; a file that has changed runs again.
     identity = f"{file.resolve()}:{file.stat().st_mtime_ns}"
     module_name = f"_lit_grpo_rewards_{file.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if module_name in sys.modules:
@@ -97,5 +99,5 @@ def _load_file(path: str, file: Path) -> ModuleType:
 
 def _not_imported(path: str, error: Exception) -> ValueError:
     return ValueError(
-        f"reward function {path!r}: its module does not import ({first_line(error)}); mend it, or correct the path."
+        f"reward function {path!r}: its module cannot be imported ({error_text(error)}); mend it, or correct the path."
     )

@@ -1,10 +1,10 @@
-"""Compares answers with math-verify, as a process of its own: ``python math_worker.py TIMEOUT_S``.
+"""Compares answers with math-verify, in a separate process: ``python math_worker.py TIMEOUT_S``.
 
-Reads a JSON list ``[expected answer, completion]`` a line and answers each with ``true``, ``false``, or
-``null`` if the expected answer is no mathematics; an empty line at the start says that it is ready. A
-comparison beyond the time limit ends the process: the alarm keeps its default action, since Python could not
-handle it within an operation on huge numbers. What math-verify evaluates as Python holds digits and
-operators alone.
+Each line of the standard input is a JSON list ``[expected answer, completion]``. The reply is ``true``, ``false``, or
+``null`` if the expected answer is no mathematics. An empty line at the start says that the process is ready. A
+comparison that takes longer than the time limit ends the process: Python could not handle the alarm during an
+operation on huge numbers, so the alarm keeps its default action. math-verify evaluates only digits and operators as
+Python.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
 
 @functools.lru_cache(maxsize=1024)
 def parse_expected(text: str) -> list[Any]:
-    """Parse an expected answer, which need not be marked as LaTeX; an empty list if it is no mathematics."""
+    """Parse an expected answer, with or without marks of LaTeX; return an empty list if it is no mathematics."""
     with contextlib.suppress(InvalidOperation):
-        text = f"{Decimal(text):f}"  # math-verify does not know 1e-05
+        text = f"{Decimal(text):f}"  # math-verify cannot read 1e-05
     as_latex = f"${text}$"
     if MARKED.search(text):
         readings = [text]
@@ -47,7 +47,7 @@ def parse_expected(text: str) -> list[Any]:
 
 
 def compare(expected: str, completion: str) -> bool | None:
-    """Whether the completion's answer equals the expected one; ``None`` if that is no mathematics."""
+    """Whether the completion's answer equals the expected one; ``None`` if the expected one is no mathematics."""
     gold = parse_expected(expected)
     if not gold:
         return None
@@ -59,13 +59,13 @@ def compare(expected: str, completion: str) -> bool | None:
 
 
 def main() -> None:
-    """Answer each line of the standard input until it ends."""
+    """Answer each line of the standard input until the input ends."""
     replies, sys.stdout = sys.stdout, sys.stderr
     logging.disable()
     warnings.simplefilter("ignore")
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end closes the input
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer; when the trainer ends, the input ends
         signal.signal(ignored, signal.SIG_IGN)
-    with contextlib.suppress(ValueError, OSError):  # where the limit is lower already, or there is none to set
+    with contextlib.suppress(ValueError, OSError):  # the limit is lower already, or the system has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     timeout_s = float(sys.argv[1])
     print(file=replies, flush=True)

@@ -1,4 +1,4 @@
-"""The process in which answers are compared."""
+"""A reward that compares mathematical answers, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ WORKER = Path(__file__).with_name("math_worker.py")
 
 
 class MathProcess:
-    """A running ``math_worker.py``; for one thread at a time.
+    """A running ``math_worker.py``; only one thread at a time uses it.
 
     Raises:
-        RuntimeError: If it does not start.
+        RuntimeError: The process does not start.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        # -P: the folder of the script, whose modules have common names, stays out of its import path.
+        # -P keeps the folder of the script, whose modules have common names, out of the import path.
         command = [sys.executable, "-P", str(WORKER), str(timeout_s)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if self._reply() is None:
-            raise RuntimeError("math-verify does not start; see its error output, and install lit_grpo[math] anew")
+            raise RuntimeError("math-verify does not start; see its error output, and install lit_grpo[math] again")
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can compare."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     def compare(self, expected: str, completion: str) -> bool | None:
-        """Whether the completion's answer equals the expected one; ``None`` if that is no mathematics.
+        """Whether the completion's answer equals the expected one; ``None`` if the expected one is no mathematics.
 
-        A comparison that brings the process down (by time or memory) is ``False``.
+        A comparison that ends the process, because it takes too much time or memory, is ``False``.
 
         Raises:
-            RuntimeError: If the process ends in any other way.
+            RuntimeError: The process ends in any other way.
         """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -62,7 +62,7 @@ class MathProcess:
         self._process.communicate()
 
     def _reply(self) -> bytes | None:
-        """The next line, or ``None`` once the process has ended."""
+        """Return the next line; ``None`` after the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
@@ -72,20 +72,19 @@ class MathProcess:
 
 
 class MathEquivalence:
-    r"""1.0 if math-verify finds the completion's answer equal to the row's, else 0.0.
+    r"""1.0 if math-verify finds the completion's answer equal to the row's, else 0.0; ``None`` if the row has none.
 
-    ``None`` for a row whose answer is ``None``. Answers are compared in a process of their own, because a
-    model can write what a thread cannot be freed from: ``9^9^9^9`` would hold up the whole interpreter. An
-    answer that takes longer than ``timeout_s`` to compare, or far too much memory, is wrong: 0.0.
+    Answers are compared in a separate process, because a model can write an answer that blocks the whole interpreter,
+    such as ``9^9^9^9``. An answer whose comparison takes longer than ``timeout_s``, or far too much memory, is wrong.
 
     Args:
-        answer_column: The column that holds the expected answer: a number, or text with or without LaTeX.
-        answer_pattern: Regular expression; group 1 of its last match in the column is the expected answer,
-            for example ``####\s*(.+)`` for GSM8K. By default the whole column is.
-        timeout_s: The most seconds one comparison may take.
+        answer_column: The column with the expected answer: a number, or text with or without LaTeX.
+        answer_pattern: Regular expression; group 1 of its last match in the column is the expected answer, for example
+            ``####\s*(.+)`` for GSM8K. By default the whole column is the expected answer.
+        timeout_s: The most seconds that one comparison may take.
 
     Raises:
-        ValueError: If math-verify is not installed.
+        ValueError: math-verify is not installed.
     """
 
     def __init__(
@@ -104,14 +103,14 @@ class MathEquivalence:
         self.timeout_s = timeout_s
         self._compiled = compile_pattern("answer_pattern", answer_pattern, needs_group=True) if answer_pattern else None
         self._few = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
-        self._idle: list[MathProcess] = []  # one for each thread that has compared at the same time
+        self._idle: list[MathProcess] = []  # as many as threads have compared at the same time
         weakref.finalize(self, _close_all, self._idle)
 
     def __call__(self, completion: str, **columns: Any) -> float | None:
         """Score one completion.
 
         Raises:
-            ValueError: If the row's answer cannot be read.
+            ValueError: The row's answer cannot be read.
         """
         answer = columns[self.answer_column]
         if answer is None:
@@ -120,7 +119,7 @@ class MathEquivalence:
         if expected is None:
             pattern = self.answer_pattern
             raise ValueError(f"the expected answer {answer!r} does not match answer_pattern {pattern!r}; mend one")
-        with self._few:  # each is a process, and busy
+        with self._few:  # each comparison keeps one process busy
             equal = self._compare(expected, completion)
         if equal is None:
             raise ValueError(f"the expected answer {answer!r} is no mathematics; mend it, or set answer_pattern")

@@ -12,17 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lit_grpo.rewards.loading import first_line, load_object
+from lit_grpo.rewards.loading import error_text, load_object
 
 Logged = tuple[str, tuple[Any, ...]]
 
 
 def main() -> None:
-    """Answer each call on the standard input until it ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end closes the input
+    """Answer each call on the standard input until the input ends."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer; when the trainer ends, the input ends
         signal.signal(ignored, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the function prints is no reply
+    os.dup2(2, 1)  # the function's own prints must not mix with the replies
     process, call = os.getpid(), _load(*pickle.load(sys.stdin.buffer))
     while True:
         try:
@@ -33,7 +33,7 @@ def main() -> None:
         for name in loggers:
             arguments[name] = functools.partial(_log, logged, name)
         returned = _returned(call, arguments)
-        if os.getpid() != process:  # the function has forked, and let its child come back as well
+        if os.getpid() != process:  # the function has forked, and its child returned here as well
             os._exit(0)
         replies.write(_pickled(returned, logged))
         replies.flush()
@@ -44,7 +44,7 @@ def _log(logged: list[Logged], name: str, *values: Any) -> None:
 
 
 def _load(path: str, args: dict[str, Any]) -> Callable[..., Any]:
-    """Return what is to be called; where it cannot be loaded, what says so."""
+    """Return the function; if it cannot be loaded, a function that raises the reason."""
     try:
         loaded = load_object(path)
         built: Any = loaded(**args) if inspect.isclass(loaded) else functools.partial(loaded, **args)
@@ -58,19 +58,19 @@ def _raise(error: Exception, **_: Any) -> None:
 
 
 def _returned(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a call returns, or the error it raises."""
+    """Return the value of a call, or the error that it raised."""
     try:
         returned = call(**arguments)
         return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
-    except Exception as error:  # a user's function runs here: whatever it raises must reach who waits
+    except Exception as error:  # a user's function runs here: every error must reach the caller
         return error
 
 
 def _pickled(returned: Any, logged: list[Logged]) -> bytes:
     try:
         pickled = pickle.dumps((returned, logged))
-        pickle.loads(pickled)  # some errors can be written and not read
+        pickle.loads(pickled)  # some errors can be pickled but not unpickled
         return pickled
-    except Exception as error:  # what cannot be pickled says so in its own way
+    except Exception as error:  # an object that cannot be pickled may raise any error
         told = returned if isinstance(returned, Exception) else error
-        return pickle.dumps((RuntimeError(first_line(told)), []))
+        return pickle.dumps((RuntimeError(error_text(told)), []))

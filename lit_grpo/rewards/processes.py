@@ -1,4 +1,4 @@
-"""A reward function in processes of its own."""
+"""A reward function that is called in separate processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WORKER = "lit_grpo.rewards.process_worker"
 
 
 class ProcessCall:
-    """Calls what a path names in a process that has loaded it, one for each thread that calls at the same time.
+    """Calls a function in a process that has loaded it; each thread that calls at the same time has its own process.
 
     Args:
-        path: What to load.
-        args: Its arguments, as in :class:`lit_grpo.rewards.RewardSpec`.
-        timeout_s: A process that takes longer for one call is ended.
+        path: The path of the function or class, as in :class:`lit_grpo.rewards.RewardSpec`.
+        args: Its arguments.
+        timeout_s: The most seconds for one call; a process that takes longer is ended.
     """
 
     def __init__(self, path: str, args: Mapping[str, Any], timeout_s: float | None) -> None:
-        self._loads = (path, dict(args))
+        self._path, self._args = path, dict(args)
         self._timeout_s = timeout_s
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
@@ -34,15 +34,15 @@ class ProcessCall:
         """Make one call.
 
         Raises:
-            TimeoutError: It takes too long.
-            RuntimeError: Its process ends.
-            Exception: Whatever the function raises.
+            TimeoutError: The call takes too long.
+            RuntimeError: The process ends.
+            Exception: Any error of the function.
         """
         loggers = {name: arguments.pop(name) for name in ("log_metric", "log_extra") if name in arguments}
         try:
             process = self._idle.pop()
         except IndexError:
-            process = _Process(*self._loads)
+            process = _Process(self._path, self._args)
         returned, logged = process.call(arguments, list(loggers), self._timeout_s)
         self._idle.append(process)
         for name, values in logged:
@@ -53,16 +53,16 @@ class ProcessCall:
 
 
 class _Process:
-    """A running ``process_worker.py``; for one thread at a time."""
+    """A running ``process_worker.py``; only one thread at a time uses it."""
 
-    def __init__(self, *loads: Any) -> None:
+    def __init__(self, path: str, args: dict[str, Any]) -> None:
         command = [sys.executable, "-c", START.format(module=WORKER)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._send(sys.path)
-        self._send(loads)
+        self._send((path, args))
 
     def call(self, arguments: dict[str, Any], loggers: list[str], timeout_s: float | None) -> Any:
-        """Return what the function returned or raised, and what it logged."""
+        """Return the function's value or error, and what it logged."""
         assert self._process.stdout is not None
         overdue = threading.Event()
         timer = threading.Timer(timeout_s or 0.0, lambda: (overdue.set(), self._process.kill()))
@@ -81,7 +81,7 @@ class _Process:
         raise RuntimeError(f"its process ended with code {self._process.returncode}")
 
     def end(self) -> None:
-        """End the process, where it has not ended by itself."""
+        """End the process if it has not ended by itself."""
         assert self._process.stdout is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
@@ -92,7 +92,7 @@ class _Process:
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
         data = pickle.dumps(message)
-        with contextlib.suppress(BrokenPipeError):  # that it has ended is told by the reply that does not come
+        with contextlib.suppress(BrokenPipeError):  # call() finds out that the process has ended: no reply comes
             self._process.stdin.write(data)
             self._process.stdin.flush()
 

@@ -1,4 +1,4 @@
-"""Scoring whole groups while others still decode."""
+"""Scoring groups while other groups are still being decoded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
-from lit_grpo.rewards.loading import first_line
+from lit_grpo.rewards.loading import error_text
 from lit_grpo.rewards.streams import KeptStreams
 from lit_grpo.types import Prompt, RolloutGroup
 
 Values = Sequence[float | BaseException | None]
+"""What one function gave to the rollouts of a group: a number, an error, or None where it does not apply."""
 Arguments = list[dict[str, Any]]
-_Submitted = tuple[Sequence[RolloutGroup], Future[list[list[Values]]]]
+"""The keyword arguments of the calls of one function on a group."""
 
 logger = logging.getLogger(__name__)
 MOST_BATCHES_WITHOUT_REWARD = 3
@@ -31,26 +33,46 @@ class RewardError(RuntimeError):
     """A reward function failed on a rollout; the original exception is its cause."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Submission:
+    """Groups that were submitted together, and their future values, by function and group."""
+
+    groups: Sequence[RolloutGroup]
+    values: Future[list[list[Values]]]
+
+
 class RewardRunner:
     """Runs reward functions over rollout groups in the background.
 
-    :meth:`submit` starts the work on a group and returns at once, :meth:`gather` waits for all submitted
-    groups and writes ``rollout.rewards`` and ``rollout.reward``. Sync functions run in threads, at most
-    ``num_workers`` at a time; a function may thus be called several times at once, for rollouts of one group too.
-    ``async`` functions run on one event loop and are awaited all at once; they must not block it.
+    :meth:`submit` starts the work on groups and returns at once. :meth:`gather` waits for submitted groups and writes
+    the rewards of their rollouts:
 
-    ``state`` is what functions are told of training, and ``metrics`` what they log.
+    .. code-block:: text
 
-    An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite
-    number nor ``None``, or a wrong number of values for a group. A sync call that is overdue cannot be
-    stopped: its thread is abandoned, and goes on in the background without keeping the process from exiting.
+        functions   exact_match (weight 1)   format_match (weight 0.5)   length (weight 0, only logged)
+        rollout     1.0                      None (does not apply)       120.0
+
+        rollout.rewards = {"exact_match": 1.0, "format_match": None, "length": 120.0}
+        rollout.reward  = 1 * 1.0 = 1.0         # NaN if no function with a weight applies
+
+    Functions that are not ``async`` run in at most ``num_workers`` threads, so a function may be called several times
+    at once, even for rollouts of one group. ``async`` functions all run on one event loop, which they must not block.
+
+    An error is an exception, a call that takes longer than ``timeout_s``, a value that is neither a finite number nor
+    ``None``, or a wrong number of values for a group. A thread cannot be stopped: when its call takes too long, the
+    thread goes on in the background, and does not keep the process from exiting.
+
+    Attributes:
+        state: The state of training that functions get as ``trainer_state``; the trainer sets it.
+        metrics: What functions have logged with ``log_metric``.
+        num_errors: Rollouts that a function failed on, with ``on_error="none"``.
 
     Args:
-        functions: The reward functions; their names differ.
-        on_error: ``raise`` makes :meth:`gather` raise a :class:`RewardError`; ``none`` counts the rollouts
-            concerned as not rewarded by the function, and adds their number to ``num_errors``.
-        timeout_s: The most seconds one call may take; ``null`` sets no limit.
-        num_workers: How many calls of sync functions run at a time.
+        functions: The reward functions; no two have the same name.
+        on_error: With ``raise``, :meth:`gather` raises a :class:`RewardError`. With ``none``, the function counts as
+            not applying to the rollout that it failed on.
+        timeout_s: The most seconds that one call may take; ``null`` is no limit.
+        num_workers: How many calls of functions that are not ``async`` run at a time.
     """
 
     def __init__(
@@ -77,17 +99,16 @@ class RewardRunner:
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._workers = asyncio.Semaphore(num_workers)
-        self._pending: dict[int, _Submitted] = {}  # in the order of arrival
-        self._numbers = itertools.count()
+        self._pending: list[_Submission] = []  # in the order of arrival
         self._warned: set[str] = set()
-        # Two loops: one that keeps time, and one for the users' coroutines, which may block it.
+        # Two event loops: one that watches the time limits, and one for the users' coroutines, which may block it.
         self._keeper: LoopThread | None = None
         self._coroutines: LoopThread | None = None
         self._streams: KeptStreams | None = None
         self._told_of_streams = False
 
     def submit(self, *groups: RolloutGroup) -> None:
-        """Start to score groups: several at once take less time than one by one."""
+        """Start to score groups; submitting several together takes less time than one by one."""
         groups = tuple(group for group in groups if group.rollouts)
         if not groups:
             return
@@ -96,36 +117,41 @@ class RewardRunner:
             self._keeper = LoopThread("lit_grpo-rewards")
             self._streams = KeptStreams()
         surroundings = Surroundings(self.state, self.metrics.log)
-        # Here, not on the loop's thread: a thread that is in torch when the interpreter exits aborts the process.
+        # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
         arguments = [[function.arguments(group, surroundings) for group in groups] for function in self.functions]
-        self._pending[next(self._numbers)] = groups, self._keeper.submit(self._score(groups, arguments))
+        self._pending.append(_Submission(groups, self._keeper.submit(self._score(groups, arguments))))
 
     def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
-        """Wait for all that was submitted, or for what has rollouts of these groups, and write the rewards.
+        """Wait for submitted groups and write their rewards.
 
-        ``rollout.rewards`` holds each function's value by name, ``None`` where it does not apply;
-        ``rollout.reward`` is the weighted sum of those that apply, NaN where none with a weight does.
+        Args:
+            groups: Wait only for submissions that have rollouts of these groups; by default for all.
 
         Raises:
             RewardError: With ``on_error="raise"``, for the first error in the order of groups, functions and
-                rollouts. Groups before it have their rewards, the others are dropped.
+                rollouts. Groups before the error have their rewards; the others are dropped.
         """
-        these = None if groups is None else {id(rollout) for group in groups for rollout in group.rollouts}
-        pending = []
-        for number, (submitted, _) in list(self._pending.items()):
-            if these is None or any(id(rollout) in these for group in submitted for rollout in group.rollouts):
-                pending.append(self._pending.pop(number))
+        wanted = self._pending if groups is None else self._with_rollouts_of(groups)
+        self._pending = [each for each in self._pending if each not in wanted]
         try:
-            for submitted, future in pending:
-                for group, values in zip(submitted, zip(*future.result(), strict=True), strict=True):
+            for submission in wanted:
+                for group, values in zip(submission.groups, zip(*submission.values.result(), strict=True), strict=True):
                     self._write(group, values)
         finally:
-            for _, future in pending:
-                future.cancel()
+            for submission in wanted:
+                submission.values.cancel()
             self._mend_streams()
 
+    def _with_rollouts_of(self, groups: Iterable[RolloutGroup]) -> list[_Submission]:
+        ids = {id(rollout) for group in groups for rollout in group.rollouts}
+        return [
+            submission
+            for submission in self._pending
+            if any(id(rollout) in ids for group in submission.groups for rollout in group.rollouts)
+        ]
+
     def _mend_streams(self) -> None:
-        """Open standard output again where a function has closed it, and say so once."""
+        """Open standard output and error again if a function has closed them, and warn once."""
         mended = [] if self._streams is None else self._streams.mend()
         if mended and not self._told_of_streams:
             self._told_of_streams = True
@@ -134,15 +160,15 @@ class RewardRunner:
             )
 
     def score(self, group: RolloutGroup) -> None:
-        """Score a group, and all that were submitted before it, now."""
+        """Score a group now, with all groups that were submitted before it."""
         self.submit(group)
         self.gather()
 
     def close(self) -> None:
-        """Drop what has not been gathered and stop the threads; a later :meth:`submit` starts them again."""
-        for _, future in self._pending.values():
-            future.cancel()
-        self._pending = {}
+        """Drop submissions that have not been gathered and stop the threads; :meth:`submit` starts them again."""
+        for submission in self._pending:
+            submission.values.cancel()
+        self._pending = []
         for thread in (self._keeper, self._coroutines):
             if thread is not None:
                 thread.stop()
@@ -152,35 +178,38 @@ class RewardRunner:
         self._streams = None
 
     async def _score(self, groups: Sequence[RolloutGroup], arguments: list[list[Arguments]]) -> list[list[Values]]:
-        """Values by function and group, of what each function is to be called with by group."""
+        """Return the values by function and group; ``arguments`` are by function and group too."""
         sizes = [len(group.rollouts) for group in groups]
         pairs = zip(self.functions, arguments, strict=True)
-        return await asyncio.gather(*(self._values(function, some, sizes) for function, some in pairs))
+        return await asyncio.gather(*(self._values(function, by_group, sizes) for function, by_group in pairs))
 
     async def _values(
         self, function: RewardFunction, arguments: Sequence[Arguments], sizes: Sequence[int]
     ) -> list[Values]:
-        """One value or error a rollout; up to the first error alone if that is to be raised."""
-        sizes = [size // len(some) for size, some in zip(sizes, arguments, strict=True)]  # of a call
-        pairs = [(one, size) for some, size in zip(arguments, sizes, strict=True) for one in some]
+        """Return a value or an error for each rollout; those after an error that will be raised are missing."""
+        calls = [
+            (keywords, size // len(of_group))  # a call on the group has all of its rollouts, else one
+            for of_group, size in zip(arguments, sizes, strict=True)
+            for keywords in of_group
+        ]
         if function.is_async:
             if self._coroutines is None:
                 self._coroutines = LoopThread("lit_grpo-async-rewards")
-            calls = [functools.partial(function.score_async, *pair) for pair in pairs]
-            outcomes = await await_calls(self._coroutines, calls, self._timeout_s)
+            coroutines = [functools.partial(function.score_async, keywords, size) for keywords, size in calls]
+            outcomes = await await_calls(self._coroutines, coroutines, self._timeout_s)
         else:
-            calls = [functools.partial(function.score, *pair) for pair in pairs]
-            outcomes = await run_calls(calls, self._timeout_s, self._raises, self._workers, self._num_workers)
+            bound = [functools.partial(function.score, keywords, size) for keywords, size in calls]
+            outcomes = await run_calls(bound, self._timeout_s, self._raises, self._workers, self._num_workers)
         values = (
             [outcome] * size if isinstance(outcome, BaseException) else outcome
-            for outcome, (_, size) in zip(outcomes, pairs, strict=False)  # there are fewer behind an error
+            for outcome, (_, size) in zip(outcomes, calls, strict=False)  # no call is made after an error that counts
         )
-        return [list(itertools.chain(*itertools.islice(values, len(some)))) for some in arguments]
+        return [list(itertools.chain(*itertools.islice(values, len(of_group)))) for of_group in arguments]
 
     def _write(self, group: RolloutGroup, values: Sequence[Values]) -> None:
         for function, column in zip(self.functions, values, strict=True):
             for cause, samples in itertools.groupby(range(len(column)), key=column.__getitem__):
-                if isinstance(cause, BaseException):  # one error may stand for a call on several rollouts
+                if isinstance(cause, BaseException):  # a call on the group gives its error to every rollout
                     self._count_error(function, cause, group.prompt.prompt_id, list(samples))
         for rollout, row in zip(group.rollouts, zip(*values, strict=True), strict=True):
             rewards = [None if isinstance(value, BaseException) else value for value in row]
@@ -192,7 +221,7 @@ class RewardRunner:
     def _count_error(self, function: RewardFunction, cause: BaseException, prompt_id: str, samples: list[int]) -> None:
         which = f"sample {samples[0]}" if len(samples) == 1 else f"samples {samples[0]} to {samples[-1]}"
         sentence = (
-            f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: {first_line(cause)}."
+            f"reward {function.name!r} ({function.path}) failed on prompt {prompt_id!r}, {which}: {error_text(cause)}."
         )
         if self._raises:
             raise RewardError(sentence) from cause
@@ -203,7 +232,7 @@ class RewardRunner:
 
 
 def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
-    """Whether a prompt has the columns that all functions need."""
+    """Whether a prompt has the columns that all functions require."""
     try:
         for function in functions:
             function.check_columns(prompt.columns)
@@ -213,15 +242,15 @@ def can_score(functions: Iterable[RewardFunction], prompt: Prompt) -> bool:
 
 
 class RewardWatch:
-    """Looks at what the reward functions gave to each batch of training.
+    """Checks that the reward functions give numbers to the training batches, because a run without them never learns.
 
-    That no function gives a number to any completion of the first batch is an error, for such a run would never learn.
-    Later, or where failures count as no reward, a batch may have none, but not several on end. A function may apply to
-    some prompts alone: one that gives nothing to the first batch, where others do, is named once.
+    If no function gives a number to any completion of the first batch, that is an error. A later batch, or any batch
+    where failures count as no reward, may have no number, but not three batches in a row. A function may apply to some
+    prompts only: if one gives no number to the first batch and others do, it is named once.
 
     Args:
-        functions: Of the run.
-        on_error: As in :class:`lit_grpo.rewards.runner.RewardRunner`.
+        functions: The reward functions of the run.
+        on_error: As in :class:`RewardRunner`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], on_error: Literal["raise", "none"]) -> None:
@@ -229,22 +258,22 @@ class RewardWatch:
         self._num_batches = self._num_without = 0
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"num_batches": self._num_batches, "num_without": self._num_without}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from it."""
+        """Continue from a checkpoint."""
         self._num_batches, self._num_without = state["num_batches"], state["num_without"]
 
     def sentence(self, logs: Mapping[str, float]) -> str | None:
-        """Return what to say of a batch, if anything.
+        """Return a warning about a batch; None if there is nothing to warn of.
 
         Args:
-            logs: Of the batch, all ranks together: ``frac_no_reward``, and ``rewards/NAME/mean`` of every function.
+            logs: The metrics of the batch over all ranks: ``frac_no_reward``, and ``rewards/NAME/mean`` of every
+                function.
 
         Raises:
-            RewardError: No function gave a number to any completion of the first batch, or so many batches on end have
-                no reward that there is nothing to learn from.
+            RewardError: No function gave a number to any completion of the first batch, or of three batches in a row.
         """
         if math.isnan(logs["frac_no_reward"]):  # the batch has no completion
             return None
@@ -255,11 +284,11 @@ class RewardWatch:
         if is_first and without and len(silent) == len(self._functions) and self._on_error == "raise":
             raise RewardError(
                 f"No completion of the first batch has a reward: {_listed(silent)} returned None for each of them; "
-                "return a number, for None says that a function does not apply to a completion."
+                "return a number, because None says that a function does not apply to a completion."
             )
         if self._num_without >= MOST_BATCHES_WITHOUT_REWARD:
             raise RewardError(
-                f"No rollout of {self._num_without} batches on end has a reward, so there is nothing to learn from: "
+                f"No rollout of {self._num_without} batches in a row has a reward, so there is nothing to learn from: "
                 f"each of {_listed(self._functions)} returned None or failed; let one apply, and check its weight and "
                 "the data."
             )
@@ -267,9 +296,9 @@ class RewardWatch:
             return f"No rollout of this batch has a reward: each of {_listed(self._functions)} returned None or failed."
         if is_first and silent and len(silent) < len(self._functions):
             return (
-                f"Of the first batch no completion has a value of {_listed(silent)}, which returned None or failed for "
-                "each of them, where other functions gave numbers; return a number, unless it applies to other prompts "
-                "alone."
+                f"No completion of the first batch has a value of {_listed(silent)}, which returned None or failed for "
+                "each of them, while other functions gave numbers; return a number, unless the function applies to "
+                "other prompts only."
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Standard output and error, for those who print after a reward function has closed them."""
+"""Standard output and error, opened again after a reward function has closed them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _NAMES = {1: "stdout", 2: "stderr"}
 
 
 class KeptStreams:
-    """Opens ``sys.stdout``, ``sys.stderr`` and their file descriptors again where somebody has closed them.
+    """Opens ``sys.stdout``, ``sys.stderr`` and their file descriptors again if they have been closed.
 
-    A reward function that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would else end the run
-    at its next line on the screen. What the function's own thread has written by then is lost.
+    A reward function that calls ``sys.stdout.close()`` or ``os.close(1)``, as some libraries do, would otherwise end
+    the run at its next line on the screen. What is written while they are closed is lost.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, int] = {}
         for descriptor in _NAMES:
-            with suppress(OSError):  # there is none, as for a daemon
+            with suppress(OSError):  # a daemon has none
                 self._copies[descriptor] = os.dup(descriptor)
 
     def mend(self) -> list[str]:
-        """Open what has been closed; return the names of it."""
+        """Open the closed streams again; return their names."""
         mended: list[str] = []
         for descriptor, copy in self._copies.items():
             name = _NAMES[descriptor]
@@ -39,7 +39,7 @@ class KeptStreams:
         return mended
 
     def close(self) -> None:
-        """Let go of the copies."""
+        """Close the copies of the file descriptors."""
         for copy in self._copies.values():
             os.close(copy)
         self._copies = {}

@@ -472,7 +472,7 @@ BAD_INPUT = {
     ),
     "no reward": (["--model.rewards", "[]"], "model.rewards is empty"),
     "reward file": (["--model.rewards", '[{"function": "absent.py:score"}]'], "there is no file absent.py"),
-    "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "does not import"),
+    "reward import": (["--model.rewards", '[{"function": "broken.py:score"}]'], "cannot be imported"),
     "reward signature": (["--model.rewards", '[{"function": "rewards.py:odd"}]'], "completion"),
     "reward column": (["--model.rewards", '[{"function": "rewards.py:gold"}]'], "'solution'"),
     "reward is NaN": (["--model.rewards", '[{"function": "rewards.py:nan"}]'], "nan"),

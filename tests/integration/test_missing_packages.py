@@ -61,7 +61,7 @@ def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_fo
     done = without(EXTRAS, tmp_path, *FIT, *REWARD, *ROWS, "--model.policy", str(policy_folder))
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "tensorboard" in line] == [
-        "Nothing is written for TensorBoard, which is not installed: the extra is lit_grpo[tensorboard]."
+        "Nothing is written for TensorBoard, which is not installed; the extra is lit_grpo[tensorboard]."
     ]
     made = {path.name for path in (tmp_path / "runs" / "grpo").iterdir()}
     assert "metrics.csv" in made and not any(name.startswith("events.out") for name in made)
@@ -75,7 +75,7 @@ def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_fo
         (
             "datasets",
             [*FIT, *REWARD, "--data.train", "owner/name"],
-            "data.train: The dataset owner/name (split train) is read by the package datasets, which is not installed; "
+            "data.train: The dataset owner/name (split train) needs the package datasets, which is not installed; "
             "install the extra lit_grpo[datasets], or give a .jsonl, .json or .csv file.",
         ),
         (

@@ -1,4 +1,4 @@
-"""What a model's layers hand to their attention, and which tokens each token sees there."""
+"""The attention calls of a model's layers, and which tokens each token sees in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, first_line, hidden_states
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, hidden_states
+from lit_grpo.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,16 +22,22 @@ _NUM_TOKENS, _FARTHEST = 6, 2**18
 
 @dataclass(frozen=True)
 class Sight:
-    """Which tokens before it a token sees: all, the last ``window`` (itself among them), or those of its ``chunk``.
+    """The earlier tokens that a token sees: all, the last ``window`` tokens with itself, or those of its ``chunk``.
 
-    Chunks are cut from position 0 on. Not both are given.
+    Chunks begin at position 0. At most one of the two is given. The tokens that token 5 sees:
+
+    .. code-block:: text
+
+        Sight()            0 1 2 3 4 5
+        Sight(window=3)          3 4 5
+        Sight(chunk=4)             4 5
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Say which of these positions see which; the two shapes are broadcast."""
+        """Return whether each query position sees each key position; the two shapes are broadcast."""
         distance = queries - keys
         if self.window is not None:
             return (distance >= 0) & (distance < self.window)
@@ -39,7 +46,7 @@ class Sight:
         return distance >= 0
 
     def is_all(self, num_tokens: int) -> bool:
-        """Whether among the first tokens each sees all before it."""
+        """Whether each of the first ``num_tokens`` tokens sees all tokens before it."""
         return num_tokens <= min(self.window or num_tokens, self.chunk or num_tokens)
 
 
@@ -50,8 +57,16 @@ ALL = Sight()
 class AttentionCall:
     """One call of attention in a forward; a layer may make several, or none.
 
-    ``key_size`` and ``value_size`` are those of a head, ``cap`` squashes the scores, and ``has_sinks`` says whether
-    there is a learnt score beside them.
+    Args:
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and values.
+        key_size: Numbers of a head's key.
+        value_size: Numbers of a head's value.
+        dtype: The dtype of keys and values.
+        scaling: The factor of the scores.
+        sight: The tokens that each token sees.
+        cap: The limit of the scores, by tanh; None is no limit.
+        has_sinks: Whether each head has a learnt score that no token belongs to.
     """
 
     num_heads: int
@@ -66,14 +81,14 @@ class AttentionCall:
 
 
 def attention_calls(model: PreTrainedModel, context: int) -> list[AttentionCall]:
-    """Return the attention calls of a forward, in their order; what tokens see is read off the model's own masks.
+    """Return the attention calls of a forward, in their order; which tokens see which is read from the model's masks.
 
     Args:
-        model: In evaluation mode.
-        context: The most tokens that it takes.
+        model: The model, in evaluation mode.
+        context: The most tokens of a sequence.
 
     Raises:
-        ValueError: The model does not let its attention be replaced, or masks it in some other way.
+        ValueError: The model's attention cannot be replaced, or its masks are of another kind than :class:`Sight`.
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise OwnAttention("it does not use transformers' attention interface")
@@ -84,13 +99,13 @@ def attention_calls(model: PreTrainedModel, context: int) -> list[AttentionCall]
             hidden_states(model, input_ids_1T, position_ids=input_ids_1T, attention_calls=calls)
     except OwnAttention:
         raise
-    except RUN_FAILURES as error:  # shapes or arguments of some other kind of attention
+    except RUN_FAILURES as error:  # the shapes or arguments of another kind of attention
         raise OwnAttention(f"its attention cannot be replaced ({first_line(error)})") from error
     return calls
 
 
 class OwnAttention(ValueError):
-    """What a model's attention does that ours does not."""
+    """The model's attention does something that ours cannot do."""
 
 
 @contextmanager
@@ -127,26 +142,36 @@ def _probe(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Note a call, in the signature of Hugging Face attention functions, and attend to all tokens before."""
+    """Record a call and attend to all earlier tokens; the signature is that of transformers' attention functions."""
     if attention_calls is None:
         raise OwnAttention("it hands its attention no arguments beside its own")
     sight = Sight(sliding_window) if attention_mask is None else getattr(attention_mask, _SIGHT, None)
     if sight is None:
         raise OwnAttention("it masks its attention in a way of its own")
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-    sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
-    attention_calls.append(AttentionCall(*sizes, value.dtype, scaling, sight, softcap, s_aux is not None))
+    call = AttentionCall(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        key_size=key.shape[3],
+        value_size=value.shape[3],
+        dtype=value.dtype,
+        scaling=scaling,
+        sight=sight,
+        cap=softcap,
+        has_sinks=s_aux is not None,
+    )
+    attention_calls.append(call)
     query, key = query.to(value.dtype), key.to(value.dtype)
     attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return attended.transpose(1, 2), None
 
 
 def _sight_of(sees: Callable[..., torch.Tensor], context: int, device: torch.device) -> Sight | None:
-    """Return what a mask function of transformers lets tokens see, or ``None`` where that is something else."""
+    """Return the :class:`Sight` of a mask function of transformers, or ``None`` for a mask of another kind."""
     positions_T = torch.arange(context, device=device)
     zero = positions_T[0]
     from_start_T = sees(zero, zero, positions_T, zero).expand(context)
-    size = int(from_start_T.long().cumprod(0).sum())  # tokens from the first on that see the first
+    size = int(from_start_T.long().cumprod(0).sum())  # the first so many tokens see token 0
     candidates = [ALL] if size == context else [Sight(window=size), Sight(chunk=size)]
     for candidate in candidates:
         asked = {min(max(place, 0), context - 1) for place in (1, size - 1, size, size + 1, 2 * size, context - 1)}

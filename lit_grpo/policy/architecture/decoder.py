@@ -1,14 +1,13 @@
-"""The part of a model that makes hidden states of tokens."""
+"""The part of a model that turns tokens into hidden states."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 RUN_FAILURES = (
     AssertionError,
@@ -22,17 +21,17 @@ RUN_FAILURES = (
     UnboundLocalError,
     ValueError,
 )
-"""What the forward of a model raises that wants other inputs than token ids, or other attention than it is given."""
+"""Errors of a model's forward that needs other inputs than token ids, or another attention."""
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the decoder without the head.
 
-    ``get_decoder`` of some models returns the model itself (Llama 4's) or a head of that name (ModernBERT's); theirs is
-    the one model inside it.
+    ``get_decoder`` of some models returns the model itself (Llama 4) or a head of that name (ModernBERT). Then the
+    decoder is the only model among the parts of the model.
 
     Raises:
-        ValueError: There is no such part.
+        ValueError: The model has no such part.
     """
     found: Any = model.get_decoder()
     if found is not model and isinstance(found, torch.nn.Module) and not isinstance(found, torch.nn.Linear):
@@ -45,8 +44,19 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """Return the attention that the decoder is switched to; parts beside it, which see pictures, may have another."""
+    """Return the name of the decoder's attention; other parts, such as a picture tower, may use another."""
     return str(decoder_of(model).config._attn_implementation)
+
+
+@contextmanager
+def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation mode for the code within."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -58,10 +68,10 @@ _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len")
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The most tokens, prompt and completion together, that the model takes.
+    """Return the most tokens of a prompt and its completion together.
 
     Raises:
-        ValueError: Its config names no such number, as those of state-space and recurrent models do not.
+        ValueError: The config names no such number, for example that of a state-space or recurrent model.
     """
     config = model.config.get_text_config(decoder=True)
     for name in _LENGTHS:
@@ -71,8 +81,3 @@ def context_length(model: PreTrainedModel) -> int:
         f"The config of {type(model).__name__} names no longest sequence; add max_position_embeddings to the policy's "
         "config.json: the most tokens of a prompt and its completion."
     )
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in a line without a full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

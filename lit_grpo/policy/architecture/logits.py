@@ -1,4 +1,4 @@
-"""What a model makes of its last hidden states: a head, and perhaps one number or a cap."""
+"""From a model's last hidden states to its logits: a head, perhaps a factor, perhaps a cap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of, first_line
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
+from lit_grpo.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,19 +28,19 @@ class LogitMap:
     cap: float | None = None
 
     def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Turn what the head gives into logits."""
+        """Turn the head's outputs into logits."""
         scaled = outputs if self.scale == 1 else outputs * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
 
 def logit_map(model: PreTrainedModel) -> LogitMap:
-    """Find out what a model does with its hidden states and with its head's outputs, by its own ``forward``.
+    """Find out by a model's ``forward`` how its logits follow from its hidden states and its head.
 
-    Decoder and head are made to return known numbers for a moment, so neither weights nor a device are needed, and what
-    is found is exact. It is kept with the model.
+    For this call decoder and head are replaced by functions that return known numbers, so no weights are needed and the
+    result is exact. It is stored with the model.
 
     Raises:
-        ValueError: It does something else than multiply by one number and cap.
+        ValueError: The model does more than multiply by one number and cap.
     """
     known = vars(model).get(_KNOWN)
     if known is None:
@@ -54,9 +55,9 @@ def token_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return :func:`token_logits` of a model, for those who call it at every token.
+    """Return :func:`token_logits` of a model as a function, which decoding calls at every token.
 
-    Looking the head up takes longer than a small one does.
+    Looking up the head takes longer than computing a small head.
     """
     head, finish = cast(torch.nn.Module, model.get_output_embeddings()), logit_map(model)
 
@@ -68,7 +69,7 @@ def token_head(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Decoded(BaseModelOutputWithPast):
-    """A decoder's output that has whatever else a model asks for: nothing."""
+    """A decoder's output in which every further field is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -126,13 +127,13 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
 
 
 def _plain(number: float) -> float:
-    """One where float32 cannot tell a number from it."""
+    """Return 1 for a number that float32 cannot distinguish from 1, and any other number unchanged."""
     return 1.0 if abs(number - 1) < 1e-7 else number
 
 
 @contextmanager
 def _instead(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have a module answer by another function for a moment."""
+    """Replace a module's forward for the code within."""
     own = vars(module).get("forward")
     module.forward = forward
     try:
