@@ -67,7 +67,7 @@ def as_groups(rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
 
 
 def make_micro_batch(
-    rollouts: Sequence[Rollout], advantages_C: Sequence[float], shared_prefix: bool = True
+    rollouts: Sequence[Rollout], advantages_C: Sequence[float | torch.Tensor], shared_prefix: bool = True
 ) -> MicroBatch:
     """Lay all these rollouts out as one micro-batch."""
     members = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]

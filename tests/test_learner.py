@@ -268,6 +268,18 @@ def test_a_batch_without_any_rollout_is_learnt_from_without_a_word() -> None:
     assert math.isnan(logs["reward"]) and math.isnan(logs["rewards/exact/mean"])
 
 
+def test_two_completions_of_one_key_are_refused_before_anything_is_measured() -> None:
+    """Their values are looked up by key, so that the second would get those of the first."""
+    groups = ragged_groups()
+    groups[0].rollouts.append(member(groups[0].prompt, 1, [0] * 3, [True] * 3, 0.5))
+    learner, steps = make_learner()
+    with pytest.raises(ValueError, match=r"2 completions are sample \(1,\) of prompt 'a', visit 0, .* of its own"):
+        learner.learn(groups)
+    with pytest.raises(ValueError, match=r"2 completions are sample \(1,\) of prompt 'a'"):
+        learner.learn_as_they_come([groups])
+    assert steps.policy_version == 0
+
+
 # ---- what is remembered --------------------------------------------------------------------------------
 
 

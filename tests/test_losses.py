@@ -22,7 +22,7 @@ def objective(
     sampled_N = torch.full((len(ratios),), -1.0)
     logprobs_N = (sampled_N + torch.tensor(ratios).log()).requires_grad_()
     lengths_C = torch.tensor([len(ratios)])
-    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, torch.tensor([advantage]), lengths_C)
+    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, torch.full((len(logprobs_N),), advantage), lengths_C)
     loss_N, metrics = clipped(log_ratios(tokens, "token"), tokens, epsilon=epsilon, epsilon_high=epsilon_high)
     loss_N.sum().backward()
     assert logprobs_N.grad is not None

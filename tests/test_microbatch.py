@@ -10,7 +10,7 @@ import pytest
 import torch
 from hand_made import make_micro_batch, make_rollout
 
-from lit_grpo.types import Rollout
+from lit_grpo.types import Completion, Rollout
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.prefix.layout import PackedGroup
@@ -31,8 +31,23 @@ def test_a_packed_micro_batch_holds_each_prompt_once_and_points_at_predecessors(
     assert micro_batch.source_N.tolist() == [1, 2, 1, 3, 4, 5]
     assert micro_batch.target_ids_N.tolist() == [7, 8, 9, 4, 3, 9]
     assert micro_batch.sampled_logprobs_N.tolist() == [-0.5, -0.25, -1.0, -3.0, -4.0, -2.0]
-    assert micro_batch.advantages_C.tolist() == [1.5, 2.0, -0.5]
+    assert micro_batch.advantages_N.tolist() == [1.5, 1.5, 2.0, 2.0, 2.0, -0.5]
     assert micro_batch.lengths_C.tolist() == [2, 3, 1]
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+def test_the_tokens_of_a_completion_may_have_advantages_of_their_own(shared_prefix: bool) -> None:
+    """Two segments of one completion, of which the second is not wholly learnt from, beside one with one advantage."""
+    segments, plain = make_rollout([5, 6], [7, 8, 9, 4]), make_rollout([5, 6], [9, 3], sample_id=1)
+    whole, trained_T = segments.completion, torch.tensor([True, True, False, True])
+    segments.completion = Completion(
+        whole.request, whole.token_ids_T, whole.logprobs_T, whole.versions_T, "stop", trained_T=trained_T
+    )
+    micro_batch = make_micro_batch([segments, plain], [torch.tensor([0.5, 0.5, -1.0]), 2.0], shared_prefix)
+    assert micro_batch.target_ids_N.tolist() == [7, 8, 4, 9, 3]
+    assert micro_batch.advantages_N.tolist() == [0.5, 0.5, -1.0, 2.0, 2.0]
+    with pytest.raises(RuntimeError, match="expanded size"):
+        make_micro_batch([segments], [torch.tensor([0.5, 0.5, 0.5, -1.0])], shared_prefix)
 
 
 def test_in_rows_each_completion_has_a_prompt_of_its_own() -> None:
@@ -51,10 +66,10 @@ def test_without_rollouts_it_is_one_row_of_one_token_and_no_completion(shared_pr
     micro_batch = make_micro_batch([], [], shared_prefix)
     assert micro_batch.input_ids_BT.tolist() == micro_batch.position_ids_BT.tolist() == [[0]]
     assert micro_batch.groups == ((PackedGroup(0, 1, ()),) if shared_prefix else ())
-    for name in ("source_N", "target_ids_N", "sampled_logprobs_N", "advantages_C", "lengths_C"):
+    for name in ("source_N", "target_ids_N", "sampled_logprobs_N", "advantages_N", "lengths_C"):
         assert getattr(micro_batch, name).shape == (0,), name
     assert micro_batch.source_N.dtype == micro_batch.target_ids_N.dtype == torch.int64
-    assert micro_batch.sampled_logprobs_N.dtype == micro_batch.advantages_C.dtype == torch.float32
+    assert micro_batch.sampled_logprobs_N.dtype == micro_batch.advantages_N.dtype == torch.float32
 
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
@@ -141,7 +156,8 @@ def rows_of(micro_batch: MicroBatch) -> list[Row]:
     carried = [prompt for group, prompt in groups_and_prompts(micro_batch) if group.carried_at is not None]
     columns = zip(micro_batch.source_N, micro_batch.target_ids_N, micro_batch.sampled_logprobs_N, strict=True)
     rows = []
-    for length, advantage in zip(micro_batch.lengths_C.tolist(), micro_batch.advantages_C.tolist(), strict=True):
+    advantages = [each[0].item() for each in micro_batch.advantages_N.split(micro_batch.lengths_C.tolist())]
+    for length, advantage in zip(micro_batch.lengths_C.tolist(), advantages, strict=True):
         sources, targets, logprobs = zip(*(next(columns) for _ in range(length)), strict=True)
         last, own = int(sources[0]), [int(source) for source in sources[1:]]
         if last >= len(tokens):

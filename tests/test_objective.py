@@ -18,7 +18,7 @@ from lit_grpo.update.objective.kl import KLTerm, k1, k2, k3
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.recipes import RECIPES
-from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, on_policy_completions
+from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, on_policy_completions, spread
 
 EVERYTHING: dict[str, Any] = {
     "kl": KLTerm(0.1, "k2", importance_weighted=True),
@@ -43,7 +43,7 @@ def random_tokens(lengths: list[int], seed: int = 0) -> Tokens:
         old_N + 0.3 * normal(total),
         old_N,
         normal(total).abs().requires_grad_(),
-        normal(len(lengths)),
+        spread(normal(len(lengths)), torch.tensor(lengths)),
         torch.tensor(lengths, dtype=torch.int64),
         old_N + 0.5 * normal(total),
     )
@@ -59,7 +59,7 @@ def cut(tokens: Tokens, rows: list[int]) -> Tokens:
         tokens.sampled_logprobs_N[places_N],
         tokens.old_logprobs_N[places_N],
         tokens.entropy_N[places_N],
-        tokens.advantages_C[rows],
+        tokens.advantages_N[places_N],
         tokens.lengths_C[rows],
         tokens.reference_logprobs_N[places_N],
     )
@@ -100,6 +100,19 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_split(name: str) -> No
         for ours, expected in zip(result, results[0], strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-15)
     assert results[0][1].norm() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "cispo"])
+def test_each_token_has_the_gradient_of_its_own_advantage(name: str) -> None:
+    """Where the ratio is 1: minus the advantage, times what a token counts, for two segments of one completion too."""
+    tokens = random_tokens([4, 1])
+    advantages_N = torch.tensor([2.0, 2.0, -1.0, -1.0, 0.5], dtype=torch.float64)
+    on_policy = replace(tokens, old_logprobs_N=tokens.logprobs_N.detach(), advantages_N=advantages_N)
+    loss, _ = policy_loss(Objective(name), on_policy, StepTotals(5, 2, 9))
+    (gradient_N,) = torch.autograd.grad(loss, tokens.logprobs_N)
+    counts = {"grpo": [1 / 8] * 4 + [1 / 2], "dr_grpo": [1 / 18] * 5}.get(name, [1 / 5] * 5)
+    assert gradient_N.tolist() == pytest.approx([-a * c for a, c in zip(advantages_N.tolist(), counts, strict=True)])
+    assert on_policy.advantages_C.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -173,8 +186,8 @@ def test_a_kl_term_in_the_reward_is_not_in_the_loss() -> None:
 def test_a_bad_completion_that_the_policy_has_left_is_masked_and_a_good_one_is_not() -> None:
     sampled_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0])
     logprobs_N = sampled_N - torch.tensor([0.2, 0.0, 0.2, 0.0, 0.3, 0.1])
-    advantages_C = torch.tensor([-1.0, 1.0, -1.0])
-    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, advantages_C, torch.tensor([2, 2, 2]))
+    advantages_N = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    tokens = Tokens(logprobs_N, sampled_N, sampled_N, sampled_N, advantages_N, torch.tensor([2, 2, 2]))
     assert on_policy_completions(tokens, 0.15).tolist() == [True, True, False]
     assert on_policy_completions(tokens, 0.05).tolist() == [False, True, False]
 

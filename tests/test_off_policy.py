@@ -126,8 +126,8 @@ def one_token_each(log_ratios: Sequence[float], advantages: Sequence[float]) -> 
     logprobs_N = torch.full((len(log_ratios),), -1.0, dtype=torch.float64, requires_grad=True)
     sampled_N = logprobs_N.detach() - torch.tensor(log_ratios, dtype=torch.float64)
     ones_C = torch.ones(len(log_ratios), dtype=torch.int64)
-    entropy_N, advantages_C = torch.zeros(len(log_ratios)), torch.tensor(advantages, dtype=torch.float64)
-    return Tokens(logprobs_N, sampled_N, logprobs_N.detach(), entropy_N, advantages_C, ones_C)
+    entropy_N, advantages_N = torch.zeros(len(log_ratios)), torch.tensor(advantages, dtype=torch.float64)
+    return Tokens(logprobs_N, sampled_N, logprobs_N.detach(), entropy_N, advantages_N, ones_C)
 
 
 def test_metrics_tell_cut_weights_from_those_left_out() -> None:

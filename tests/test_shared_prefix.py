@@ -128,11 +128,10 @@ def check_against_plain(model: Any, max_tokens: int = 10_000, tolerance: float =
     rollouts = ragged_rollouts()
     expected, gradient = plain(model, rollouts)
     model.zero_grad()
-    numbers = [float(number) for number in range(len(rollouts))]
-    micro_batches = make_micro_batches(rollouts, numbers, max_tokens)
+    micro_batches = make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens)
     with shared_prefixes(model):
         for micro_batch in micro_batches:
-            members = [rollouts[int(number)] for number in micro_batch.advantages_C]
+            members = [rollouts[row] for row in micro_batch.rows_C.tolist()]
             logprobs_N, _ = micro_batch_logprobs(model, micro_batch, 1.0)
             expected_N = torch.cat([torch.empty(0), *(expected[id(rollout)] for rollout in members)])
             assert not members or relative_error(logprobs_N.detach(), expected_N) < tolerance

@@ -63,7 +63,9 @@ def tokens_of(rows: list[tuple[float, float, float]], lengths: list[int]) -> Tok
     """Tokens with these log-probs, old log-probs and advantages (those of a completion's first token)."""
     logprobs_N, old_N, advantages_N = torch.tensor(rows, dtype=torch.float64).unbind(1)
     starts = [sum(lengths[:row]) for row in range(len(lengths))]
-    return Tokens(logprobs_N.clone().requires_grad_(), old_N, old_N, old_N, advantages_N[starts], torch.tensor(lengths))
+    lengths_C = torch.tensor(lengths)
+    advantages_N = spread(advantages_N[starts], lengths_C)
+    return Tokens(logprobs_N.clone().requires_grad_(), old_N, old_N, old_N, advantages_N, lengths_C)
 
 
 def losses_and_gradients(

@@ -50,7 +50,7 @@ def test_a_step_that_ran_out_of_memory_begins_anew_and_ends_the_same(policy_fold
     groups = random_groups(random_policy(), REWARDS)
     ample = fit(make_module(policy_folder), groups, groups)
     scarce = ScarceMemory(room=40)
-    with pytest.warns(match="They have at most 50 from now on and the step begins anew") as warned:
+    with pytest.warns(match="They have at most 50 from now on and the step starts again") as warned:
         recorder = fit(
             make_module(policy_folder, max_tokens_per_micro_batch="auto"), groups, groups, callbacks=[scarce]
         )
@@ -73,7 +73,7 @@ def test_a_measurement_that_ran_out_of_memory_begins_anew_and_ends_the_same(poli
     }[what]
     ample = fit(make_module(policy_folder, **options), groups)
     scarce = ScarceMemory(room=40, of_the_reference=what == "reference")
-    with pytest.warns(match="They have at most 50 from now on and the step begins anew"):
+    with pytest.warns(match="They have at most 50 from now on and the step starts again"):
         recorder = fit(
             make_module(policy_folder, max_tokens_per_micro_batch="auto", **options), groups, callbacks=[scarce]
         )

@@ -45,7 +45,7 @@ class TokenBudget:
         before, self.tokens = self.tokens, max(self.tokens // 2, least)
         return (
             f"Memory ran out with micro-batches of {before} tokens. They have at most {self.tokens} from now on and "
-            f"the step begins anew; max_tokens_per_micro_batch={self.tokens} would begin with that."
+            f"the step starts again; max_tokens_per_micro_batch={self.tokens} would start with that."
         )
 
 

@@ -94,7 +94,7 @@ def tokens_of(
         sampled_logprobs_N=sampled_logprobs_N,
         old_logprobs_N=old_logprobs_N,
         entropy_N=entropy_N,
-        advantages_C=micro_batch.advantages_C,
+        advantages_N=micro_batch.advantages_N,
         lengths_C=micro_batch.lengths_C,
         reference_logprobs_N=None if reference is None else step.values_of(reference, micro_batch),
         versions_N=micro_batch.versions_N,

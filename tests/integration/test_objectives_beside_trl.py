@@ -19,7 +19,7 @@ from lit_grpo.update.objective.corrections import Correction, correction_weights
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.policy_loss import policy_loss
-from lit_grpo.update.objective.tokens import Tokens, entropy_threshold
+from lit_grpo.update.objective.tokens import Tokens, entropy_threshold, spread
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -198,7 +198,7 @@ def our_loss(case: Case, objective: Objective, coefficient: float | None = None)
         sampled_logprobs_N=sampled_N,
         old_logprobs_N=case.flat(case.old_CT) if objective.correction.active else sampled_N,
         entropy_N=entropy_N,
-        advantages_C=case.advantages_C,
+        advantages_N=spread(case.advantages_C, case.lengths_C),
         lengths_C=case.lengths_C,
         reference_logprobs_N=case.flat(case.reference_CT) if objective.kl.beta else None,
     )

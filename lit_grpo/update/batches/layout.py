@@ -25,16 +25,17 @@ class MicroBatch:
 
     *Packed*, for models that can share a prefix: one row without padding, in which each of ``groups`` stands as [prompt
     | response 1 | response 2 | ...], every response counting its positions from the prompt's end. *In rows*, where
-    ``groups`` is empty: a completion a row behind a prompt of its own, padded on the right (under causal attention
+    ``groups`` is empty: a completion a row after a prompt of its own, padded on the right (under causal attention
     padding on the right is never seen, so there is no attention mask, and no pad id can be mistaken for a token).
 
     The completion tokens that are learnt from, one completion after another, are the N axis; all others (observed ones)
     stand in the row and nowhere else, so that no sum, mean or ratio can meet them. ``source_N`` says where in the
     flattened (B, T) the *predecessor* of each token stands, whose hidden state predicts it; that of a response's first
-    token is the prompt's last. The last tokens of carried prompts count as standing behind the row, one after another.
-    ``versions_N`` are the policy versions that sampled them. ``prompts`` are those of groups that are split, by group,
-    and None for all others. ``advantages_C`` and ``lengths_C``, the number of its tokens on the N axis, are per
-    completion, in the order of that axis; ``rows_C`` is each one's place among the rollouts of the step.
+    token is the prompt's last. The last tokens of carried prompts count as standing after the row, one after another.
+    ``versions_N`` are the policy versions that sampled them, and ``advantages_N`` their advantages, of which those of
+    one completion may differ. ``prompts`` are those of groups that are split, by group, and None for all others.
+    ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of that axis; ``rows_C`` is
+    each one's place among the rollouts of the step.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
@@ -50,7 +51,7 @@ class MicroBatch:
     target_ids_N: torch.Tensor
     sampled_logprobs_N: torch.Tensor
     versions_N: torch.Tensor
-    advantages_C: torch.Tensor
+    advantages_N: torch.Tensor
     lengths_C: torch.Tensor
     rows_C: torch.Tensor
     groups: tuple[PackedGroup, ...] = ()
@@ -63,16 +64,16 @@ class MicroBatch:
 
 
 class Member(NamedTuple):
-    """A rollout of a step: its place there, itself, and its advantage."""
+    """A rollout of a step: its place there, itself, and its advantage, or one for each token that is learnt from."""
 
     row: int
     rollout: Rollout
-    advantage: float
+    advantage: float | torch.Tensor
 
 
 @dataclass(frozen=True)
 class Members:
-    """Rollouts of one prompt that go through the policy together, with it or behind what was computed of it before."""
+    """Rollouts of one prompt that go through the policy together, with it or after what was computed of it before."""
 
     prompt_ids: tuple[int, ...]
     members: Sequence[Member]
@@ -119,7 +120,7 @@ def packed(
     if not start:
         tokens, positions, start = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], 1
         groups, split = [PackedGroup(0, 1, ()), *groups], [None, *split]
-    groups = [_behind(group, start) for group in groups]
+    groups = [_after_row(group, start) for group in groups]
     members = [member for part in parts for member in part.members]
     sources = _sources(groups, start, [member.rollout.completion.num_tokens for member in members])
     return MicroBatch(
@@ -150,13 +151,13 @@ def in_rows(parts: Sequence[Members]) -> MicroBatch:
     )
 
 
-def _behind(group: PackedGroup, num_tokens: int) -> PackedGroup:
-    """Put a carried prompt behind a row of so many tokens."""
+def _after_row(group: PackedGroup, num_tokens: int) -> PackedGroup:
+    """Put a carried prompt after a row of so many tokens."""
     return group if group.carried_at is None else replace(group, carried_at=group.carried_at + num_tokens)
 
 
 def _sources(groups: Sequence[PackedGroup], num_tokens: int, num_targets: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Where each completion token's predecessor stands: in the row, or behind it for the last of a carried prompt."""
+    """Where each completion token's predecessor stands: in the row, or after it for the last of a carried prompt."""
     targets, num_carried = iter(num_targets), 0
     for group in groups:
         if group.carried_at is None:
@@ -179,6 +180,8 @@ def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> 
         sources: Where the predecessors of all their tokens stand, one after another.
     """
     completions = [member.rollout.completion for member in members]
+    advantages = [torch.as_tensor(member.advantage, dtype=torch.float32) for member in members]
+    advantages = [each.expand(one.num_trained) for each, one in zip(advantages, completions, strict=True)]
     trained = torch.cat([*(completion.trained_T for completion in completions), _NONE.bool()])
     logprobs = [*(completion.logprobs_T for completion in completions), torch.empty(0, dtype=torch.float32)]
     return {
@@ -186,7 +189,7 @@ def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> 
         "target_ids_N": torch.cat([*(completion.token_ids_T for completion in completions), _NONE])[trained],
         "sampled_logprobs_N": torch.cat(logprobs)[trained],
         "versions_N": torch.cat([*(completion.versions_T for completion in completions), _NONE])[trained],
-        "advantages_C": torch.tensor([member.advantage for member in members], dtype=torch.float32),
+        "advantages_N": torch.cat([*advantages, torch.empty(0, dtype=torch.float32)]),
         "lengths_C": torch.tensor([completion.num_trained for completion in completions], dtype=torch.int64),
         "rows_C": torch.tensor([member.row for member in members], dtype=torch.int64),
     }

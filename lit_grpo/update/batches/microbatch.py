@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from lit_grpo.types import Rollout
 from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
 from lit_grpo.update.batches.packing import pack_groups, pack_rows
@@ -48,12 +50,15 @@ class MicroBatches(Iterable[MicroBatch]):
             yield packed(bin, prompts) if self.shared_prefix else in_rows(bin)
 
     def and_empty(self, number: int) -> MicroBatches:
-        """Return these, and as many empty ones behind them."""
+        """Return these, and as many empty ones after them."""
         return replace(self, bins=[*self.bins, *[()] * number])
 
 
 def make_micro_batches(
-    rollouts: Sequence[Rollout], advantages_C: Sequence[float], max_tokens: int, shared_prefix: bool = True
+    rollouts: Sequence[Rollout],
+    advantages_C: Sequence[float | torch.Tensor],
+    max_tokens: int,
+    shared_prefix: bool = True,
 ) -> MicroBatches:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first.
 
@@ -62,7 +67,7 @@ def make_micro_batches(
 
     Args:
         rollouts: In any order; those with the same prompt tokens share it.
-        advantages_C: One a rollout.
+        advantages_C: One a rollout: a number, or a tensor with one for each of its tokens that is learnt from.
         max_tokens: Prompt and completion tokens of a micro-batch; in rows, padding counts as well.
         shared_prefix: Lay them out packed; otherwise in rows (see :class:`MicroBatch`).
 
@@ -75,7 +80,8 @@ def make_micro_batches(
         raise ValueError(
             f"max_tokens_per_micro_batch is {max_tokens}, but {what} has {least} tokens; set it to at least {least}."
         )
-    scored = [Member(row, *pair) for row, pair in enumerate(zip(rollouts, advantages_C, strict=True))]
+    pairs = enumerate(zip(rollouts, advantages_C, strict=True))
+    scored = [Member(row, rollout, advantage) for row, (rollout, advantage) in pairs]
     if not shared_prefix:
         bins = pack_rows([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
         return MicroBatches(False, [[Members((), [scored[row] for row in rows])] for rows in bins])

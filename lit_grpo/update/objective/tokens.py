@@ -23,22 +23,22 @@ class Tokens:
     ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:
     the same, or of another proximal policy, where a correction bridges the two.
     ``reference_logprobs_N`` are there where a KL term needs them. ``versions_N`` says which policies sampled.
-    ``advantages_C`` and ``lengths_C``: one a completion.
+    ``advantages_N`` may differ within a completion. ``lengths_C``: one a completion.
     """
 
     logprobs_N: torch.Tensor
     sampled_logprobs_N: torch.Tensor
     old_logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
-    advantages_C: torch.Tensor
+    advantages_N: torch.Tensor
     lengths_C: torch.Tensor
     reference_logprobs_N: torch.Tensor | None = None
     versions_N: torch.Tensor | None = None
 
     @property
-    def advantages_N(self) -> torch.Tensor:
-        """The advantage of the completion that each token belongs to."""
-        return spread(self.advantages_C, self.lengths_C)
+    def advantages_C(self) -> torch.Tensor:
+        """The mean advantage of each completion's tokens; its sign is exact where they all have the same."""
+        return completion_means(self.advantages_N, self.lengths_C)
 
 
 def spread(values_C: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
 
     ``token``: ``log r_t = log pi(o_t) - log pi_old(o_t)`` (PPO). ``sequence``: its mean over the completion, the
     log of ``s = (pi(o) / pi_old(o)) ** (1 / |o|)``, the same for all of its tokens (GSPO, arXiv 2507.18071, eq. 7).
-    GSPO-token (eq. 13) has the same value and gradient where, as here, a completion has one advantage.
+    Where a completion has one advantage, GSPO-token (eq. 13) has the same value and gradient.
     """
     log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
     if level == "token":

@@ -1,4 +1,4 @@
-"""Which queries of a packed row meet which keys: a prompt once, its responses behind it."""
+"""Which queries of a packed row meet which keys: a prompt once, its responses after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASKED_ROWS = 512  # queries of one masked piece, so that a mask takes no more t
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses behind it.
+    """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses after it.
 
     ``response_tokens`` counts what of each response goes through the model: all but its last token, which predicts
     nothing. The prompt of a group that is split may be carried instead of standing in the row: its keys and values were
@@ -49,7 +49,7 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """The position after the last."""
         return self.first + self.length
 
     @property
@@ -63,7 +63,7 @@ class Piece:
     """Queries that attend to keys in one call.
 
     ``causal`` and ``band`` exclude each other; with neither, every query sees every key. ``band`` is (how far the first
-    query stands behind the first key, the window). ``merges`` is set where the queries have seen other keys before.
+    query stands after the first key, the window). ``merges`` is set where the queries have seen other keys before.
     """
 
     queries: slice

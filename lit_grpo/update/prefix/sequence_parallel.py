@@ -103,8 +103,8 @@ class SequenceParallel:
     def _padded(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Fill up with zeros to a multiple of the ranks, one at least for each."""
         missing = max(-tensor.shape[dim] % self.size, self.size - tensor.shape[dim])
-        behind = [0, 0] * (tensor.ndim - 1 - dim)
-        return functional.pad(tensor, [*behind, 0, missing]) if missing else tensor
+        later_axes = [0, 0] * (tensor.ndim - 1 - dim)
+        return functional.pad(tensor, [*later_axes, 0, missing]) if missing else tensor
 
 
 ALONE = SequenceParallel()

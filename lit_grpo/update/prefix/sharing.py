@@ -82,7 +82,7 @@ class SharedPrefix:
         return self.ranks.hidden_states(model, input_ids_BT, position_ids_BT, shared_prefix=self)
 
     def with_carried_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Put the last hidden states of carried prompts behind those of the row."""
+        """Append the last hidden states of carried prompts to those of the row."""
         for place, prompt in self._in_row:
             hidden_TD = prompt.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
         carried = [prompt.lend(_LAST_HIDDEN) for prompt in self._carried]
@@ -109,7 +109,7 @@ class SharedPrefix:
         return piecewise_attention(query, key, value, self._pieces[window], scaling)
 
     def _carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep what is computed of prompts in the row, and put carried ones behind the row."""
+        """Keep what is computed of prompts in the row, and append carried ones to the row."""
         for place, prompt in self._in_row:
             index = (slice(None), slice(None), place)
             if prompt.is_known:

@@ -61,7 +61,7 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
 
 
 def _relative_error(model: PreTrainedModel, layout: SharedPrefix) -> float:
-    """How far the packed row's hidden states are from those of each response alone behind its prompt."""
+    """How far the packed row's hidden states are from those of each response alone after its prompt."""
     vocab_size = model.config.get_text_config().vocab_size
     input_ids_BT = (torch.arange(_PROMPT + sum(_RESPONSES), device=model.device)[None] * 7 + 1) % vocab_size
     prompt = torch.arange(_PROMPT, device=model.device)
