@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import relative_error
 from test_learner import gradient_of
 
@@ -114,7 +114,7 @@ def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     assert samples(controller.collect(PROMPTS, 4, SAMPLING, seed=0)[0]) == samples(expected)
 
 
-@pytest.mark.parametrize("kv_tokens", [None, 600, 350, 200])
+@pytest.mark.parametrize("kv_tokens", table_rows([None, 600, 350, 200], [350]))
 @pytest.mark.parametrize("points", [[8], [64], range(10, 99, 10)], ids=["early", "late", "slices"])
 def test_a_probe_under_scarce_memory_changes_neither_samples_nor_gradient(
     policy: Any, tokenizer: Any, expected: list[RolloutGroup], points: Any, kv_tokens: int | None
