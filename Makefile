@@ -12,13 +12,15 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
 
+# For every change; meant to take less than 15 minutes on two cores. It proves each mechanism once: of a table of alike rows,
+# one of each kind. docs/architecture.md says what is where.
 test: lint unit
 	$(MAKE) --no-print-directory --jobs 2 integration beside
 
-# What takes long and seldom breaks: every benchmark in its quick form, runs that are killed many times, clusters, and the unit
-# tests on the lowest versions of the packages.
+# What takes long and seldom breaks: the other rows of those tables, every benchmark in its quick form, real vLLM servers that
+# are killed, clusters, every command of the documentation, more random settings, and the unit tests on the lowest versions.
 nightly: .venv/dev
-	.venv/bin/python -m pytest -m nightly --numprocesses 2 --dist loadfile --durations 10
+	LIT_GRPO_FUZZ=400 .venv/bin/python -m pytest -m "nightly or fuzz" --numprocesses 2 --dist loadfile --durations 10
 	$(MAKE) --no-print-directory lowest
 
 # The types, in what integration tests leave of the cores: they wait for processes for a third of their time.
@@ -53,7 +55,7 @@ types: .venv/dev
 unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
 
 unit: .venv/dev
-	.venv/bin/python -m pytest -m "not integration" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
+	.venv/bin/python -m pytest -m "not integration and not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
 
 integration: .venv/dev
 	.venv/bin/python -m pytest -m "integration and not nightly" --numprocesses 3 --dist loadfile --durations 10

@@ -6,7 +6,7 @@ import functools
 import shutil
 import subprocess
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +14,30 @@ import pytest
 import torch
 
 SLOWEST = (
-    "test_update_benchmarks",
-    "test_serve",
-    "test_fsdp2",
-    "test_benchmarks",
-    "test_generators",
-    "test_kill_and_resume",
-    "test_server_faults",
-    "test_learning_benchmarks",
-    "test_terminal",
-    "test_two_ranks",
-    "test_overlapping_modes",
-    "test_command_line",
-    "test_full_disk",
-    "test_sequence_parallel",
-    "test_resume",
-    "test_run_folders",
-    "test_lost_ranks",
-    "test_several_machines",
-    "test_readme",
-    "test_stops",
-    "test_notebooks",
-    "test_fuzz",
-    "test_training_modes",
-    "test_commands",
-    "test_doctor",
-    "test_vllm_engine",
-    "test_adapters_alone",
-    "test_weight_proof",
+    *("test_update_benchmarks", "test_benchmarks", "test_learning_benchmarks", "test_kill_and_resume", "test_ray"),
+    *("test_command_line", "test_two_ranks", "test_serve", "test_server_faults", "test_fsdp2", "test_generators"),
+    *("test_overlapping_modes", "test_doctor", "test_wheel", "test_notebooks", "test_stops", "test_full_disk"),
+    *("test_resume", "test_shards_on_disk", "test_terminal", "test_training_modes", "test_weight_proof"),
+    *("test_lost_ranks", "test_run_folders", "test_adapters_alone", "test_vllm_engine", "test_budgets"),
+    *("test_commands", "test_boards", "test_examples", "test_missing_packages", "test_fuzz", "test_simulation"),
+    *("test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny", "test_tiny_knights"),
 )
-"""Files that take longest, which begin first, so that no worker is left alone with one at the end."""
+"""Files that take longest begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
+
+
+def table_rows(table: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Rows for ``pytest.mark.parametrize``: ``make test`` runs those in ``quick``, ``make nightly`` the others.
+
+    Args:
+        table: The rows, or their names; a tuple is a row of several arguments.
+        quick: One row of each kind, which together prove the mechanism.
+    """
+    table = list(table)
+    assert all(row in table for row in quick), f"{quick} names rows that are not there"
+    values = [row if isinstance(row, tuple) else (row,) for row in table]
+    marks = [() if row in quick else pytest.mark.nightly for row in table]
+    return [pytest.param(*of_row, marks=mark) for of_row, mark in zip(values, marks, strict=True)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +55,39 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_parser(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs of this process share what the command line takes more than a second for.
+
+    These are the parsers of the four subcommands, and what jsonargparse finds out of classes and protocols.
+    """
+    if not any(item.get_closest_marker("integration") for item in request.session.items):
+        yield
+        return
+    from jsonargparse import _typehints
+
+    from lit_grpo.cli.command_line import GRPOCLI
+    from lit_grpo.cli.parsing.help import SHORT
+
+    made: dict[Any, dict[str, Any]] = {}
+    make = GRPOCLI.setup_parser
+
+    def setup_parser(cli: GRPOCLI, *args: Any) -> None:
+        kind = (type(cli), *cli.subcommands())
+        if kind not in made:
+            make(cli, *args)
+            names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
+            made[kind] = {name: getattr(cli, name) for name in names}
+        vars(cli).update(made[kind])
+        for parser in cli._subcommand_parsers.values():
+            setattr(parser, SHORT, True)  # --help-all has taken it away
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(GRPOCLI, "setup_parser", setup_parser)
+        monkeypatch.setattr(_typehints, "implements_protocol", functools.cache(_typehints.implements_protocol))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -297,6 +297,7 @@ def test_the_shares_of_tokens_by_their_age_are_of_all_ranks_and_add_up_to_one() 
     assert all(math.isnan(share) for share in staleness_shares([], 9, Ranks()).values())
 
 
+@pytest.mark.integration  # to import TRL takes longer than the unit tests of a file
 def test_the_spread_of_rewards_is_the_one_that_trl_logs() -> None:
     utils = pytest.importorskip("trl.trainer.utils")
     values = torch.tensor([1.0, 0.0, 0.25, NAN, 0.5], dtype=torch.float64)

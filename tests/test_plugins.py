@@ -55,10 +55,10 @@ class Counting(Plugin):
 
 class Counter(Worker):
     def __init__(self, step: int) -> None:
-        self.step, self.count = step, 0
+        self.amount, self.count = step, 0
 
     def learnt(self, groups: Any, pass_rule: Any, version: int, gather: Any) -> dict[str, float]:
-        self.count += self.step
+        self.count += self.amount
         return {"mine/count": float(self.count)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -245,4 +245,4 @@ def test_a_probe_of_the_users_own_is_one_of_the_points_that_are_looked_at(policy
     module = make_module(policy_folder, sampling=SamplingParams(max_tokens=128))
     scheduler = RolloutScheduler(probe_tokens=126)
     scheduler.setup(SimpleNamespace(datamodule=None), module, "fit")  # pyright: ignore[reportArgumentType]
-    assert scheduler._lengths is not None and scheduler._lengths.points == (0, 8, 32, 64, 126)
+    assert scheduler.session.lengths is not None and scheduler.session.lengths.points == (0, 8, 32, 64, 126)

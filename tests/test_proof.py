@@ -15,6 +15,11 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rollout.proof import SyncProof, given_logprobs
 
 
+def measured(proof: SyncProof, scorer: Any, policy: PreTrainedModel) -> Any:
+    """What a scorer that is no generator is measured to be."""
+    return proof.measure(scorer, policy)
+
+
 class Scorer:
     """Scores as a policy does, with an error."""
 
@@ -43,21 +48,21 @@ def test_a_policy_that_finds_all_tokens_equally_likely_is_proved_too(policy_fold
     assert isinstance(policy, PreTrainedModel)
     torch.nn.init.zeros_(policy.get_parameter("lm_head.weight"))
     proof = SyncProof(load_tokenizer(str(policy_folder)), max_gap=0.1, max_growth=1.3)
-    assert proof.accepts(proof.measure(Scorer(policy, 1e-4), policy))
-    assert not proof.accepts(proof.measure(Scorer(policy, 1e-2), policy))
+    assert proof.accepts(measured(proof, Scorer(policy, 1e-4), policy))
+    assert not proof.accepts(measured(proof, Scorer(policy, 1e-2), policy))
 
 
 def test_a_policy_in_which_rounding_errors_grow_is_proved_as_before(policy_folder: Path) -> None:
     policy = random_policy()
     assert isinstance(policy, PreTrainedModel)
     proof = SyncProof(load_tokenizer(str(policy_folder)), max_gap=0.1, max_growth=1.3)
-    first = proof.measure(Rounding(policy, 1e-5), policy)
+    first = measured(proof, Rounding(policy, 1e-5), policy)
     assert proof.accepts(first)
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             if any(part in name for part in ("layernorm", "o_proj", "q_norm")):
                 weight *= 10  # attention becomes a choice of one token, and counts
-    second = proof.measure(Rounding(policy, 1e-5), policy)
+    second = measured(proof, Rounding(policy, 1e-5), policy)
     assert second.relative > 2 * 1.3 * first.relative
     assert proof.accepts(second)
-    assert not proof.accepts(proof.measure(Rounding(policy, 3e-5), policy))
+    assert not proof.accepts(measured(proof, Rounding(policy, 3e-5), policy))

@@ -365,6 +365,7 @@ def test_selective_checkpointing_keeps_what_flex_attention_gives() -> None:
     assert kept.num_bytes >= query.nbytes
 
 
+@pytest.mark.nightly
 def test_what_is_compiled_as_flex_attention_is_runs_once_forward_under_selective_checkpointing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -116,6 +116,7 @@ def policy(folder: Path, generator: VLLMServerGenerator) -> Any:
     return policy
 
 
+@pytest.mark.nightly
 def test_no_old_adapter_and_no_old_prompt_is_used(generator: VLLMServerGenerator, policy: Any) -> None:
     assert sampled_right(generator, policy, 5)
     with torch.no_grad():
@@ -128,6 +129,7 @@ def test_no_old_adapter_and_no_old_prompt_is_used(generator: VLLMServerGenerator
     assert sampled_right(generator, policy, 6)
 
 
+@pytest.mark.nightly
 def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGenerator, policy: Any) -> None:
     weights = generator.weights()
     sent = dict(weights)
@@ -144,6 +146,7 @@ def test_another_adapter_and_a_missing_matrix_are_found(generator: VLLMServerGen
     assert sampled_right(generator, policy, 8)
 
 
+@pytest.mark.nightly
 def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServerGenerator, policy: Any) -> None:
     (server,) = generator._fleet.alive
     assert not generator._fleet.lacks_base()
@@ -159,6 +162,7 @@ def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServer
     assert sampled_right(generator, policy, 9)
 
 
+@pytest.mark.nightly
 def test_a_named_server_must_take_the_rank(
     generator: VLLMServerGenerator, policy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import table_rows
 from hand_made import Checkpoints, make_module, make_trainer, sgd
 from test_training_modes import Trained, check_log_probs, describe
 
@@ -74,7 +75,7 @@ def train(
     return trained, module, data
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", table_rows(RULES, ("greso, balanced, PODS", "near a half, knapsack, D3S")))
 def test_a_run_with_a_budget_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     trained, module, data = train(policy_folder, RULES[name], tmp_path / "whole")
     check_log_probs(trained)

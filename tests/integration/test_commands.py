@@ -1,6 +1,7 @@
-"""Every command that the pages tell, run from their text: in the pages' order, in one folder, on small policies.
+"""Commands that the pages tell, run from their text: in the pages' order, in one folder, on small policies.
 
-A command may need what one before it has left, so a single one cannot be run alone; all of a page's first ones can.
+``make test`` runs one of each kind, ``make nightly`` all of them; ``test_docs.py`` parses all of them. A command may
+need what one before it has left, so a single one cannot be run alone.
 """
 
 from __future__ import annotations
@@ -88,8 +89,7 @@ NOT_RUN = {
     ),
     "lit_grpo fit --config arithmetic --trainer.devices 2 --model.sequence_parallel_size 2 --run.name shared": (
         "starts a second rank",
-        "integration/test_sequence_parallel.py::"
-        "test_ranks_that_share_rows_end_with_the_weights_and_the_metrics_of_one_process",
+        "integration/test_two_ranks.py::test_two_ranks_end_with_the_weights_and_the_metrics_of_one_process",
     ),
     'lit_grpo fit --config arithmetic --config generators/vllm_servers --model.generator.ray {"num_gpus": 1}': (
         "needs vLLM and Ray",
@@ -162,6 +162,15 @@ def to_run() -> list[list[str]]:
     return list({tuple(arguments): arguments for arguments in here}.values())
 
 
+def one_of_each_kind() -> list[list[str]]:
+    """The first command of each name, and of ``fit`` the first with each config."""
+    first: dict[tuple[str, str], list[str]] = {}
+    for told in to_run():
+        config = plain(told[told.index("--config") + 1]) if told[0] == "fit" and "--config" in told else ""
+        first.setdefault((told[0], config), told)
+    return list(first.values())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the reader stands: a checkout, with a task and a model of their own."""
@@ -178,14 +187,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
-@pytest.mark.parametrize("told", to_run(), ids=lambda told: " ".join(told)[:80])
-def test_a_command_does_what_its_page_says(
+@pytest.mark.parametrize("told", one_of_each_kind(), ids=lambda told: " ".join(told)[:80])
+def test_a_command_of_each_kind_does_what_its_page_says(
     told: list[str],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recwarn: pytest.WarningsRecorder,
 ) -> None:
+    run_as_told(told, monkeypatch, capsys, recwarn)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("told", to_run(), ids=lambda told: " ".join(told)[:80])
+def test_every_command_does_what_its_page_says(
+    told: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    run_as_told(told, monkeypatch, capsys, recwarn)
+
+
+def run_as_told(
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Run a command, which must end well, without a warning, and with what it is for."""
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setattr(sys, "argv", ["lit_grpo", *told])

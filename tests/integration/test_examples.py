@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 pytestmark = pytest.mark.integration
@@ -28,9 +28,7 @@ def test_every_example_is_run() -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / f"{name}.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = forks.run([sys.executable, str(path)], 300, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert EXAMPLES[name] in done.stdout
     assert len(path.read_text().splitlines()) <= 60

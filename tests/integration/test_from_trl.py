@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import table_rows
 
 from lit_grpo.cli.command_line import run
 from lit_grpo.tools.commands.from_trl import main as from_trl
@@ -63,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 REWARD = "def score(completions, answer, **kwargs):\n    return [float(len(text) % 3) for text in completions]\n"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", table_rows(CONFIGS, ["dapo", "gspo", "lora"]))
 def test_a_config_of_trl_is_converted_and_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:

@@ -1,6 +1,7 @@
-"""Two ranks that hold shards of the policy do what one process does: real processes, gloo, and FSDP2.
+"""Checkpoints and exports of two ranks that hold shards of the policy: real processes, gloo, and FSDP2.
 
-This file is also the script that the ranks run: ``python test_fsdp2.py POLICY OUTPUT``.
+That their updates are those of one process is in ``test_two_ranks.py``. This file is also the script that the ranks
+run: ``python test_fsdp2.py POLICY OUTPUT RUN...``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ import csv
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,28 +18,17 @@ import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
 import pytest
 import torch
-from hand_made import (  # pyright: ignore[reportMissingImports]
-    assert_ranks_end_as_one,
-    make_module,
-    make_trainer,
-    relative_error,
-    weights_of,
-)
+from conftest import table_rows  # pyright: ignore[reportMissingImports]
+from hand_made import make_module, make_trainer, relative_error, weights_of  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file
 from test_two_ranks import (  # pyright: ignore[reportMissingImports]
-    CASES,
-    MIXED,
-    RANK_0_MISSING,
-    RANK_1_UNIFORM,
     TESTS,
-    Case,
+    SlotsApart,
     even_length,
     momentum,
     rank_and_world_size,
-    run_case,
-    run_pipeline,
 )
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from lit_grpo.callbacks import PolicyExporter, RolloutScheduler, RunCheckpoint, WeightSync
 from lit_grpo.checkpoints import read
@@ -50,65 +38,13 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.loading import SHIPPED
 from lit_grpo.policy.sharding import is_scattered
-from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.proof import given_logprobs
-from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import SamplingParams
 from lit_grpo.update.logprobs.reference import ReferenceSettings
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
-
-LORA = {"lora": LoraSettings(r=2), "objective": Objective(kl=KLTerm(0.2))}
-OWN = {
-    "lora": Case([MIXED, MIXED], LORA),
-    "lora, checkpointed": Case([MIXED, MIXED], LORA | {"gradient_checkpointing": True}),
-    "checkpointed": Case([MIXED, RANK_1_UNIFORM], {"gradient_checkpointing": True}),
-    "selectively": Case([MIXED, RANK_0_MISSING], {"gradient_checkpointing": "selective", "num_minibatches": 2}),
-}
-NAMES = (
-    *("token", "constant_with_kl", "batch_scale_and_clipping", "one_rank_uniform_with_kl", "one_rank_missing"),
-    *("two_iterations_of_two_minibatches", "not_finite_on_one_rank", "all_uniform_after_an_update"),
-    *("ragged_over_the_batch", "parts_of_rollouts_and_tokens", "loss_gspo_composed", "advantages_least_variance"),
-)
-
-
-APART = ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "advantages_least_variance")
-KEPT = {f"apart, {name}": (CASES | OWN)[name] for name in (*APART, "constant_with_kl", "lora", "lora, checkpointed")}
-
-
-class SlotsApart(SlotGenerator):
-    """Decodes with a model of its own, to which the weights travel."""
-
-    abilities = SlotGenerator.abilities | {"own_devices", "own_weights"}
-    longest_sequence = 64
-    _of: PolicySpec
-
-    def start(self, policy: PolicySpec) -> None:
-        self._of = policy
-        assert policy.name == "Qwen3ForCausalLM" and isinstance(policy.module, Qwen3ForCausalLM)
-        policy.save_skeleton(folder := Path(tempfile.mkdtemp(dir=Path.cwd())))
-        assert json.loads((folder / "config.json").read_text())["architectures"] == [policy.name]
-        bare: Any = AutoModelForCausalLM.from_config(policy.config, dtype=policy.dtype)
-        super().start(PolicySpec(bare, policy.tokenizer))
-
-    def weights(self) -> PolicyWeights:
-        return self._of.weights()
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        return {"the model of its own": given_logprobs(self.policy, sequences)}
-
-    def load_weights(self, weights: Any, version: int, in_flight: Any = "refuse") -> SyncReport:
-        own = dict(self.policy.named_parameters())
-        with torch.no_grad():
-            names = [own[name].copy_(tensor) is not None and name for name, tensor in weights]
-        report = super().load_weights(super().weights(), version, in_flight)
-        assert len(names) == len(own)
-        return report
 
 
 class Shards(pl.Callback):
@@ -135,12 +71,6 @@ class Shards(pl.Callback):
             for weight, state in optimizer.state.items():
                 held = sum(tensor.to_local().numel() for tensor in (cast(Any, weight), state["momentum_buffer"]))
                 assert held <= 1.1 * weight.numel() + 2 * max(weight.shape[1:], default=1) * weight.ndim
-
-
-def run_own(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
-    """Likewise, from adapters that are always the same."""
-    pl.seed_everything(1, verbose=False)
-    return run_case(case, policy, **trainer_options)
 
 
 def train(
@@ -182,19 +112,12 @@ def last(output: Path, name: str) -> Path:
 
 def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     """All runs by name; those of one process have been made where ranks go on from one of theirs."""
-    root = {"default_root_dir": str(output), **trainer_options}
-    cases = {name: lambda name=name: run_case(CASES[name], policy, **root) for name in NAMES}
-    cases |= {name: lambda name=name: run_own(OWN[name], policy, **root) for name in OWN}
-    for name, case in KEPT.items():
-        kept = replace(case, options=case.options | {"generator": SlotsApart()})
-        cases[name] = lambda name=name, kept=kept: (run_own if "lora" in name else run_case)(kept, policy, **root)
     own = "ranks" if "devices" in trainer_options else "one"
-    return cases | {
+    return {
         "apart": lambda: train(policy, output, f"{own}-apart", apart=True, **trainer_options),
         "adapters apart": lambda: train(
             policy, output, f"{own}-adapters apart", 2, lora=LoraSettings(r=2), apart=True, **trainer_options
         ),
-        "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
         "whole": lambda: train(policy, output, f"{own}-whole", **trainer_options),
         "adapters": lambda: train(policy, output, f"{own}-adapters", 2, lora=LoraSettings(r=2), **trainer_options),
         "adapters whole": lambda: train(
@@ -219,11 +142,11 @@ def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callabl
     }
 
 
-def main(policy: str, output: str) -> None:
-    """Do all runs as one of two ranks, and save what came of them."""
+def main(policy: str, output: str, *names: str) -> None:
+    """Do runs as one of two ranks, and save what came of them."""
     torch.set_num_threads(1)
     results, todo = {}, runs(policy, Path(output), devices=2, strategy="fsdp2")
-    for name in [name for name in todo if not name.endswith("-> 1")]:
+    for name in names:
         results[name] = todo[name]()
         print(f"rank {rank_and_world_size()} has finished {name}", flush=True)
     torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
@@ -253,25 +176,29 @@ def single(policy_folder: Path, output: Path) -> Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(policy_folder: Path, output: Path, single: Callable[[str], dict[str, Any]]) -> list[Outcomes]:
-    """What came of all runs, on rank 0 and on rank 1."""
+def ranks(
+    policy_folder: Path, output: Path, single: Callable[[str], dict[str, Any]], request: pytest.FixtureRequest
+) -> list[Outcomes]:
+    """What came of the runs that the selected tests look at, on rank 0 and on rank 1."""
     single("half"), single("adapters")
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}  # pyright: ignore
+    own = [name for name in runs("", output) if name in {"half", "adapters"} | asked and not name.endswith("-> 1")]
+    names = sorted(own, key=lambda name: "->" in name)  # those that go on from others' checkpoints come last
     python_path = os.pathsep.join([str(TESTS / "integration"), str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(policy_folder), str(output)]
+    command = [sys.executable, __file__, str(policy_folder), str(output), *names]
     process = forks.run(command, 200, env=environment, cwd=output)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OWN, *KEPT, "pipeline"])
-def test_ranks_with_shards_end_with_the_weights_and_the_metrics_of_one_process(
-    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
-) -> None:
-    assert_ranks_end_as_one(ranks[0][name], ranks[1][name], single(name.removeprefix("apart, ")))
-
-
-@pytest.mark.parametrize("name", ["whole", "2 -> 2", "1 -> 2", "2 -> 1", "apart", "apart, 2 -> 2"])
+@pytest.mark.parametrize(
+    "name",
+    table_rows(
+        ["whole", "2 -> 2", "1 -> 2", "2 -> 1", "apart", "apart, 2 -> 2"], ["1 -> 2", "2 -> 1", "apart, 2 -> 2"]
+    ),
+)
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
     name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -281,7 +208,13 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any(
         torch.testing.assert_close(outcome["weights"], expected["weights"], rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", ["adapters whole", "adapters, 2 -> 2", "adapters, 1 -> 2", "adapters, 2 -> 1"])
+@pytest.mark.parametrize(
+    "name",
+    table_rows(
+        ["adapters whole", "adapters, 2 -> 2", "adapters, 1 -> 2", "adapters, 2 -> 1"],
+        ["adapters, 2 -> 2", "adapters, 2 -> 1"],
+    ),
+)
 def test_adapters_go_on_from_a_checkpoint_that_has_nothing_else(
     name: str, output: Path, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -292,7 +225,9 @@ def test_adapters_go_on_from_a_checkpoint_that_has_nothing_else(
     assert all(".lora_" in weight for weight in read(last(output, "ranks-adapters"))["state_dict"])
 
 
-@pytest.mark.parametrize("name", ["whole", "adapters", "apart", "adapters apart"])
+@pytest.mark.parametrize(
+    "name", table_rows(["whole", "adapters", "apart", "adapters apart"], ["whole", "adapters apart"])
+)
 def test_what_is_exported_of_shards_is_a_whole_policy(
     name: str, output: Path, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -367,6 +302,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, monkeypatch: pytest
     assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.nightly
 def test_in_mixed_precision_shards_end_where_whole_copies_do(tmp_path: Path) -> None:
     small = ["--data.batch_size", "2", "--model.num_generations", "8", "--trainer.limit_val_batches", "0"]
     small += ["--trainer.devices", "2", "--trainer.max_steps", "2", "--trainer.precision"]
@@ -391,6 +327,7 @@ def test_in_mixed_precision_shards_end_where_whole_copies_do(tmp_path: Path) -> 
     assert relative_error(moves["float32"], moves["ddp"]) > 0.1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("generator", "strategies"), [("vllm_servers", ["fsdp2"]), ("vllm", ["ddp", "fsdp2"])])
 def test_with_servers_or_engines_of_their_own_two_ranks_end_where_one_process_does(
     generator: str, strategies: list[str], tmp_path: Path

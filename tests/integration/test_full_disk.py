@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import table_rows
 
 pytestmark = pytest.mark.integration
 
@@ -102,11 +103,14 @@ def assert_one_sentence(run: subprocess.CompletedProcess[str], *parts: str) -> N
 
 @pytest.mark.parametrize(
     ("left", "sentence", "arguments"),
-    [
-        (65_536, "last.ckpt could not be written", ()),
-        (65_536, "last.ckpt could not be written", ("--checkpoint.asynchronous", "true")),
-        (0, "could not be written", ()),
-    ],
+    table_rows(
+        [
+            (65_536, "last.ckpt could not be written", ()),
+            (65_536, "last.ckpt could not be written", ("--checkpoint.asynchronous", "true")),
+            (0, "could not be written", ()),
+        ],
+        [(65_536, "last.ckpt could not be written", ())],
+    ),
 )
 def test_a_run_whose_disk_is_full_says_so_and_resumes_exactly(
     whole: Path, folder: Path, left: int, sentence: str, arguments: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import random_policy
+from conftest import random_policy, table_rows
 
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.policy.architecture.logits import token_logits
@@ -150,7 +150,13 @@ def exact_logprobs(model: Any, completion: Completion) -> torch.Tensor:
     return logprobs_TV.gather(-1, completion.token_ids_T[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = (
+    *("qwen3", "qwen3, some layers slide", "llama, scaled rope", "gemma2, capped scores", "gpt2"),
+    *("llama4, chunks", "gpt oss, sinks", "deepseek v3, latent attention"),
+)
+
+
+@pytest.mark.parametrize("name", table_rows(MODELS, QUICK))
 def test_greedy_tokens_are_those_of_generate_and_sampled_logprobs_those_of_a_forward(name: str, tokenizer: Any) -> None:
     model = build(*MODELS[name])
     greedy = collect(model, tokenizer, SamplingParams(temperature=0, max_tokens=40))

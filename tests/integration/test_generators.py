@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows
 from hand_made import full_logprobs, relative_error
 from test_learner import gradient_of
 
@@ -72,9 +72,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
+@pytest.fixture(scope="module", params=table_rows(CASES, ["slots", "vllm, own head"]))
 def case(request: pytest.FixtureRequest) -> tuple[Any, bool]:
-    return request.param
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_the_order_of_admission_does_not_change_what_is_sampled(generator: Any) 
     assert not expected
 
 
-@pytest.mark.parametrize("points", [[8], [4, 8, 12]], ids=["a probe", "time slices"])
+@pytest.mark.parametrize("points", table_rows([[8], [4, 8, 12]], [[4, 8, 12]]), ids=["a probe", "time slices"])
 def test_a_probe_changes_neither_what_is_sampled_nor_its_gradient(generator: Any, points: list[int]) -> None:
     without, _ = RolloutLoop(generator).collect(PROMPTS, 6, SAMPLING, 0)
     groups, stats = RolloutLoop(generator, plan="lpt", points=points).collect(PROMPTS, 6, SAMPLING, 0)
@@ -288,7 +288,7 @@ def go_on(generator: Any, requests: Sequence[Request]) -> dict[Any, Completion]:
     return {completion.request.key: completion for completion in finished}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("temperature", table_rows([1.0, 0.7, 0.0], [0.7]))
 def test_a_completion_cut_at_any_token_and_continued_equals_the_uncut_one(generator: Any, temperature: float) -> None:
     sampling = SamplingParams(temperature, max_tokens=12)
     num_cuts = 0
@@ -500,7 +500,7 @@ def broken_off(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
     raise ConnectionError("the sender is gone")
 
 
-@pytest.mark.parametrize("weights", [all_but_one, one_of_no_name, broken_off])
+@pytest.mark.parametrize("weights", table_rows([all_but_one, one_of_no_name, broken_off], [all_but_one]))
 def test_a_sync_that_fails_poisons_it_until_one_succeeds(generator: Any, policy: Any, weights: Any) -> None:
     with pytest.raises((WeightSyncError, ConnectionError)):
         generator.load_weights(weights(generator.weights()), 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import table_rows
 from hand_made import Checkpoints, make_module, make_trainer, sgd
 from test_training_modes import Trained, check_log_probs, describe
 
@@ -76,7 +77,7 @@ def train(
     return trained, module, data
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", table_rows(RUNS, ("reference, replaced groups, phases", "strategy")))
 def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     trained, module, data = train(policy_folder, RUNS[name], tmp_path / "whole")
     check_log_probs(trained)

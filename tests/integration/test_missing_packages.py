@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import table_rows
 
 from lit_grpo import __version__
 from lit_grpo.rewards import MathEquivalence
@@ -69,35 +70,34 @@ def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_fo
     assert len((tmp_path / "runs" / "grpo" / "timeline.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("packages", "arguments", "said"),
-    [
-        (
-            "datasets",
-            [*FIT, *REWARD, "--data.train", "owner/name"],
-            "data.train: The dataset owner/name (split train) needs the package datasets, which is not installed; "
-            "install the extra lit_grpo[datasets], or give a .jsonl, .json or .csv file.",
-        ),
-        (
-            "math_verify",
-            [*FIT, *MATHS, *ROWS],
-            "reward function 'lit_grpo.rewards.MathEquivalence': it compares with the package math-verify, which is "
-            "not installed; install the extra lit_grpo[math], or take lit_grpo.rewards.ExactMatch.",
-        ),
-        (
-            "matplotlib",
-            ["simulate", "--output", "plans.png"],
-            "--output is plans.png, but matplotlib, which draws, is not installed; install the extra lit_grpo[plots], "
-            "or leave it out.",
-        ),
-        (
-            "ray",
-            [*FIT, *REWARD, *ROWS, "--trainer.strategy", "ray_ddp"],
-            "trainer.strategy is ray_ddp, but Ray is not installed; install lit_grpo[ray], or take ddp.",
-        ),
-    ],
-    ids=["datasets", "math", "simulate", "ray"],
-)
+NEEDS = [
+    (
+        "datasets",
+        [*FIT, *REWARD, "--data.train", "owner/name"],
+        "data.train: The dataset owner/name (split train) needs the package datasets, which is not installed; "
+        "install the extra lit_grpo[datasets], or give a .jsonl, .json or .csv file.",
+    ),
+    (
+        "math_verify",
+        [*FIT, *MATHS, *ROWS],
+        "reward function 'lit_grpo.rewards.MathEquivalence': it compares with the package math-verify, which is "
+        "not installed; install the extra lit_grpo[math], or take lit_grpo.rewards.ExactMatch.",
+    ),
+    (
+        "matplotlib",
+        ["simulate", "--output", "plans.png"],
+        "--output is plans.png, but matplotlib, which draws, is not installed; install the extra lit_grpo[plots], "
+        "or leave it out.",
+    ),
+    (
+        "ray",
+        [*FIT, *REWARD, *ROWS, "--trainer.strategy", "ray_ddp"],
+        "trainer.strategy is ray_ddp, but Ray is not installed; install lit_grpo[ray], or take ddp.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("packages", "arguments", "said"), table_rows(NEEDS, NEEDS[:1]), ids=[row[0] for row in NEEDS])
 def test_a_run_that_needs_one_names_its_extra_before_it_begins(
     tmp_path: Path, packages: str, arguments: list[str], said: str
 ) -> None:

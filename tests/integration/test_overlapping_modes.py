@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from conftest import table_rows
 from hand_made import (
     SERVER_ARGUMENTS,
     StepRecorder,
@@ -51,7 +52,11 @@ def server(forked_servers: None) -> Iterator[VLLMServerGenerator]:
 
 
 @pytest.mark.parametrize(
-    "mode", ["asynchronous", "asynchronous:at_sync=drain", "asynchronous:max_staleness=1,unit=completion"]
+    "mode",
+    table_rows(
+        ["asynchronous", "asynchronous:at_sync=drain", "asynchronous:max_staleness=1,unit=completion"],
+        ["asynchronous:max_staleness=1,unit=completion"],
+    ),
 )
 def test_nothing_is_lost_and_every_token_is_of_its_version(
     folder: Path, tmp_path: Path, server: Any, mode: str
@@ -67,6 +72,7 @@ def test_nothing_is_lost_and_every_token_is_of_its_version(
         assert all(len(rollout.completion.versions_T.unique()) == 1 for rollout in trained.rollouts)
 
 
+@pytest.mark.nightly
 def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
     folder: Path, tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +145,7 @@ class Breaks(pl.Callback):
             raise InterruptedError
 
 
-@pytest.mark.parametrize("mode", ["asynchronous", "periodic"])
+@pytest.mark.parametrize("mode", table_rows(["asynchronous", "periodic"], ["periodic"]))
 def test_an_update_that_fails_ends_the_decoding_beside_it(folder: Path, tmp_path: Path, server: Any, mode: str) -> None:
     with pytest.raises(InterruptedError):
         train(folder, mode, tmp_path, callbacks=[Breaks()], generator=server)
@@ -147,7 +153,7 @@ def test_an_update_that_fails_ends_the_decoding_beside_it(folder: Path, tmp_path
     assert server.capacity().free_slots == 6
 
 
-@pytest.mark.parametrize("mode", ["asynchronous", "periodic"])
+@pytest.mark.parametrize("mode", table_rows(["asynchronous", "periodic"], ["asynchronous"]))
 def test_what_fails_in_the_thread_ends_the_run(
     folder: Path, tmp_path: Path, server: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def ends(pid: int) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_servers_in_actors_decode_what_others_do_and_listen_on_loopback_alone(
     generator: Any, policy: Any, policy_folder: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_servers_in_actors_decode_what_others_do_and_listen_on_loopback_alone(
     here._fleet._stop()
 
 
+@pytest.mark.nightly
 def test_an_actor_that_is_killed_loses_and_doubles_nothing_and_its_server_dies_with_it(
     generator: Any, policy: Any
 ) -> None:
@@ -183,6 +185,7 @@ def test_an_actor_that_is_killed_loses_and_doubles_nothing_and_its_server_dies_w
     assert collect(generator) == (expected, [])
 
 
+@pytest.mark.nightly
 def test_when_a_generator_ends_its_actors_and_servers_do(generator: Any) -> None:
     (server,) = generator._fleet.alive
     (pid,) = inside(generator)
@@ -192,6 +195,7 @@ def test_when_a_generator_ends_its_actors_and_servers_do(generator: Any) -> None
     assert ends(pid) and not server.process.runs and not log.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -208,6 +212,7 @@ def test_servers_that_ray_cannot_start_are_refused(
         started(policy, policy_folder, **options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", [("-m", "lit_grpo", "fit"), (str(EXAMPLE),)], ids=["alone", "in workers"])
 def test_a_run_takes_servers_in_actors_and_leaves_none_behind(
     program: tuple[str, ...], cluster: Path, tmp_path: Path

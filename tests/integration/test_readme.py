@@ -24,6 +24,7 @@ def block(name: str) -> str:
     return found.group(1)
 
 
+@pytest.mark.nightly
 def test_own_task_section_trains_and_the_reward_rises(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for name in ("my_prompts.jsonl", "my_rewards.py"):

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from conftest import table_rows
 from hand_made import Checkpoints, make_module, make_trainer, sgd
 from test_two_ranks import SlotsBeside
 
@@ -141,7 +142,7 @@ def describe(groups: Sequence[RolloutGroup]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", table_rows(RUNS, ("repo, two steps a batch, corrected", "rounds and a selection")))
 def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
     selects = "selection" in RUNS[name]
@@ -162,7 +163,7 @@ def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp
         assert repr(other.state_dict()["workers"]) == repr(scheduler.state_dict()["workers"])
 
 
-@pytest.mark.parametrize("mode", ["periodic", "asynchronous:max_staleness=1"])
+@pytest.mark.parametrize("mode", table_rows(["periodic", "asynchronous:max_staleness=1"], ["periodic"]))
 def test_successes_come_again_where_others_decode_beside_the_update(
     policy_folder: Path, tmp_path: Path, mode: str
 ) -> None:

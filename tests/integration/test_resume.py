@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import table_rows
 from forks import Forked
 
 pytestmark = pytest.mark.integration
@@ -130,7 +131,7 @@ def test_killed_run_resumes_as_if_it_had_not_been_killed(folder: Path) -> None:
     assert_same_run(folder, "whole", "killed")
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("ending", table_rows([signal.SIGKILL, signal.SIGTERM], [signal.SIGTERM]))
 def test_a_run_that_ends_while_a_checkpoint_is_written_beside_it_goes_on_exactly(
     folder: Path, ending: signal.Signals
 ) -> None:
@@ -167,6 +168,7 @@ def test_interrupt_saves_a_checkpoint_and_the_run_resumes_exactly(folder: Path) 
     assert_same_run(folder, "whole", "interrupted")
 
 
+@pytest.mark.nightly
 def test_a_terminal_that_is_gone_ends_a_run_like_sigterm_unless_nohup_started_it(folder: Path) -> None:
     codes: dict[str, int] = {}
     for name, before in (("hung-up", []), ("nohup", ["nohup"])):

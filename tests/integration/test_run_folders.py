@@ -89,6 +89,7 @@ def test_three_runs_begun_at_once_do_not_touch_each_other(folder: Path) -> None:
     assert seeds == {1, 2, 3} and len(rewards) == 3
 
 
+@pytest.mark.nightly
 def test_runs_of_two_experiments_leave_two_folders_and_one_that_is_called_elsewhere_is_refused(folder: Path) -> None:
     for name in ("exp1/seed0", "exp2/seed0", "exp1/seed0"):
         run = start(folder, *FIT, "--run.name", name, "--trainer.max_steps", "1")
@@ -102,6 +103,7 @@ def test_runs_of_two_experiments_leave_two_folders_and_one_that_is_called_elsewh
     assert not list(folder.parent.glob("x*"))
 
 
+@pytest.mark.nightly
 def test_ranks_of_torchrun_write_where_the_first_one_does(folder: Path) -> None:
     arguments = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--data.batch_size", "1")
     arguments += ("--trainer.callbacks", '[{"class_path": "own_files.Tells"}]')

@@ -305,6 +305,7 @@ def test_it_ends_with_its_server_while_that_is_starting(folder: Path, started: l
     assert serving.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.nightly
 def test_what_vllm_fails_of_is_said_with_the_log_that_tells_more(folder: Path, started: list[Serving]) -> None:
     started.append(serving := Serving(folder, free_port(), "--worker-extension-cls", "no.such.Worker"))
     assert serving.code() == 2

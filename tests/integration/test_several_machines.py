@@ -66,6 +66,7 @@ def outcome(run: Path) -> tuple[list[dict[str, str]], dict[str, torch.Tensor]]:
     return [{name: row[name] for name in ("step", "reward", "loss")} for row in rows], weights
 
 
+@pytest.mark.nightly
 def test_slurm_and_torchrun_do_the_same_and_only_the_first_machine_keeps_the_run(folder: Path) -> None:
     slurm = {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "grpo"}
     by_slurm = environment(folder, **slurm, SLURM_NODELIST="127.0.0.1", MASTER_PORT=free_port())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import random_policy
+from conftest import random_policy, table_rows
 
 from benchmarks.rollouts import ForcedGenerator
 from lit_grpo.policy.loading import load_tokenizer
@@ -38,14 +38,14 @@ def make_trace(seed: int) -> Trace:
     return Trace("", keys, groups, np.array(PROMPT_TOKENS)[groups], lengths, np.full(len(groups), LIMIT))
 
 
-@pytest.mark.parametrize("kv_tokens", [None, 1000, 420, 200])
+@pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420, 200], [420]))
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "full_group"])
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
     num_set_aside = check(policy_folder, plan, kv_tokens)
     assert num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
 
 
-@pytest.mark.parametrize("kv_tokens", [None, 1000, 420])
+@pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420], [420]))
 @pytest.mark.parametrize("plan", ["lpt", "infinite_sampling"])
 @pytest.mark.parametrize("points", [(8,), (40,), (10, 30, 60)])
 def test_probes_and_time_slices_take_the_same_steps_as_with_a_model(

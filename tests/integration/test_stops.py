@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import table_rows
 
 from lit_grpo.callbacks import MemoryMonitor, RunCheckpoint
 from lit_grpo.cli.command_line import run
@@ -150,7 +151,9 @@ def _noting(saved: list[int]) -> Any:
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize(("event", "code"), [("15", 143), ("10", 138), ("2", 130), ("FAIL", 2)])
+@pytest.mark.parametrize(
+    ("event", "code"), table_rows([("15", 143), ("10", 138), ("2", 130), ("FAIL", 2)], [("15", 143), ("FAIL", 2)])
+)
 def test_a_run_that_stops_saves_a_checkpoint_and_resumes_exactly(
     folder: Path, event: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +179,10 @@ CALLS = 7 + 2 * 8  # of a validation, and of the batches before the next
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize(("update", "call"), [(4, CALLS + 3), (8, 2 * CALLS + 1), (12, 3 * CALLS + 7)])
+@pytest.mark.parametrize(
+    ("update", "call"),
+    table_rows([(4, CALLS + 3), (8, 2 * CALLS + 1), (12, 3 * CALLS + 7)], [(12, 3 * CALLS + 7)]),
+)
 def test_a_validation_that_fails_is_repeated_on_resuming(folder: Path, update: int, call: int) -> None:
     (folder / "event").write_text(f"FAIL {call}")
     with pytest.raises(SystemExit):
@@ -212,7 +218,7 @@ def but_sync(row: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in row.items() if not name.startswith("sync/")}
 
 
-@pytest.mark.parametrize("begins_well", [False, True])
+@pytest.mark.parametrize("begins_well", table_rows([False, True], [True]))
 def test_a_policy_that_collapses_is_named_and_the_best_one_before_it_is_kept(
     folder: Path, begins_well: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

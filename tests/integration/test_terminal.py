@@ -9,7 +9,7 @@ from typing import Any
 
 import forks
 import pytest
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_tokenizer, table_rows
 from terminals import run_on_terminal
 
 pytestmark = pytest.mark.integration
@@ -129,7 +129,9 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert command in text[text.index("next") :]
 
 
-@pytest.mark.parametrize(("columns", "lines", "chat"), [(80, 24, True), (120, 40, False)], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    ("columns", "lines", "chat"), table_rows([(80, 24, True), (120, 40, False)], [(80, 24, True)]), ids=["chat", "text"]
+)
 def test_a_terminal_shows_the_run_and_what_it_is_at(
     tmp_path: Path, policy_folder: Path, chat_folder: Path, columns: int, lines: int, chat: bool
 ) -> None:
@@ -147,7 +149,7 @@ def test_a_terminal_shows_the_run_and_what_it_is_at(
     assert not [line for line in seen.final if line.startswith(("updates 1", "rollout", "learning"))]  # they are gone
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+@pytest.mark.parametrize("chat", table_rows([False, True], [False]), ids=["text", "chat"])
 def test_a_file_has_a_line_an_update_and_no_control_sequences(
     tmp_path: Path, policy_folder: Path, chat_folder: Path, chat: bool
 ) -> None:

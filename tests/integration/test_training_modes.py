@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from conftest import table_rows
 from hand_made import Checkpoints, chosen, make_module, make_trainer, plugin, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
@@ -110,7 +111,13 @@ def train(
     return trained, module, scheduler
 
 
-@pytest.mark.parametrize("mode", MODES)
+QUICK = (
+    *("synchronous", "april:leftovers=mask,max_staleness=3", "sortedrl:unit=group,batches_in_work=2,max_restarts=1"),
+    *("sortedrl_partial:batches_in_work=3,max_staleness=2", "chunked:tokens_per_update=5"),
+)
+
+
+@pytest.mark.parametrize("mode", table_rows(MODES, QUICK))
 def test_nothing_is_lost_and_every_token_is_of_its_version_and_resuming_is_exact(
     policy_folder: Path, tmp_path: Path, mode: str
 ) -> None:

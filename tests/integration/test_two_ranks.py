@@ -1,16 +1,19 @@
-"""Two ranks do what one process does: real processes, gloo, and Lightning's ddp strategy.
+"""Two ranks do what one process does, however they share the work: real processes and gloo.
 
-This file is also the script that the ranks run: ``python test_two_ranks.py POLICY OUTPUT``.
+``ROWS`` is the table of all ways to share it and of all runs. This file is also the script that the ranks run:
+``python test_two_ranks.py POLICY OUTPUT``; OUTPUT holds the rows to run, ``rows.json``, and what comes of them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import forks  # pyright: ignore[reportMissingImports]
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import random_policy
+from conftest import random_policy, table_rows  # pyright: ignore[reportMissingImports]
 from hand_made import (  # pyright: ignore[reportMissingImports]
     Batches,
     StepRecorder,
@@ -30,12 +33,19 @@ from hand_made import (  # pyright: ignore[reportMissingImports]
     relative_error,
     weights_of,
 )
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from benchmarks.learning_callbacks import StaleSlots
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.adapters import LoraSettings
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
+from lit_grpo.rollout.proof import given_logprobs
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages
 from lit_grpo.update.budget import TokenBudget
@@ -58,13 +68,14 @@ class Case:
     """A run on rewards_PG of each batch; of its groups rank r trains on every second one.
 
     ``scarce`` lets the memory of rank 1 run out, where the token budget is open; ``broken`` makes the gradient of the
-    first batch infinite, by a rollout of rank 1.
+    first batch infinite, by a rollout of rank 1; ``seeded`` draws the same adapters every time.
     """
 
     batches: list[list[list[float]]]
     options: dict[str, Any] = field(default_factory=dict)
     scarce: bool = False
     broken: bool = False
+    seeded: bool = False
 
 
 MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0], [3.0, 0.0, 2.0, 0.5]]
@@ -140,6 +151,69 @@ for name in RECIPES:
 for estimator in ESTIMATORS:
     options = {"advantages": Advantages(estimator, max_reward=3.0)}  # pyright: ignore[reportArgumentType]
     CASES[f"advantages_{estimator}"] = Case([MIXED, RANK_0_MISSING, MIXED[::-1]], options)
+
+LORA = {"lora": LoraSettings(r=2), "objective": Objective(kl=KLTerm(0.2))}
+OTHERS = {
+    "lora": Case([MIXED, MIXED], LORA, seeded=True),
+    "lora, checkpointed": Case([MIXED, MIXED], LORA | {"gradient_checkpointing": True}, seeded=True),
+    "checkpointed": Case([MIXED, RANK_1_UNIFORM], {"gradient_checkpointing": True}),
+    "selectively": Case([MIXED, RANK_0_MISSING], {"gradient_checkpointing": "selective", "num_minibatches": 2}),
+    "entropy": Case([MIXED, MIXED], {"objective": Objective(entropy=EntropyBonus(0.1))}),
+    "long rows": Case([MIXED, MIXED], {"max_tokens_per_micro_batch": 1000}),
+    "split prompts": Case([MIXED, MIXED], {"max_tokens_per_micro_batch": 14, "gradient_checkpointing": True}),
+}
+"""Cases for ranks that have a part of the weights, or of the rows."""
+
+
+@dataclass
+class Sharing:
+    """What two ranks share, beside the prompts of a batch.
+
+    Args:
+        strategy: Lightning's: with ``fsdp2`` each rank has a shard of the weights.
+        rows: Whether both ranks compute a part of every row.
+        apart: Whether each decodes with a model of its own, to which the weights travel.
+    """
+
+    strategy: str
+    rows: bool = False
+    apart: bool = False
+
+
+SHARINGS = {
+    "ddp": Sharing("ddp"),
+    "fsdp2": Sharing("fsdp2"),
+    "fsdp2, apart": Sharing("fsdp2", apart=True),
+    "ddp, rows": Sharing("ddp", rows=True),
+    "fsdp2, rows": Sharing("fsdp2", rows=True),
+}
+MAIN = (
+    *("token", "constant_with_kl", "batch_scale_and_clipping", "one_rank_uniform_with_kl", "one_rank_missing"),
+    *("two_iterations_of_two_minibatches", "not_finite_on_one_rank", "all_uniform_after_an_update"),
+    *("ragged_over_the_batch", "parts_of_rollouts_and_tokens", "loss_gspo_composed", "advantages_least_variance"),
+)
+THREE = ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "advantages_least_variance")
+RUNS = {
+    "ddp": (*CASES, "pipeline"),
+    "fsdp2": (*MAIN, "lora", "lora, checkpointed", "checkpointed", "selectively", "pipeline"),
+    "fsdp2, apart": (*THREE, "constant_with_kl", "lora", "lora, checkpointed"),
+    "ddp, rows": (*MAIN, *OTHERS),
+    "fsdp2, rows": (*THREE[::2], "lora, checkpointed", "split prompts"),
+}
+ROWS = [(sharing, name) for sharing, names in RUNS.items() for name in names]
+"""What two ranks share, and the run whose outcome is held to that of one process."""
+QUICK_RUNS = {
+    "ddp": (
+        *("token", "one_rank_uniform_with_kl", "one_rank_missing", "two_iterations_of_two_minibatches"),
+        *("memory_runs_out_in_a_measurement_of_one_rank", "not_finite_on_one_rank", "all_uniform_after_an_update"),
+        *("kl_in_the_reward", "effective_samples", "ragged_over_the_batch", "loss_gspo_composed", "pipeline"),
+    ),
+    "fsdp2": ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "selectively"),
+    "fsdp2, apart": ("constant_with_kl", "lora, checkpointed"),
+    "ddp, rows": ("one_rank_missing", "parts_of_rollouts_and_tokens", "split prompts"),
+    "fsdp2, rows": ("lora, checkpointed",),
+}
+QUICK = [(sharing, name) for sharing, names in QUICK_RUNS.items() for name in names]
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -218,6 +292,8 @@ def outcome(module: GRPOModule, recorder: StepRecorder) -> dict[str, Any]:
 
 def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     """Train on groups made by hand."""
+    if case.seeded:
+        pl.seed_everything(1, verbose=False)
     module = make_module(policy, optimizer=momentum, **({"max_tokens_per_micro_batch": 24} | case.options))
     scarce = ScarceRank()
     trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
@@ -322,7 +398,8 @@ def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> 
         generator=SlotsBeside(lag=0, num_slots=6),
     )
     recorder, scheduling = StepRecorder(), Scheduling()
-    callbacks = (RolloutScheduler(plugins=[mode]), WeightSync(), recorder, scheduling)
+    plugins = [] if mode == "synchronous" else [mode]
+    callbacks = (RolloutScheduler(plugins=plugins), WeightSync(), recorder, scheduling)
     options = {"max_steps": 4, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
     make_trainer(*callbacks, **options).fit(module, datamodule=data)
     return outcome(module, recorder) | {"learnt": [batch for *_, batch in scheduling.seen]}
@@ -358,62 +435,127 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
     return {"whole": train(Scheduling(output)), "resumed": train(Scheduling(), output / "after-3.ckpt")}
 
 
-def runs(policy: str, output: Path, **trainer_options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
-    """All runs by name."""
-    cases = {
-        name: lambda case=case: run_case(case, policy, default_root_dir=str(output), **trainer_options)
-        for name, case in CASES.items()
-    }
-    return cases | {
-        "pipeline": lambda: run_pipeline(policy, output, **trainer_options),
-        "resumed": lambda: run_on(policy, output, **trainer_options),
-        "replayed": lambda: run_on(policy, output, replay="rlep", **trainer_options),
-        "in a mode": lambda: run_on(policy, output, "april:max_staleness=3,batches_in_work=4", **trainer_options),
-        "budget": lambda: run_with_budget(policy, output, **trainer_options),
-        "budget, replaced": lambda: run_with_budget(policy, output, 2, **trainer_options),
-        **{mode: lambda mode=mode: run_beside(policy, output, mode, **trainer_options) for mode in BESIDE},
-    }
+class SlotsApart(SlotGenerator):
+    """Decodes with a model of its own, to which the weights travel."""
 
+    abilities = SlotGenerator.abilities | {"own_devices", "own_weights"}
+    longest_sequence = 64
+    _of: PolicySpec
 
-def main(policy: str, output: str) -> None:
-    """Do all runs as one of two ranks, and save what came of them."""
-    torch.set_num_threads(1)
-    results = {}
-    for name, run in runs(policy, Path(output), devices=2, strategy="ddp").items():
-        results[name] = run()
-        print(f"rank {rank_and_world_size()} has finished {name}", flush=True)
-    torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
+    def start(self, policy: PolicySpec) -> None:
+        self._of = policy
+        assert policy.name == "Qwen3ForCausalLM" and isinstance(policy.module, Qwen3ForCausalLM)
+        policy.save_skeleton(folder := Path(tempfile.mkdtemp(dir=Path.cwd())))
+        assert json.loads((folder / "config.json").read_text())["architectures"] == [policy.name]
+        bare: Any = AutoModelForCausalLM.from_config(policy.config, dtype=policy.dtype)
+        super().start(PolicySpec(bare, policy.tokenizer))
+
+    def weights(self) -> PolicyWeights:
+        return self._of.weights()
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        return {"the model of its own": given_logprobs(self.policy, sequences)}
+
+    def load_weights(self, weights: Any, version: int, in_flight: Any = "refuse") -> SyncReport:
+        own = dict(self.policy.named_parameters())
+        with torch.no_grad():
+            names = [own[name].copy_(tensor) is not None and name for name, tensor in weights]
+        report = super().load_weights(super().weights(), version, in_flight)
+        assert len(names) == len(own)
+        return report
 
 
 BESIDE = ("synchronous", "periodic", "asynchronous:max_staleness=1")
+
+
+def run(name: str, policy: str, output: Path, **trainer_options: Any) -> dict[str, Any]:
+    """Do a run that the ways to share the work do not change."""
+    match name:
+        case "pipeline":
+            return run_pipeline(policy, output, **trainer_options)
+        case "resumed":
+            return run_on(policy, output, **trainer_options)
+        case "replayed":
+            return run_on(policy, output, replay="rlep", **trainer_options)
+        case "in a mode":
+            return run_on(policy, output, "april:max_staleness=3,batches_in_work=4", **trainer_options)
+        case "budget":
+            return run_with_budget(policy, output, **trainer_options)
+        case "budget, replaced":
+            return run_with_budget(policy, output, 2, **trainer_options)
+        case _ if name in BESIDE:
+            return run_beside(policy, output, name, **trainer_options)
+        case _:
+            return run_case((CASES | OTHERS)[name], policy, default_root_dir=str(output), **trainer_options)
+
+
+def run_shared(sharing: Sharing, name: str, policy: str, output: Path) -> dict[str, Any]:
+    """Do a run as one of two ranks."""
+    devices: dict[str, Any] = {"devices": 2, "strategy": sharing.strategy}
+    if not (sharing.rows or sharing.apart):
+        return run(name, policy, output, **devices)
+    case = (CASES | OTHERS)[name]
+    more = {"sequence_parallel_size": 2} if sharing.rows else {"generator": SlotsApart()}
+    return run_case(replace(case, options=case.options | more), policy, default_root_dir=str(output), **devices)
+
+
+def main(policy: str, output: str) -> None:
+    """Do the asked runs as one of two ranks, and save what came of them."""
+    torch.set_num_threads(1)
+    results = {}
+    for sharing, name in json.loads(Path(output, "rows.json").read_text()):
+        results[sharing, name] = run_shared(SHARINGS[sharing], name, policy, Path(output))
+        print(f"rank {rank_and_world_size()} has finished {sharing}: {name}", flush=True)
+    torch.save(results, Path(output) / f"rank-{rank_and_world_size()[0]}.pt")
+
+
 Outcomes = dict[str, dict[str, Any]]
+ALWAYS = ("token", "all_uniform_after_an_update", "not_finite_on_one_rank", "pipeline", "in a mode")
+"""Runs of ddp that tests without a parameter look at."""
 
 
 @pytest.fixture(scope="module")
-def ranks(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
-    """What came of all runs, on rank 0 and on rank 1."""
+def shared(
+    policy_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    """What came of the runs that the selected tests look at, on rank 0 and on rank 1."""
     output = tmp_path_factory.mktemp("two_ranks")
+    items = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]  # pyright: ignore
+    asked = [("ddp", name) for name in ALWAYS]
+    asked += [(each.get("sharing", "ddp"), each["name"]) for each in parameters]
+    (output / "rows.json").write_text(json.dumps(list(dict.fromkeys(asked))))
     python_path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(policy_folder), str(output)]
-    process = forks.run(command, 400, env=environment, cwd=output)
+    process = forks.run(command, 500, env=environment, cwd=output)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     return [torch.load(output / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
+def ranks(shared: list[dict[tuple[str, str], dict[str, Any]]]) -> list[Outcomes]:
+    """What came of the runs with ddp."""
+    return [{name: of_run for (sharing, name), of_run in each.items() if sharing == "ddp"} for each in shared]
+
+
+@pytest.fixture(scope="module")
 def single(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """What comes of a run in one process over all groups."""
-    by_name = runs(str(policy_folder), tmp_path_factory.mktemp("one_rank"))
-    return lambda name: by_name[name]()
+    output = tmp_path_factory.mktemp("one_rank")
+    return functools.cache(lambda name: run(name, str(policy_folder), output))
 
 
-@pytest.mark.parametrize("name", [*CASES, "pipeline"])
+@pytest.mark.parametrize(("sharing", "name"), table_rows(ROWS, QUICK))
 def test_two_ranks_end_with_the_weights_and_the_metrics_of_one_process(
-    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+    sharing: str,
+    name: str,
+    shared: list[dict[tuple[str, str], dict[str, Any]]],
+    single: Callable[[str], dict[str, Any]],
 ) -> None:
-    assert_ranks_end_as_one(ranks[0][name], ranks[1][name], single(name))
-    torch.testing.assert_close(ranks[0][name]["weights"], single(name)["weights"], rtol=0, atol=2e-5)
+    first, second = (outcomes[sharing, name] for outcomes in shared)
+    assert_ranks_end_as_one(first, second, single(name))
+    torch.testing.assert_close(first["weights"], single(name)["weights"], rtol=0, atol=2e-5)
 
 
 def test_a_step_in_which_no_rank_has_anything_to_learn_counts_and_moves_no_weight(ranks: list[Outcomes]) -> None:
@@ -440,8 +582,10 @@ def test_pass_at_k_is_taken_over_the_prompts_of_both_ranks(
         assert outcomes["pipeline"]["validation"] == pytest.approx(expected)
 
 
-def test_each_rank_goes_on_with_what_it_had_learnt_of_lengths(ranks: list[Outcomes]) -> None:
-    wholes, resumed = ([outcomes["resumed"][name] for outcomes in ranks] for name in ("whole", "resumed"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["resumed"])
+def test_each_rank_goes_on_with_what_it_had_learnt_of_lengths(name: str, ranks: list[Outcomes]) -> None:
+    wholes, resumed = ([outcomes[name][part] for outcomes in ranks] for part in ("whole", "resumed"))
     assert wholes[0] != wholes[1]
     for whole, again in zip(wholes, resumed, strict=True):
         assert len(whole) == 6 and again == whole[3:]
@@ -457,10 +601,11 @@ def test_ranks_have_prompts_of_their_own_in_work_and_go_on_with_them(ranks: list
     assert all(any(len({*versions}) > 1 for _, versions in each) for each in learnt)  # some went on
 
 
+@pytest.mark.parametrize("name", ["budget"])
 def test_two_ranks_ask_the_prompts_and_rounds_of_one_process(
-    ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
+    name: str, ranks: list[Outcomes], single: Callable[[str], dict[str, Any]]
 ) -> None:
-    expected, (first, second) = single("budget")["whole"], (outcomes["budget"]["whole"] for outcomes in ranks)
+    expected, (first, second) = single(name)["whole"], (outcomes[name]["whole"] for outcomes in ranks)
     both = [sorted(own + others) for own, others in zip(first["learnt"], second["learnt"], strict=True)]
     assert both == expected["learnt"]
     assert {len(batch) for batch in both} > {16}  # some groups had further rounds
@@ -470,7 +615,7 @@ def test_two_ranks_ask_the_prompts_and_rounds_of_one_process(
     assert relative_error(first["weights"], expected["weights"]) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["budget", "budget, replaced"])
+@pytest.mark.parametrize("name", table_rows(["budget", "budget, replaced"], ["budget"]))
 def test_ranks_go_on_with_their_budget_as_if_nothing_had_been(name: str, ranks: list[Outcomes]) -> None:
     for outcomes in ranks:
         whole, resumed = outcomes[name]["whole"], outcomes[name]["resumed"]
@@ -482,8 +627,10 @@ def test_ranks_go_on_with_their_budget_as_if_nothing_had_been(name: str, ranks: 
     assert len(keys) == len({*keys})
 
 
-def test_ranks_replay_what_any_of_them_has_sampled_and_go_on_with_it(ranks: list[Outcomes]) -> None:
-    wholes, resumed = ([outcomes["replayed"][name] for outcomes in ranks] for name in ("whole", "resumed"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["replayed"])
+def test_ranks_replay_what_any_of_them_has_sampled_and_go_on_with_it(name: str, ranks: list[Outcomes]) -> None:
+    wholes, resumed = ([outcomes[name][part] for outcomes in ranks] for part in ("whole", "resumed"))
     for whole, again in zip(wholes, resumed, strict=True):
         assert len(whole) == 6 and again == whole[3:]
     sampled = [{(key[0], tuple(tokens)) for *_, those, _ in whole[:3] for key, tokens in those} for whole in wholes]
@@ -492,19 +639,19 @@ def test_ranks_replay_what_any_of_them_has_sampled_and_go_on_with_it(ranks: list
     assert replayed[0] & sampled[1] or replayed[1] & sampled[0]  # of a prompt that has come to the other rank
 
 
-@pytest.mark.parametrize("mode", BESIDE)
+@pytest.mark.parametrize("name", table_rows(BESIDE, BESIDE[2:]))
 def test_ranks_that_decode_beside_their_updates_stay_one_policy_and_lose_nothing(
-    ranks: list[Outcomes], mode: str
+    name: str, ranks: list[Outcomes]
 ) -> None:
-    both = [outcomes[mode] for outcomes in ranks]
+    both = [outcomes[name] for outcomes in ranks]
     assert torch.equal(both[0]["weights"], both[1]["weights"]) and both[0]["version"] == both[1]["version"] == 4
     learnt = [each for one in both for batch in one["learnt"] for each in batch]
     assert len(learnt) == len({key for key, _ in learnt}) and len({key[:2] for key, _ in learnt}) == 4 * 4
     ages = {
         version - age for one in both for version, batch in enumerate(one["learnt"]) for _, own in batch for age in own
     }
-    assert ages == ({0, 1} if "asynchronous" in mode else {0})
-    if mode == "periodic":
+    assert ages == ({0, 1} if "asynchronous" in name else {0})
+    if name == "periodic":
         expected = ranks[0]["synchronous"]["weights"]
         assert relative_error(both[0]["weights"], expected) < 1e-6
 

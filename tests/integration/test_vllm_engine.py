@@ -85,6 +85,7 @@ def decode(generator: VLLMGenerator, request: Request) -> Completion:
     return finished[0]
 
 
+@pytest.mark.nightly
 def test_a_long_prefix_is_prefilled_in_parts(folder: Path) -> None:
     request = Request(PROMPT, (0,), SamplingParams(max_tokens=80))
     whole = decode(start(folder, 2, 100), request)
@@ -93,6 +94,7 @@ def test_a_long_prefix_is_prefilled_in_parts(folder: Path) -> None:
     assert continued.token_ids_T.tolist() == whole.token_ids_T.tolist()
 
 
+@pytest.mark.nightly
 def test_where_vllm_draws_in_its_own_way_a_break_is_said_to_change_random_numbers_and_changes_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_run_that_validates_first_makes_one_engine(folder: Path, starts: list[
     assert starts == [generator]
 
 
+@pytest.mark.nightly
 def test_one_engine_at_a_time_lives_in_a_process(folder: Path, starts: list[VLLMGenerator]) -> None:
     arguments = {"max_model_len": 64, "block_size": BLOCK}
     first, second = (VLLMGenerator(slots, kv_memory="8MiB", engine_args=arguments) for slots in (4, 2))

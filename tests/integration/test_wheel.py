@@ -100,11 +100,13 @@ def test_help_of_the_wheel_and_what_it_needs(folder: Path, installed: Path) -> N
             assert requirement.specifier.contains(metadata.version(requirement.name)), requirement
 
 
+@pytest.mark.nightly
 def test_the_embedded_policy_of_the_wheel_loads(folder: Path, installed: Path) -> None:
     load = "from lit_grpo.policy import *; print(load_policy('tiny').name_or_path, len(load_tokenizer('tiny')))"
     assert python(folder, installed, "-c", load).split() == [str(installed / "lit_grpo" / "policy" / "tiny"), "15"]
 
 
+@pytest.mark.nightly
 def test_configs_of_the_wheel_are_found_by_name(folder: Path, installed: Path) -> None:
     names = ["--config", "arithmetic", "--config", "generators/slots", "--print_config"]
     printed = python(folder, installed, "-m", "lit_grpo", "fit", *names)
