@@ -14,13 +14,13 @@ from lit_grpo.terminal import counted
 
 
 class CompletionWriter(pl.Callback):
-    """Write one JSON line a completion, batch by batch, to ``completions.jsonl`` of the run's folder.
+    """Write a JSON line for each completion to ``completions.jsonl`` in the run's folder.
 
-    ``columns`` are those of the data, to join by; what JSON does not know is written as text.
-    On several ranks each writes a file of its own, ``completions-RANK.jsonl``.
+    Lines are written batch by batch. A line has the columns of the data as ``columns``; values that JSON lacks are
+    written as text. Of several ranks each writes its own file, ``completions-RANK.jsonl``.
 
     Args:
-        file: Another path to write to.
+        file: Write to this path instead.
     """
 
     def __init__(self, file: str | None = None) -> None:
@@ -59,7 +59,7 @@ class CompletionWriter(pl.Callback):
             file.writelines(json_line(row) for row in outputs)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say where the completions are."""
+        """Print the path of the completions, their mean rewards, and the share that passed."""
         print(f"Completions written to {near(self.path)}.")
         if self._rewards:
             means = [f"{name} {sum(values) / len(values):.3g}" for name, values in self._rewards.items()]

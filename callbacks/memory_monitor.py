@@ -1,4 +1,4 @@
-"""Logs memory by phase."""
+"""Logs the peak memory of rollout and update."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .weight_sync import WeightSync
 
 
 class MemoryMonitor(pl.Callback):
-    """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch, and what is left in use after it.
+    """Log ``memory/rollout_peak_gib`` and ``memory/update_peak_gib`` of every batch, and the memory in use after it.
 
-    On a GPU they are the allocator's figures, on a CPU those of the process's resident set. The callback
-    stands behind :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list, so that its start of a
-    batch is the end of the rollout, and its end that of the update.
+    The figures are the allocator's on a GPU, and the process's resident set on a CPU. The callback comes after
+    :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list, so that for it a batch starts when the
+    rollout ends, and ends when the update ends.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -48,6 +48,6 @@ class MemoryMonitor(pl.Callback):
         self._peak.reset()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep validation out of the next rollout's peak."""
+        """Leave validation out of the next rollout's peak."""
         if trainer.training:
             self._peak.reset()

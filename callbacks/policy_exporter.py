@@ -15,21 +15,21 @@ from .run_checkpoint import RunCheckpoint
 
 
 class PolicyExporter(pl.Callback):
-    """At the end of training save policy and tokenizer where ``from_pretrained`` loads them.
+    """Save policy and tokenizer at the end of training, for ``from_pretrained``.
 
     Args:
-        folder: Where to, within the run's folder.
+        folder: The folder, within the run's folder.
     """
 
     def __init__(self, folder: str = "policy") -> None:
         self.folder = folder
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save, also where a resumed run had nothing left to do; an interrupted run has its checkpoint instead.
+        """Save the policy, even if a resumed run had no update left; an interrupted run has its checkpoint instead.
 
         Raises:
-            ExportError: What was saved is not the policy, or the policy computes nothing any more; the sentence names
-                the checkpoint to go on from.
+            ExportError: The saved files do not hold the policy, or its weights are not finite. The message names the
+                checkpoint to continue from.
         """
         assert isinstance(pl_module, GRPOModule)
         rest(pl_module.policy)
@@ -49,7 +49,7 @@ def _checkpoints(trainer: pl.Trainer) -> Path:
 
 
 def _before(trainer: pl.Trainer, version: int) -> str:
-    """Where the policy is as it was before it collapsed."""
+    """Name the best checkpoint from before the policy collapsed."""
     path = _checkpoints(trainer) / "best.ckpt"
     if path.exists() and fault_of(path) is None and (update := read_state(path)["policy_version"]) < version:
         return f"{path} is the best one, of update {update}, and its weights are finite."
@@ -57,7 +57,7 @@ def _before(trainer: pl.Trainer, version: int) -> str:
 
 
 def _kept(trainer: pl.Trainer) -> str:
-    """Where what was trained is."""
+    """Name the checkpoint with the trained policy; save it first if there is none."""
     last = _checkpoints(trainer) / "last.ckpt"
     if not last.exists() and trainer.world_size == 1:
         trainer.save_checkpoint(last)

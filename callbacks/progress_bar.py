@@ -1,4 +1,4 @@
-"""Shows how far the run is."""
+"""Shows the progress of the run."""
 
 from __future__ import annotations
 
@@ -32,24 +32,22 @@ from lit_grpo.scheduling.flight import Flight
 from lit_grpo.types import Completion
 
 PLAIN_EVERY_S = 60.0
-"""How often a rollout that takes long gets a line where nothing can live."""
+"""Seconds between the plain lines of a long rollout, where live lines are not possible."""
 COUNTED = {TrainerFn.FITTING: "updates", TrainerFn.PREDICTING: "batches predicted", TrainerFn.TESTING: "batches tested"}
 
 
 class GRPOProgressBar(ProgressBar, Listener):
-    """Show in two lines at the foot of the terminal how far the run is, and what it is at.
+    """Show two live lines at the foot of the terminal: the progress of the run, and that of its current phase.
 
-    The first has the updates made of ``trainer.max_steps`` (or of ``max_epochs``), the last batch's reward, the newest
-    pass@1 of held-out prompts and an estimate of the time left; then what else is logged with ``prog_bar=True``. The
-    second follows the phases. Of a rollout, for training or validation, it has the completions that have ended, the
-    slots in use, tokens per second and a rough estimate of the time to go; otherwise tokens per second of the last
-    update and its peak memory. Each line stays within the screen: in a narrow one the first sheds which reward passes,
-    others' metrics, the bar, pass@1, the reward and the time left, in this order, and the second the bar, memory,
-    slots, tokens per second and the time to go. Where nothing can live (a file, a pipe, a batch job, a notebook), there
-    is a plain line an update, and one a minute in a longer rollout. Each validation leaves a line in any case. Only the
-    first rank prints.
+    The first line has the updates made of ``trainer.max_steps`` (or of ``max_epochs``), the last batch's reward, the
+    newest pass@1 of validation prompts, an estimate of the time left, and other metrics logged with ``prog_bar=True``.
+    During a rollout, for training or validation, the second line has the completions that have ended, the slots in use,
+    tokens per second and a rough estimate of the time to go; in other phases, tokens per second and peak memory of the
+    last update. On a narrow screen fields are left out, the least important first. Where live lines are not possible (a
+    file, a pipe, a batch job, a notebook), there is a plain line for each update, and one a minute in a long rollout.
+    Each validation always leaves a line. Only the first rank prints.
 
-    It hears of rollouts as a :class:`lit_grpo.plugins.Listener`.
+    As a :class:`lit_grpo.plugins.Listener` the callback is told of the steps of rollouts.
     """
 
     def __init__(self) -> None:
@@ -62,23 +60,23 @@ class GRPOProgressBar(ProgressBar, Listener):
         self._phase, self._phase_began, self._next_line = "", 0.0, 0.0
         self._metrics: Mapping[str, float] = {}
         self._scores: dict[str, float] = {}
-        self._untold = False  # whether a batch has ended of which nothing has been printed
+        self._untold = False  # whether the last batch has ended and its line is not printed yet
 
     def enable(self) -> None:
-        """Print."""
+        """Print from now on."""
         self.is_enabled = True
 
     def disable(self) -> None:
-        """Print nothing, on ranks behind the first."""
+        """Print nothing; Lightning calls this on all ranks except the first."""
         self.is_enabled = False
         self.screen.hide()
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return what is logged with ``prog_bar=True``, and the newest pass@1: the first is from before the fit."""
+        """Return the metrics logged with ``prog_bar=True``, and the newest pass@1, perhaps from before the fit."""
         return self._scores | dict(trainer.progress_bar_metrics)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines; the screen asks for them a few times a second."""
+        """Yield the live lines; the screen asks for them a few times a second."""
         counted = COUNTED.get(self.trainer.state.fn or TrainerFn.VALIDATING, "batches validated")
         width, ascii_only = options.max_width, options.ascii_only
         module, rollout, now = self.trainer.lightning_module, self._rollout, time.monotonic()
@@ -95,7 +93,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     # ---- rollouts ---------------------------------------------------------------------------------
 
     def begin(self, flight: Flight) -> None:
-        """Count anew."""
+        """Start to count a rollout."""
         if self.is_enabled and self._trainer is not None:
             self._rollout = RolloutCount(flight, self._mean_tokens.get(self._kind, math.nan))
             self._next_line = time.monotonic() + PLAIN_EVERY_S
@@ -125,40 +123,40 @@ class GRPOProgressBar(ProgressBar, Listener):
     def _tell_rollout(self, rollout: RolloutCount) -> None:
         self._next_line = time.monotonic() + PLAIN_EVERY_S
         if not self.screen.is_terminal:
-            name = f"{self._kind} behind update {self.trainer.global_step}:"
+            name = f"{self._kind} after update {self.trainer.global_step}:"
             print(as_plain(rollout.fields(name)), flush=True)
 
     # ---- updates ----------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count from here."""
+        """Start to count updates."""
         self._updates = UpdateCount(trainer.global_step, _total(trainer, pl_module))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tell of the update before, all of whose metrics are known by now, and show the next rollout."""
+        """Print the line of the last update, whose metrics are complete by now, and show the next rollout."""
         self._tell_update()
         self._show()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move on."""
+        """Count the update."""
         self._updates.move(trainer.global_step)
         self._untold = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell of the last update."""
+        """Print the line of the final update."""
         self._tell_update()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the lines away."""
+        """Remove the live lines."""
         self.screen.hide()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Take the lines away."""
-        if self._untold:  # not where setting up failed, before there was anything to tell of
+        """Remove the live lines."""
+        if self._untold:  # false if the setup failed
             self._tell_update()
         self.screen.hide()
 
@@ -175,7 +173,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     # ---- validation, test and predict ---------------------------------------------------------------
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell of the update before, or count the batches."""
+        """Print the line of the last update; outside of fit, start to count batches."""
         self._tell_update()
         if trainer.state.fn != TrainerFn.FITTING:
             batches = trainer.num_predict_batches if trainer.predicting else trainer.num_test_batches
@@ -188,7 +186,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Show."""
+        """Show the live lines."""
         self._show()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -202,14 +200,14 @@ class GRPOProgressBar(ProgressBar, Listener):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Move on."""
+        """Count the batch outside of fit."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._updates.move(self._updates.done + 1)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave a line, where Lightning leaves no table."""
+        """Print a line, unless Lightning prints a table."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._scores = {name: value for name, value in metrics.items() if name == "val/pass@1"}
         self._metrics = self.get_metrics(trainer, pl_module)
@@ -222,12 +220,12 @@ class GRPOProgressBar(ProgressBar, Listener):
 
 
 def _passes(module: pl.LightningModule) -> str:
-    """When a completion passes, as a person reads it."""
+    """Return the rule by which a completion passes, such as ``correct >= 1``."""
     return str(module.pass_rule) if isinstance(module, GRPOModule) else ""
 
 
 def _total(trainer: pl.Trainer, module: pl.LightningModule) -> int | None:
-    """Return the updates that there are to be, if anything says so."""
+    """Return the updates of the whole run; None if nothing limits them."""
     if isinstance(module, GRPOModule):
         return total_updates(trainer, module.settings.updates_per_batch)
     return trainer.max_steps if trainer.max_steps >= 0 else None

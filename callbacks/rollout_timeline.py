@@ -1,4 +1,4 @@
-"""Shows which slot decoded which completion when."""
+"""Draws when each slot decoded which completion."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from lit_grpo.types import PromptBatch
 
 
 class RolloutTimeline(pl.Callback):
-    """Draw rollouts now and then, as ``timelines/update-N.png`` and in the loggers, and keep the lengths of all.
+    """Draw some rollouts as ``timelines/update-N.png`` and in the loggers.
 
-    In the picture a row is a slot and a bar a completion, coloured by group; white is a slot that idles. What is drawn
-    is kept in ``timeline.jsonl`` too, a line an update, from which ``python -m lit_grpo report`` makes one that zooms.
-    ``trace.jsonl`` gets a line a completion, which ``python -m lit_grpo simulate --trace`` reads.
+    In a picture a row is a slot and a bar a completion, coloured by group; a white part is an idle slot. The same data
+    is a line of ``timeline.jsonl``, from which ``python -m lit_grpo report`` draws a timeline that zooms.
 
     Args:
-        every_n_updates: Draw and keep the first rollout, and one whenever the policy's version reaches or passes a
-            multiple of this; 0 never.
-        record_trace: Whether to write ``trace.jsonl``.
+        every_n_updates: Draw the first rollout, and one whenever the policy's version reaches or passes a multiple of
+            this number; 0 never draws any.
+        record_trace: Write a line for each completion to ``trace.jsonl``, for ``python -m lit_grpo simulate --trace``.
     """
 
     def __init__(self, every_n_updates: int = 50, record_trace: bool = False) -> None:
@@ -37,10 +36,10 @@ class RolloutTimeline(pl.Callback):
             raise ValueError(f"rollout_timeline.every_n_updates must be at least 0, not {every_n_updates}.")
         self.every_n_updates = every_n_updates
         self.record_trace = record_trace
-        self._version = 0  # of the policy before this batch
+        self._version = 0  # the policy's version before this batch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget, of a run that is resumed, what it is going to write again."""
+        """Drop the rows that a resumed run will write again."""
         self._version = trainer.global_step
         if trainer.is_global_zero and trainer.global_step:
             for name in ("trace.jsonl", "timeline.jsonl"):
@@ -67,8 +66,8 @@ class RolloutTimeline(pl.Callback):
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
         if find_spec("matplotlib") is None:
             rank_zero_warn(
-                "No timelines are drawn, for matplotlib is not installed (it is in the extra lit_grpo[plots]); "
-                "timeline.jsonl keeps them."
+                "No timelines are drawn, because matplotlib is not installed (it is in the extra lit_grpo[plots]); "
+                "timeline.jsonl has their data."
             )
             return
         steps_over_bound = batch.metrics["rollout/steps_over_bound"]
@@ -87,7 +86,7 @@ class RolloutTimeline(pl.Callback):
 
 
 def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
-    """What the phases took; the update without the sync that :class:`ThroughputMonitor` counts as part of it."""
+    """Return the seconds of each phase; the update is without the sync, which ``time/update_s`` includes."""
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("time/")}
     sync_s = logged.get("time/weight_sync_s", 0.0)
     return {
@@ -114,7 +113,7 @@ def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
 
 
 def _png_summary(tag: str, png: bytes) -> Any:
-    """Make a summary of a picture as it is: drawing it anew takes as long as the first time."""
+    """Make a summary of a finished picture; drawing it again would take as long as the first time."""
     from tensorboard.compat.proto import summary_pb2
 
     summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]

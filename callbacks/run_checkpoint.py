@@ -1,4 +1,4 @@
-"""Checkpoints between two updates: from time to time, at the end, on signals and on errors."""
+"""Checkpoints between two updates: every few updates, at the end, on signals and on errors."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
-    """A signal ends the run; the exit code is 128 and its number, on the first rank, which speaks for all."""
+    """A signal ends the run; the exit code of the first rank is 128 plus the signal's number, that of others is 0."""
 
 
 class RunCheckpoint(pl.Callback):
-    """Save the run between two updates, with its row and its validation written, so that it resumes exactly.
+    """Save the run between two updates, so that it resumes exactly.
 
-    ``last.ckpt`` is the newest checkpoint, ``best.ckpt`` the one with the highest ``val/pass@1``. Both are written
-    from time to time and at the end, and ``last.ckpt`` also when the run stops: on Ctrl-C, SIGTERM, SIGUSR1 (a
-    scheduler's warning) or SIGHUP (a terminal that is gone, unless nohup has it ignored), and on an error.
-    Until the first optimizer step of a batch nothing has changed, so the batch
-    is broken off at once and sampled again on resuming. From then on the batch, and a validation after it, is finished
-    first; a second Ctrl-C does not wait, and saves nothing. A validation that fails is repeated on resuming.
-    Several ranks finish the batch in any case, and save once all know of the signal; an error on one of them saves
-    nothing. The callback stands first in the list, so that it stops before the next rollout begins.
+    It is saved after the update's row and validation are written. ``last.ckpt`` is the newest checkpoint, and
+    ``best.ckpt`` that with the highest ``val/pass@1``. Both are written every few updates and at the end. ``last.ckpt``
+    is also written when the run stops: on Ctrl-C, SIGTERM, SIGUSR1 (a scheduler's warning), SIGHUP (the terminal is
+    closed, unless nohup is used), or an error.
+
+    Before the first optimizer step of a batch nothing has changed: a signal stops the batch at once, and a resumed run
+    samples it again. After that step a signal lets the batch and its validation finish first; a second Ctrl-C stops at
+    once and saves nothing. A validation that fails is repeated after resuming. Several ranks always finish the batch,
+    and save when all know of the signal; after an error on one of them nothing is saved. The callback is first in the
+    list, so that it stops the run before the next rollout.
 
     Args:
-        every_n_updates: Save when the policy's version reaches or passes a multiple of this; 0 saves at the end only.
-        folder: Where to, within the run's folder.
-        asynchronous: Write checkpoints while the run goes on, from a copy that takes as much of the host's memory as
-            the checkpoint does. The next one, the end, a signal and an error wait until it is written. One that could
-            not be written ends the run before its next rollout.
+        every_n_updates: Save when the policy's version reaches or passes a multiple of this number; 0 saves at the end
+            only.
+        folder: The folder, within the run's folder.
+        asynchronous: Write checkpoints while the run goes on, from a copy that takes as much host memory as the
+            checkpoint. The next checkpoint, the end, a signal and an error wait until it is written. If it cannot be
+            written, the run ends before its next rollout.
     """
 
     def __init__(self, every_n_updates: int = 50, folder: str = "checkpoints", asynchronous: bool = False) -> None:
@@ -59,19 +62,19 @@ class RunCheckpoint(pl.Callback):
         self._io: BackgroundIO | None = None
         self._best = float("-inf")
         self._best_is_due = False
-        self._newest: tuple[int, str | None] = (0, None)  # the version that is on the disk, and where
-        self._given: tuple[int, str | None] = (0, None)  # the one that is, or is on its way there
+        self._newest: tuple[int, str | None] = (0, None)  # version and path of the last checkpoint on the disk
+        self._given: tuple[int, str | None] = (0, None)  # of the last one that was given to the writer
         self._phase: Literal["away", "rollout", "update", "learnt"] = "away"
-        self._validated = True  # whether the validation after this batch is over, or there is none
+        self._validated = True  # whether the validation after this batch has ended, or there is none
         self._requested = 0  # the number of the signal
         self._several = False
         self._watch: RankWatch | None = None
         self._previous: dict[int, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list, and have checkpoints be whole or none, all ranks' in the first one's folder."""
+        """Check the place in the list, and set the writer of checkpoints and the run's folder on all ranks."""
         check_order(trainer, RunCheckpoint, RolloutScheduler)
-        # Ranks that torchrun or a scheduler starts do not know that the first has found its folder taken.
+        # Ranks that torchrun or a scheduler starts do not know the folder if the first rank found its own taken.
         folder, first = trainer.strategy.broadcast((trainer.default_root_dir, os.getpid()))
         trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
         shards = isinstance(trainer.strategy, FSDP2Strategy)
@@ -84,22 +87,22 @@ class RunCheckpoint(pl.Callback):
             self._watch = RankWatch(trainer.global_rank, children, parent, lambda: self._how_to_go_on(trainer))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let ranks end one after another."""
+        """Stop watching for lost ranks, so that ranks may end one after another."""
         if self._watch is not None:
             self._watch.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best validation so far."""
+        """Return the best ``val/pass@1`` so far."""
         return {"best": self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it."""
+        """Restore the best ``val/pass@1``."""
         self._best = state_dict["best"]
 
-    # ---- from time to time ----------------------------------------------------------------------------
+    # ---- every few updates and at the end -------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to listen to signals."""
+        """Start to handle signals."""
         assert isinstance(pl_module, GRPOModule)
         path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
@@ -109,10 +112,10 @@ class RunCheckpoint(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Save what is due, of the batch before; then stop if that was asked for."""
+        """Save the state after the batch before, if due; then stop if a signal came."""
         assert isinstance(pl_module, GRPOModule)
         if self._io is not None and not pl_module.ranks.max(float(self._io.is_writing)):
-            self._settle(pl_module)  # it tells now what has failed
+            self._settle(pl_module)  # raises the error of the last write, if any
         with _without_batch(trainer):
             self._save_due(trainer, pl_module.policy_version)
         if self._several:
@@ -122,29 +125,29 @@ class RunCheckpoint(pl.Callback):
             self._stop(trainer.global_rank)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """From here on the state is of no use until the batch is done."""
+        """Note that the state cannot be saved until the batch has ended."""
         self._phase = "update"
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """From here on it is."""
+        """Note that the state can be saved again."""
         self._phase, self._validated = "learnt", False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember whether this is the best so far."""
+        """Remember whether this validation is the best so far."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._hang_up()
             return
         self._validated = True
-        for count in _validation_counts(trainer):  # one that has been repeated was begun once more than it was finished
+        for count in _validation_counts(trainer):  # a repeated validation was started once more than it was finished
             vars(count).update(started=count.ready, processed=count.ready, completed=count.ready)
         score = float(trainer.callback_metrics.get("val/pass@1", float("-inf")))
         if score > self._best:
             self._best, self._best_is_due = score, True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the last state."""
+        """Save the final state."""
         assert isinstance(pl_module, GRPOModule)
         self._save_due(trainer, pl_module.policy_version, at_end=True)
         self._settle(pl_module)
@@ -179,7 +182,7 @@ class RunCheckpoint(pl.Callback):
             trainer.save_checkpoint(path, weights_only=False)
 
     def _settle(self, module: GRPOModule) -> None:
-        """Wait until all that was saved is on the disk."""
+        """Wait until the last checkpoint is on the disk."""
         try:
             if self._io is not None:
                 with module.phases.of("checkpoint"):
@@ -195,20 +198,21 @@ class RunCheckpoint(pl.Callback):
     # ---- signals and errors ---------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen outside of fit too, where Lightning would swallow SIGTERM."""
+        """Handle signals outside of fit too, where Lightning would ignore SIGTERM."""
         self._listen()
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen no more."""
+        """Stop handling signals."""
         self._hang_up()
 
     on_predict_end = on_test_end
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._previous:
-            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+            # nohup makes a process ignore SIGHUP.
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
             self._previous = {
                 signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if signum not in ignored
             }
@@ -232,13 +236,13 @@ class RunCheckpoint(pl.Callback):
         raise Stopped(128 + self._requested if rank == 0 else 0)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save ``last.ckpt``, where the state is that between two updates, and say how to go on."""
+        """Save ``last.ckpt`` if the state is that between two updates, and print how to resume."""
         assert isinstance(pl_module, GRPOModule)
         try:
             self._settle(pl_module)
         except CheckpointError as error:
             print(error)
-        except RuntimeError:  # of a rank that is gone, which is what ``exception`` tells
+        except RuntimeError:  # a rank is gone; ``exception`` says so too
             pass
         if self._watch is not None:
             self._watch.end(exception)
@@ -247,10 +251,10 @@ class RunCheckpoint(pl.Callback):
         can_save = can_save and (isinstance(exception, Stopped) or not self._several)
         learnt = phase == "learnt"
         if learnt and not self._validated and 0 <= trainer.max_steps <= trainer.global_step:
-            can_save = False  # no update would be left, and so no validation: the last update is taken again instead
+            can_save = False  # a resumed run would have no update left, and so skip this validation: repeat the update
         try:
             if phase in ("rollout", "learnt") and can_save and pl_module.policy_version > self._newest[0]:
-                if learnt and trainer.training:  # its row may not be written yet
+                if learnt and trainer.training:  # the update's row may not be written yet
                     trainer._logger_connector.update_train_step_metrics()  # pyright: ignore[reportAttributeAccessIssue]
                 with _without_batch(trainer, learnt, self._validated):
                     self._save_best(trainer)
@@ -268,7 +272,7 @@ class RunCheckpoint(pl.Callback):
         if path is None:
             return "Stopped before there was anything to save."
         if not settled(Path(path)).exists():
-            return f"Update {version} was saved in {path}, which is not there any more; it was moved or deleted."
+            return f"Update {version} was saved in {path}, which does not exist any more; it was moved or deleted."
         name = shlex.quote(run_name(trainer))
         return (
             f"Update {version} is saved; the same command with --run.name {name} --ckpt_path {shlex.quote(path)} goes "
@@ -277,7 +281,7 @@ class RunCheckpoint(pl.Callback):
 
 
 def run_name(trainer: pl.Trainer) -> str:
-    """What the run is called, in all its parts, which its loggers know."""
+    """Return the run's name with all its parts, as its loggers know it."""
     parts = Path(trainer.default_root_dir).parts
     names = [Path(str(logger.name)).parts for logger in trainer.loggers if logger.name]
     name = next((name for name in names if name and parts[-len(name) :] == name), parts[-1:])
@@ -286,10 +290,10 @@ def run_name(trainer: pl.Trainer) -> str:
 
 @contextmanager
 def _without_batch(trainer: pl.Trainer, learnt: bool = False, validated: bool = True) -> Iterator[None]:
-    """Count the batch that has been drawn as not begun, or as done where it is learnt from.
+    """While saving, count the current batch as not started, or as finished if it has been learnt from.
 
-    Otherwise validation would come a batch early after resuming. One that is not over counts as begun, so that it
-    comes again.
+    Otherwise validation would come one batch early after resuming. A validation that has not ended counts as started,
+    so that it is repeated.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     counts = (progress.total, progress.current)

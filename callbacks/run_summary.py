@@ -1,4 +1,4 @@
-"""Says what a run is before it begins, and what came of it."""
+"""Prints a card that describes a run before it begins, and a card with its results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LIT_GRPO = "python -m lit_grpo"
 
 
 class RunSummary(pl.Callback):
-    """Print what the run is once its policy is there, and a card with what came of it when it ends.
+    """Print a card that describes the run when its policy is loaded, and a card with its results when it ends.
 
-    The card has pass@1 of held-out prompts and the reward, at first and at last, the updates, their time and peak
-    memory, the folder, and commands to go on with. It comes for a run that is stopped or fails too, if it has made an
-    update. ``trainer.enable_progress_bar=false`` leaves both as they are. The callback stands before those that start
-    the generator, which may take long.
+    The second card has the first and last pass@1 of validation prompts and reward, the number, time and peak memory of
+    updates, the folder, and commands to continue with. A run that is stopped or fails prints it too, after its first
+    update. Both cards are printed even with ``trainer.enable_progress_bar=false``. The callback comes before those that
+    start the generator, which may take long.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class RunSummary(pl.Callback):
         self._began, self._version, self._read_at = time.monotonic(), 0, 0
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print what the run is."""
+        """Print the card that describes the run."""
         assert isinstance(pl_module, GRPOModule)
         if trainer.is_global_zero and not self._told:
             the_console().print(Card("", _facts(trainer, pl_module)))
         self._told = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Do that, and begin to count."""
+        """Print the card if it is not printed, and start to count."""
         self.on_validation_start(trainer, pl_module)
         self._version, self._trains = trainer.global_step, True
         self._read_at = trainer.global_step
@@ -59,15 +59,15 @@ class RunSummary(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the metrics of the update before."""
+        """Read the metrics of the last update."""
         self._read(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read those of the last."""
+        """Read the metrics of the final update."""
         self._read(trainer)
 
     def _read(self, trainer: pl.Trainer) -> None:
-        """Read what has been logged of an update; once, for Lightning puts all metrics together each time."""
+        """Read the metrics of an update, once: Lightning collects all metrics again at each call."""
         if trainer.global_step == self._read_at:
             return
         metrics, self._read_at = trainer.callback_metrics, trainer.global_step
@@ -82,12 +82,12 @@ class RunSummary(pl.Callback):
             self._passed.append((trainer.global_step, float(trainer.callback_metrics["val/pass@1"])))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Print what came of it; all that the run leaves has been written."""
+        """Print the results; all files of the run are written by now."""
         if stage == "fit":
             self._tell(trainer, pl_module, "done")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Print what came of it, if anything did."""
+        """Print the results if the run has made an update."""
         stopped = isinstance(exception, Stopped | KeyboardInterrupt)
         self._read(trainer)
         if self._rewards:
@@ -122,16 +122,16 @@ class RunSummary(pl.Callback):
 
 
 def _none(trainer: pl.Trainer) -> str:
-    """Why not a single update was made."""
+    """Say why no update was made."""
     at = f", where the checkpoint is at {trainer.global_step}; raise it to go on" if trainer.global_step else ""
     return f"none, trainer.max_steps is {trainer.max_steps}{at}"
 
 
 def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
-    """What a run is, in a few lines."""
+    """Return the facts of the card that describes a run."""
     weights = list(module.policy.parameters())
     name = module.policy_name if isinstance(module.policy_name, str) else type(module.policy).__name__
-    if Path(name).is_absolute():  # one line must do for it
+    if Path(name).is_absolute():  # shortened to fit a line
         name = near(name) if Path(name).is_relative_to(Path.cwd()) else str(Path("...", *Path(name).parts[-2:]))
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else str(module.device)
@@ -157,7 +157,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
 
 
 def _shared(trainer: pl.Trainer) -> dict[str, str]:
-    """That validation prompts are trained on, where they are."""
+    """Return a warning if validation prompts are trained on."""
     shared = shared_validation(loaded_prompts(trainer))
     return {"held out": f"{shared}, so pass@1 tells nothing of new prompts; {REMEDY}"} if shared else {}
 
@@ -168,7 +168,7 @@ def _prompts(data: Any) -> str:
 
 
 def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
-    """The plug-ins, and what is learnt from where that is not everything, in a line."""
+    """Return a line with the plug-ins, and with the selection where not everything is learnt from."""
     chosen, selection = told_of_plugins(trainer)[PLUGINS], module.settings.selection
     if selection.rule != "all":
         chosen.append(f"{selection.rule} keeps {selection.keep}")
@@ -176,7 +176,7 @@ def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
 
 
 def _boards(trainer: pl.Trainer) -> list[str]:
-    """Where curves can be looked at."""
+    """Return the commands and addresses that show the run's curves."""
     boards = []
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -187,13 +187,13 @@ def _boards(trainer: pl.Trainer) -> list[str]:
 
 
 def _offline(trainer: pl.Trainer) -> str | None:
-    """Where W&B keeps the run, where nothing of it has been sent."""
+    """Return W&B's folder of the run if the run is offline."""
     runs = [logger.experiment for logger in trainer.loggers if isinstance(logger, WandbLogger)]
     return next((str(run.settings.sync_dir) for run in runs if getattr(run, "offline", False)), None)
 
 
 def _commands(trainer: pl.Trainer, folder: Path, done: bool) -> list[list[str]]:
-    """What can be done next with what is there; how to resume a run that was stopped has been said."""
+    """Return commands to continue with; RunCheckpoint has printed how to resume a stopped run."""
     config, policy, last = folder / "config.yaml", folder / "policy", folder / "checkpoints" / "last.ckpt"
     settings = [f"--config {near(config)}"] if config.is_file() else []
     commands = []

@@ -1,4 +1,4 @@
-"""Shows what the policy writes."""
+"""Shows sampled completions."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
 
 USUAL = ("answer", "solution", "ground_truth", "target", "label", "reference")
-"""Columns that hold what a completion should come to, where no reward function takes one by name."""
+"""Columns with the expected answer, for runs whose reward functions name no column."""
 
 
 class SampleLogger(pl.Callback):
-    """Print sampled completions now and then, and keep them in the loggers and in ``samples.jsonl``.
+    """Print some sampled completions, and write them to ``samples.jsonl`` and loggers.
 
-    In the terminal each has a block of lines: its reward, that of each reward function if there are several, its
-    advantage, its tokens and why it ended; the end of the prompt's last user turn; the completion's beginning and end;
-    and the columns that the reward functions take, or one that is called ``answer``, ``solution``, ``ground_truth``,
-    ``target``, ``label`` or ``reference``. Files and loggers have the full texts, rewards by function as
-    ``rewards/NAME``, and all columns of the data as ``columns/NAME``.
+    On the terminal a completion is a block of lines: rewards, advantage, tokens and the reason of its end; the end of
+    the prompt's last user message; the beginning and end of the completion; and the columns that reward functions use,
+    or a column named ``answer``, ``solution``, ``ground_truth``, ``target``, ``label`` or ``reference``. Files and
+    loggers have the full texts, the value of each reward function as ``rewards/NAME``, and all columns of the data as
+    ``columns/NAME``.
 
     Args:
-        every_n_updates: How often: for the first batch, and whenever the policy's version reaches or passes a multiple
-            of this; 0 never.
-        num_samples: How many, of as many different prompts as there are.
+        every_n_updates: Show samples of the first batch, and whenever the policy's version reaches or passes a multiple
+            of this number; 0 never shows any.
+        num_samples: Completions to show, of as many different prompts as possible.
     """
 
     def __init__(self, every_n_updates: int = 20, num_samples: int = 4) -> None:
@@ -46,10 +46,10 @@ class SampleLogger(pl.Callback):
             raise ValueError(f"sample_logger.num_samples must be at least 1, not {num_samples}.")
         self.every_n_updates = every_n_updates
         self.num_samples = num_samples
-        self._version = 0  # of the policy before this batch
+        self._version = 0  # the policy's version before this batch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget, of a run that is resumed, what it is going to write again."""
+        """Drop the rows that a resumed run will write again."""
         self._version = trainer.global_step
         if trainer.is_global_zero and trainer.global_step:
             forget_after(Path(trainer.default_root_dir) / "samples.jsonl", trainer.global_step)
@@ -57,14 +57,14 @@ class SampleLogger(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Log some of this batch's completions."""
+        """Show some of this batch's completions."""
         before, step = self._version, trainer.global_step
         self._version = step
         if not is_due(self.every_n_updates, before, step) or not trainer.is_global_zero:
             return
         assert isinstance(pl_module, GRPOModule)
         picked = self._pick(batch)
-        if not picked:  # no group has a rollout that is new
+        if not picked:  # no group has a new rollout
             return
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
@@ -73,14 +73,14 @@ class SampleLogger(pl.Callback):
         self._keep(trainer, step, _same_columns([_row(step, rollout) for rollout in picked]))
 
     def _pick(self, batch: PromptBatch) -> list[Rollout]:
-        """Take best and worst rollouts, prompt by prompt, and none twice."""
+        """Return best and worst rollouts of one prompt after another."""
         ordered = [_best_and_worst(group.fresh, number % 2) for number, group in enumerate(batch.groups)]
         rounds = zip_longest(*ordered)
         return [rollout for round_ in rounds for rollout in round_ if rollout is not None][: self.num_samples]
 
     def _keep(self, trainer: pl.Trainer, step: int, rows: list[dict[str, Any]]) -> None:
         folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)  # of a Trainer of one's own it may not be there
+        folder.mkdir(parents=True, exist_ok=True)  # with a user's own Trainer it may be missing
         with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
         for logger in trainer.loggers:
@@ -91,7 +91,7 @@ class SampleLogger(pl.Callback):
 
 
 def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollout]:
-    """Take from both ends in turn: the best, the worst, the second best."""
+    """Order rollouts from both ends in turn: the best, the worst, the second best, ..."""
     left = deque(sorted(rollouts, key=lambda rollout: rollout.reward))
     return [left.popleft() if (turn + worst_first) % 2 else left.pop() for turn in range(len(left))]
 
@@ -99,19 +99,19 @@ def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollo
 def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: str) -> Sample:
     completion = rollout.completion
     return Sample(
-        _last_turn(rollout.prompt, prompt_column),
-        completion.text,
-        completion.num_tokens,
-        completion.finish_reason,
-        rollout.reward,
-        rollout.advantage,
-        rollout.rewards,
-        _reference(rollout.prompt.columns, rewards),
+        prompt=_last_turn(rollout.prompt, prompt_column),
+        completion=completion.text,
+        tokens=completion.num_tokens,
+        finish=completion.finish_reason,
+        reward=rollout.reward,
+        advantage=rollout.advantage,
+        rewards=rollout.rewards,
+        reference=_reference(rollout.prompt.columns, rewards),
     )
 
 
 def _last_turn(prompt: Prompt, column: str) -> str:
-    """Return what was asked last, without what a chat template puts around it; with its hint all that was asked."""
+    """Return the last user message without its chat template; for a prompt with a hint, the whole prompt."""
     if prompt.hint:
         return prompt.text
     turns = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
@@ -120,7 +120,7 @@ def _last_turn(prompt: Prompt, column: str) -> str:
 
 
 def _reference(columns: dict[str, Any], rewards: Sequence[RewardFunction]) -> dict[str, Any]:
-    """Return the columns that reward functions name, or the first of the usual ones."""
+    """Return the columns that reward functions name, or else those of ``USUAL``."""
     named = {name for function in rewards for name in (*(function.names - {*function.inputs}), *function.declared)}
     taken = {name: value for name, value in columns.items() if name in named}
     return taken or {name: columns[name] for name in USUAL if name in columns}
@@ -144,13 +144,13 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
 
 
 def _same_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reward functions may have logged a column of some prompts alone: it is null in the other rows."""
+    """Give all rows the same columns, null where a reward function has logged a column for some prompts only."""
     columns = dict.fromkeys(name for row in rows for name in row)
     return [columns | row for row in rows]
 
 
 def _cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return rows for W&B's tables, which take one type a column: one of numbers, or of text."""
+    """Return rows for W&B's tables, in which a column has one type: numbers, or text."""
     numbers = {name for name in rows[0] if all(type(row[name]) in (int, float, type(None)) for row in rows)}
     return [[value if name in numbers else _text(value) for name, value in row.items()] for row in rows]
 

@@ -1,4 +1,4 @@
-"""Logs tokens per second by phase."""
+"""Logs tokens per second and the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from .weight_sync import WeightSync
 
 
 class ThroughputMonitor(pl.Callback):
-    """Log sampled tokens per second of the rollout, of the update and of both, and where the seconds of a step went.
+    """Log completion tokens per second, and the seconds of each phase.
 
-    Completion tokens of all ranks are counted in all three, so the figures compare. A step lasts from the end of the
-    one before it to its own, so a validation counts to the step behind it. The callback stands behind
-    :class:`lit_grpo.callbacks.RolloutScheduler` and ``WeightSync`` in the list; the sync counts as part of the update.
+    The figures of the rollout, of the update and of both count the completion tokens of all ranks, so they can be
+    compared. A step lasts from the end of the step before to its own end, so a validation counts as part of the step
+    after it. The callback comes after ``RolloutScheduler`` and ``WeightSync`` in the list; the sync counts as part of
+    the update.
 
     Args:
-        stall_minutes: When nothing has moved for so long (no decoding step, micro-batch or change of phase), each rank
-            that waits says once which phase it is in and what it is doing; nothing is stopped. 0 never.
+        stall_minutes: If nothing moves for so many minutes (no decoding step, micro-batch or change of phase), each
+            waiting rank prints once its phase and what it is doing; nothing is stopped. 0 never prints.
     """
 
     def __init__(self, stall_minutes: float = 30.0) -> None:
@@ -40,18 +41,18 @@ class ThroughputMonitor(pl.Callback):
         self._totals: dict[str, float] = {"num_tokens": 0.0, "num_completions": 0.0, "time/total_s": 0.0}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the place in the list, and begin to watch."""
+        """Check the place in the list, and start to watch for stalls."""
         check_order(trainer, RolloutScheduler, WeightSync, ThroughputMonitor)
         assert isinstance(pl_module, GRPOModule)
         if self.stall_minutes and self._watch is None:
             self._watch = StallWatch(lambda: pl_module.phases, self.stall_minutes, trainer.global_rank)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Watch no more."""
+        """Stop watching for stalls."""
         self._stop_watching()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Watch no more."""
+        """Stop watching for stalls."""
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -60,15 +61,15 @@ class ThroughputMonitor(pl.Callback):
         self._watch = None
 
     def state_dict(self) -> dict[str, float]:
-        """What a run has sampled so far, and how long it took."""
+        """Return the run's totals: tokens, completions and seconds."""
         return dict(self._totals)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Go on counting."""
+        """Restore the totals."""
         self._totals = dict(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin the first step, and find out what the device can do."""
+        """Begin the first step, and measure the device's peak FLOPs."""
         assert isinstance(pl_module, GRPOModule)
         self._flops_per_token = _flops_per_token(pl_module.policy)
         self._peak_flops = _peak_flops(pl_module.device, _compute_dtype(trainer, pl_module.policy.dtype))
@@ -80,13 +81,13 @@ class ThroughputMonitor(pl.Callback):
         """Begin the update phase."""
         assert isinstance(pl_module, GRPOModule)
         self._update_start = time.perf_counter()
-        self._batch: PromptBatch | None = batch  # whose rollouts have not been counted yet
+        self._batch: PromptBatch | None = batch  # until its rollouts have been counted
         if batch.arriving is None:
             self._see(pl_module, batch)
             pl_module.log_dict({name: self._totals[name] + value for name, value in self._sampled.items()})
 
     def _see(self, module: GRPOModule, batch: PromptBatch) -> None:
-        """Take in what the rollout has brought on all ranks."""
+        """Count tokens and completions of the rollout on all ranks."""
         prompt_tokens = sum(len(group.prompt.token_ids) for group in batch.groups)
         learnt = sum(rollout.completion.num_sampled for rollout in batch.rollouts)
         local = torch.tensor([batch.metrics.get("rollout/tokens", learnt), len(batch.rollouts), prompt_tokens])
@@ -94,12 +95,12 @@ class ThroughputMonitor(pl.Callback):
         self._sampled = {"num_tokens": tokens, "num_completions": completions}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Count what the rollout has brought, on all ranks; a batch that is broken off before is sampled again."""
+        """Add the rollout to the totals; not earlier, because a batch that stops before is sampled again."""
         assert isinstance(pl_module, GRPOModule)
         batch, self._batch = self._batch, None
         if batch is None:
             return
-        if batch.arriving is not None:  # its groups are all there now
+        if batch.arriving is not None:  # by now all of its groups have arrived
             self._see(pl_module, batch)
         for name, value in self._sampled.items():
             self._totals[name] += value
@@ -137,20 +138,20 @@ class ThroughputMonitor(pl.Callback):
 
 
 def _flops_per_token(policy: PreTrainedModel) -> float:
-    """Two for each weight that a token is multiplied with: all but the table of input embeddings."""
+    """Return two FLOPs for each weight that a token is multiplied with: all except the input embeddings."""
     table, *head = embeddings(policy)
     looked_up = table.numel() if head and head[0] is not table else 0
     return 2.0 * (policy.num_parameters() - looked_up)
 
 
 def _compute_dtype(trainer: pl.Trainer, dtype: torch.dtype) -> torch.dtype:
-    """What matrix products are computed in."""
+    """Return the dtype of matrix products."""
     names = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
     return names.get(str(trainer.precision), dtype)
 
 
 def _peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The device's FLOPs a second by its data sheet, or, where that is not known, in a product of two matrices."""
+    """Return the device's FLOPs per second from its data sheet, or else measured in a product of two matrices."""
     if device.type == "cuda" and (known := get_available_flops(device, dtype)):
         return float(known)
     size = 1024

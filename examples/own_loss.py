@@ -1,7 +1,7 @@
-"""A reward and an advantage-weighted loss of one's own. ``python examples/own_loss.py``.
+"""Your own reward and your own loss. ``python examples/own_loss.py``.
 
-An objective is a row of ``RECIPES``: a function of the log-ratio and of what is known of each token, and how losses are
-averaged. Whatever it is named there, ``objective.loss`` can be set to.
+An objective is a row of ``RECIPES``: a function of the log-ratio and the facts of each token, and the way in which
+losses are averaged. ``objective.loss`` can be set to the name of the row.
 """
 
 import torch
@@ -22,7 +22,7 @@ def short_and_right(completions: list[str], answer: str) -> list[float]:
 def squared(log_ratio_N: torch.Tensor, tokens: Tokens, *, epsilon: float) -> Surrogate:
     """Return ``-r A + (log r)^2 / (2 epsilon)``: a penalty in place of a clip. One number for each of N tokens.
 
-    The second part of what is returned are metrics, one number a token; their means are logged under these names.
+    The second return value has metrics, one number for each token; their means are logged under these names.
     """
     loss_N = -log_ratio_N.exp() * tokens.advantages_N + log_ratio_N.square() / (2 * epsilon)
     return loss_N, {"ratio/mean": log_ratio_N.detach().exp()}

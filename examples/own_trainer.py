@@ -1,4 +1,4 @@
-"""A Trainer and callbacks of one's own around lit_grpo's module and data. ``python examples/own_trainer.py``."""
+"""Your own Trainer and callbacks with lit_grpo's module and data. ``python examples/own_trainer.py``."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from lit_grpo.types import SamplingParams
 
 
 class PrintReward(pl.Callback):
-    """A callback of one's own: after each training iteration everything that was logged is there."""
+    """A callback of your own. After a training iteration it can read all logged metrics."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Print the mean reward of the batch."""
@@ -22,7 +22,7 @@ class PrintReward(pl.Callback):
 
 
 if __name__ == "__main__":
-    # The module holds the policy and what it is trained on; the optimizer is any function of its weights.
+    # The module has the policy, the rewards and the objective; the optimizer is any function of the weights.
     module = GRPOModule(
         policy="tiny",
         rewards=[RewardSpec("exact_match", args={"pattern": r"(?:^|=)(\d+)$"})],
@@ -32,8 +32,8 @@ if __name__ == "__main__":
     )
     # Prompts come from files, data sets or Python. The policy's tokenizer renders them.
     data = PromptDataModule(policy="tiny", train=ArithmeticRows(num_rows=64), batch_size=4)
-    # Callbacks do the rollouts and send the weights, so their order matters: default_callbacks has the right one. The
-    # settings of each are given by its name; leave out what you do not want with None. Yours come behind the first.
+    # Callbacks make the rollouts and send the weights, so their order matters; default_callbacks knows it. Settings are
+    # given by a callback's name, and None leaves a callback out. Yours are called after the first, the checkpoint.
     callbacks = default_callbacks({"rollout": {"plan": "lpt"}, "policy_exporter": None}, [PrintReward()])
     trainer = pl.Trainer(
         max_steps=2, logger=False, callbacks=callbacks, default_root_dir="runs/own", **TRAINER_DEFAULTS

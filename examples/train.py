@@ -7,7 +7,7 @@ rows = [{"prompt": f"{number:03d}%{divisor}=", "answer": number % divisor} for n
 
 
 def score(completion: str, answer: int) -> float:
-    """What comes behind the last equals sign is the answer: 1 where it is right, else 0."""
+    """Return 1 if the answer, the text after the last equals sign, is right, else 0."""
     return float(completion.split("=")[-1] == f"{answer:03d}")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lit_grpo.checkpoints import BackgroundIO, CheckpointError, DamagedError, FolderIO, WholeFileIO, read
 from lit_grpo.checks import FORMAT
-from lit_grpo.cli.parsing.settings import check_ckpt_path
+from lit_grpo.cli.parsing.refusals import check_ckpt_path
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,8 @@ def test_weights_that_are_no_numbers_are_refused_and_the_whole_checkpoint_beside
         files.save_checkpoint(collapsed, tmp_path / f"{name}.ckpt")
     for load in (files.load_checkpoint, lambda path: check_ckpt_path(str(path), fits=False)):
         with pytest.raises(
-            DamagedError, match=r"last\.ckpt' holds NaN .* weight bias, .*'\S+best\.ckpt' is whole, of update 2: give"
+            DamagedError,
+            match=r"last\.ckpt' holds NaN .* weight bias, .*; give '\S+best\.ckpt', which is undamaged and of update 2",
         ):
             load(tmp_path / "last.ckpt")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.cli.parsing.settings import check_settings
+from lit_grpo.cli.parsing.refusals import check_settings
 from lit_grpo.tools.commands import dashboard
 from lit_grpo.tools.dashboard import Panel, explain, sections
 from lit_grpo.tools.dashboard.tensorboard import tag

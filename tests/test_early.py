@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 
 from lit_grpo.__main__ import main
 from lit_grpo.cli.parsing.early import HELP, TABLE, check_early
-from lit_grpo.cli.parsing.settings import check_values
+from lit_grpo.cli.parsing.refusals import check_values
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +63,7 @@ WRONG = {
     "aliases": (
         "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
         + "".join(f"{x}: &{x} [{', '.join([f'*{y}'] * 10)}]\n" for x, y in zip("bcdef", "abcde", strict=True)),
-        "c.yaml has over 100,000 values once its aliases are put in",
+        "c.yaml has over 100,000 values after its aliases are replaced",
     ),
     "an alias of itself": ("a: &a [*a]\n", "c.yaml has over 100,000 values"),
 }

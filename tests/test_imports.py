@@ -8,13 +8,14 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "terminal"}
+UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "terminal", "files"}
 TOOLS = {f"tools.{room}" for room in ("commands", "dashboard", "doctor", "migration", "simulation")}
 ROOMS: dict[str, set[str]] = {
     "trajectory": set(),
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
+    "files": set(),
     "process": set(),
     "display": {"terminal", "scheduling"},
     "ranks": set(),
@@ -48,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
     "metrics": {*UTILITIES, "update.advantages"},
-    "checkpoints": set(),
+    "checkpoints": {"terminal"},
     "strategies": {"policy", "checkpoints"},
     "checks": {"types", "compatibility", "strategies", "policy", "update", "update.logprobs"},
     "settings": set(),
@@ -57,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "evaluation": {*UTILITIES, "faults", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "tasks": {"data"},
-    "tools.dashboard": {"terminal", "budgets"},
+    "tools.dashboard": {"terminal", "budgets", "files"},
     "tools.migration": set(),
     "tools.simulation": {"types", "scheduling", "scheduling.plans", "rollout"},
     "module": {

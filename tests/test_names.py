@@ -75,7 +75,9 @@ def test_what_another_class_does_not_take_is_left_out_and_named(
     config = {"generator": {"class_path": "vllm", "init_args": {"num_slots": 8, "engine_args": {"dtype": "float16"}}}}
     parsed = parse(tmp_path, "--model.generator", "slots", config=config).generator
     assert set(parsed.init_args.as_dict()) == {"num_slots", "prefill_tokens", "kv_memory"}
-    assert capsys.readouterr().err == "Left out, for SlotGenerator has no such field: model.generator.engine_args.\n"
+    assert (
+        capsys.readouterr().err == "Left out, because SlotGenerator has no such field: model.generator.engine_args.\n"
+    )
     parse(tmp_path, "--model.optimizer", "SGD")
     assert capsys.readouterr().err == ""
 

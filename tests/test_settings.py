@@ -12,7 +12,7 @@ from conftest import random_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
 
 from lit_grpo.checks import FORMAT
-from lit_grpo.cli.parsing.settings import check_settings, check_values
+from lit_grpo.cli.parsing.refusals import check_settings, check_values
 
 TRAINER = {
     "strategy": "auto",
@@ -58,7 +58,7 @@ def test_a_gpu_that_is_not_there_is_missed_by_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_logger_that_is_not_installed_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.cli.parsing.settings.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_grpo.cli.parsing.refusals.util.find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"run\.wandb is offline, but wandb is not installed; install lit_grpo\[wandb\]"
     ):
@@ -98,7 +98,7 @@ def test_a_truncated_checkpoint_names_the_newest_whole_one_beside_it(tmp_path: P
     last = tmp_path / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-100])
     with pytest.raises(
-        ValueError, match=r"last\.ckpt' is .* damaged .*beside it '\S+best\.ckpt' is whole, of update 4"
+        ValueError, match=r"last\.ckpt' is .* damaged .*; give '\S+best\.ckpt', which is undamaged and of update 4"
     ):
         check_settings(settings(str(last)), fits=True)
     for path in (tmp_path / "best.ckpt", tmp_path / "older.ckpt"):
@@ -132,7 +132,7 @@ class Outer:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (None, "outer is null, but has fields of its own"),
+        (None, "outer is null, but it is a group of fields"),
         ({"inner": True}, r"outer\.inner is True, but has fields"),
         ({"inner": {"size": None}}, r"outer\.inner\.size is null, but needs a value"),
         ({"inners": [{"size": 2}, {"size": None}]}, r"outer\.inners\[1\]\.size is null"),

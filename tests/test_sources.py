@@ -100,7 +100,7 @@ def test_only_parquet_and_datasets_need_an_extra(tmp_path: Path, monkeypatch: py
     assert list(FileRows(tmp_path / "a.csv").rows()) == [{"prompt": "x"}]
     with pytest.raises(ValueError, match=r"parquet needs the package pyarrow, .* lit_grpo\[datasets\]"):
         FileRows(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"one/two \(split test\) is read .* lit_grpo\[datasets\]"):
+    with pytest.raises(ValueError, match=r"one/two \(split test\) needs .* lit_grpo\[datasets\]"):
         HubRows("one/two", split="test")
 
 

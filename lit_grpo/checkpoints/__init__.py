@@ -1,4 +1,4 @@
-"""How a run's checkpoints are on the disk: one file, or a folder to which each rank writes its shards."""
+"""Checkpoints on the disk: one file, or a folder to which each rank writes its shards."""
 
 from lit_grpo.checkpoints.background import BackgroundIO
 from lit_grpo.checkpoints.disk import CheckpointError, put_in_place, settled

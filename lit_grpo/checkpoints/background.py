@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the run."""
+"""Checkpoints that are written while the run goes on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lit_grpo.checkpoints.folder import replaced
 
 
 class BackgroundIO(CheckpointIO):
-    """Copies a checkpoint onto the host, and has a thread write it while the run goes on.
+    """Copies a checkpoint onto the host, and a thread writes the copy while the run goes on.
 
-    There is one copy at a time: who saves while one is being written waits for it.
+    There is one copy at a time: a save waits until the checkpoint before it is written.
 
     Args:
-        writer: What writes it, and reads.
+        writer: Writes and reads the checkpoints.
     """
 
     def __init__(self, writer: WholeFileIO) -> None:
@@ -29,10 +29,10 @@ class BackgroundIO(CheckpointIO):
         self._writing: Future[None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Begin to write ``path``; :meth:`wait` tells how it went. After a run it is written when this returns.
+        """Start to write ``path``; :meth:`wait` raises the error, if any. After a run, write it before returning.
 
         Raises:
-            CheckpointError: The one before this could not be written, or after a run this one.
+            CheckpointError: The checkpoint before this one could not be written; after a run, this one.
         """
         self.wait()
         if self._thread is None:
@@ -43,14 +43,14 @@ class BackgroundIO(CheckpointIO):
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk."""
+        """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:
-        """Return once nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
-            CheckpointError: What was could not be written; it is told once.
+            CheckpointError: The checkpoint could not be written; it is raised once.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -65,14 +65,14 @@ class BackgroundIO(CheckpointIO):
         self._writer.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """End the thread, once it has written."""
+        """Wait for the thread and end it."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
 
 def copy_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy that nothing changes any more, with its tensors on the host; of those with one content, one."""
+    """Return a copy with its tensors on the host; tensors that share memory become one tensor."""
     copies: dict[Any, torch.Tensor] = {}
     memo: dict[int, Any] = {}
 
@@ -88,7 +88,7 @@ def copy_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """What tensors have in common that are the same memory; a shard, which has none of its own, only with itself."""
+    """Return a key that tensors in the same memory share; a shard has a key of its own."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return id(tensor)
     return tensor.device, tensor.dtype, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

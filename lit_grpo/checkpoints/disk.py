@@ -1,41 +1,43 @@
-"""The place of a checkpoint on the disk, where the old one or the new one is at any time."""
+"""The place of a checkpoint on the disk, which holds the old one or the new one at any time."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+from lit_grpo.terminal import first_line
+
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be written; the one before it is still there."""
+    """A checkpoint could not be written; the one before it is unchanged."""
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """Say why ``path`` could not be written."""
     cause = error if isinstance(error, OSError) else error.__context__
-    reason = cause.strerror if isinstance(cause, OSError) else (str(error).splitlines() or [type(error).__name__])[0]
+    reason = cause.strerror if isinstance(cause, OSError) else first_line(error)
     return CheckpointError(
-        f"The checkpoint {path} could not be written ({reason}), and what was there has been left as it was; "
-        "make room or choose another run.dir."
+        f"The checkpoint {path} could not be written ({reason}), and the one before it is unchanged; make room or "
+        "choose another run.dir."
     )
 
 
 def aside_of(path: Path) -> Path:
-    """Where a checkpoint is written before it takes its place."""
+    """Return the path at which a checkpoint is written before it is moved to its place."""
     return path.with_name(f".{path.name}.writing")
 
 
 def settled(path: Path) -> Path:
-    """Return where the checkpoint of a place is: there, or beside it where a kill came while it was replaced."""
+    """Return where a checkpoint is: in its place, or next to it if a kill interrupted its replacement."""
     before = _before(path)
     return before if not path.exists() and before.exists() else path
 
 
 def put_in_place(aside: Path, path: Path) -> None:
-    """Put a file or a folder that has been written in the place of the checkpoint that was there, if there was one.
+    """Move a written file or folder to its place, and remove the checkpoint that was there.
 
-    A file takes a file's place at once. No system lets a folder take another's: the one that was there goes aside
-    first, where :func:`settled` finds it until the new one is in its place.
+    A file replaces a file at once. No system lets a folder replace another: the old checkpoint is moved aside first,
+    where :func:`settled` finds it until the new one is in its place.
     """
     before = _before(path)
     if path.exists() and (path.is_dir() or aside.is_dir()):

@@ -18,42 +18,42 @@ from lit_grpo.checkpoints.whole import check_whole
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Writes a checkpoint aside, in the same folder, and renames it once it is on the disk.
+    """Writes a checkpoint to a temporary file in the same folder, and renames it when it is on the disk.
 
-    Lightning's own writes it below ``$TMPDIR`` first: from another file system it comes piece by piece, over the
-    checkpoint that was there.
+    Lightning writes below ``$TMPDIR`` first. If that is another file system, the checkpoint is copied piece by piece
+    over the old one.
     """
 
     def prepare(self) -> None:
-        """Do what only the thread may do that trains."""
+        """Do the part of saving that only the training thread may do."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Write ``path``, which is the old checkpoint or the new one at any time.
+        """Write ``path``, which holds the old checkpoint or the new one at any time.
 
         Raises:
-            CheckpointError: There was no room for it, or it may not be written.
+            CheckpointError: The disk is full, or not writable.
         """
         path = Path(path)
         aside = aside_of(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
+            aside.unlink(missing_ok=True)  # it may be a link to a file of the user
             with aside.open("xb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             put_in_place(aside, path)
-        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of what it fails to write
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if it cannot write
             raise not_written(path, error) from error
         finally:
             with suppress(OSError):
                 aside.unlink()
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Read a file, or put a folder's shards together.
+        """Read a file, or join the shards of a folder.
 
         Raises:
-            DamagedError: It is not what was written, or its weights are no numbers.
+            DamagedError: The checkpoint is damaged, or its weights hold NaN or infinity.
         """
         path = settled(Path(path))
         check_whole(path)
@@ -61,22 +61,22 @@ class WholeFileIO(TorchCheckpointIO):
 
 
 class FolderIO(WholeFileIO):
-    """Writes folders, to which each rank writes its shards; all ranks save, and all or none have saved."""
+    """Writes folders, to which each rank writes its shards. All ranks call it, and either all of them save or none."""
 
     def __init__(self) -> None:
         super().__init__()
         self._group: distributed.ProcessGroup | None = None
 
     def prepare(self) -> None:
-        """Let ranks write together, on hosts, and beside whatever else they exchange."""
+        """Make a process group on CPUs, so that ranks can save while they exchange other things."""
         if self._group is None and distributed.is_initialized():
             self._group = cast("distributed.ProcessGroup", distributed.new_group(backend="gloo"))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write ``path`` together.
+        """Write ``path`` together with the other ranks.
 
         Raises:
-            CheckpointError: One of the ranks could not; all of them raise it.
+            CheckpointError: A rank could not write; all ranks raise it.
         """
         self.prepare()
         state, tensors = apart(checkpoint)
@@ -86,14 +86,14 @@ class FolderIO(WholeFileIO):
 
 
 def read(path: Path, only: tuple[str, ...] = ("state_dict", "optimizer_states")) -> dict[str, Any]:
-    """Read a checkpoint as one device writes it, whatever has written it, onto the host.
+    """Read a checkpoint onto the host, in the form in which one device writes it.
 
     Args:
         path: A file, or a folder of shards.
-        only: What of the shards to read; the rest is left out.
+        only: The parts with shards that are read; the others are left out.
 
     Raises:
-        ValueError: It is a folder that is no checkpoint, or one that lacks files.
+        ValueError: The folder is no checkpoint, or files are missing.
     """
     if not path.is_dir():
         return read_state(path)
@@ -115,7 +115,7 @@ def read(path: Path, only: tuple[str, ...] = ("state_dict", "optimizer_states"))
 
 
 def _numbered(saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with its weights numbered, as torch's own has them, and not by name."""
+    """Return an optimizer's state with numbers in place of the weights' names, as torch saves it."""
     names = [name for group in saved["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]

@@ -1,4 +1,4 @@
-"""A checkpoint that is a folder: what each rank has shards of through torch, and all else once."""
+"""A checkpoint that is a folder: torch writes the shards of each rank, and the first rank everything else."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STATE, METADATA = "state.pt", ".metadata"
-"""What does not depend on ranks, with tensors without content for those that they have shards of; and torch's list."""
+"""The file of everything without shards (a sharded tensor is there without content), and torch's list of the shards."""
 SHARDED = ("state_dict", "optimizer_states")
-"""What ranks have shards of, in a checkpoint as Lightning makes it."""
+"""The parts of Lightning's checkpoint of which ranks have shards."""
 PLAIN = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata"),
@@ -39,19 +39,20 @@ PLAIN = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "int8", "bool"),
 }
-"""All that torch's list is made of; it is a pickle, which could run code if it were made of more."""
+"""The only classes that torch's list may use. The list is a pickle, which could run code if other classes were allowed.
+"""
 
 
 def replaced(
     tree: Any, path: str, replace: Callable[[str, torch.Tensor], torch.Tensor], done: dict[int, Any] | None = None
 ) -> Any:
-    """Return nested dicts and lists with each tensor replaced; where one stands twice, so does what replaces it.
+    """Return nested dicts and lists with each tensor replaced; one tensor in two places is replaced by one tensor.
 
     Args:
-        tree: Of a checkpoint.
-        path: The name of the whole, with which those of the tensors begin.
-        replace: Takes a tensor's name, that of its first place, and the tensor.
-        done: What has been replaced by what, by the tensor's identity.
+        tree: A part of a checkpoint.
+        path: The name of the part; the tensors' names begin with it, as in ``state_dict.policy.lm_head.weight``.
+        replace: Is called with a tensor's name, in its first place, and the tensor.
+        done: The replacements so far, by the tensor's id.
     """
     done = {} if done is None else done
     if isinstance(tree, torch.Tensor):
@@ -66,7 +67,7 @@ def replaced(
 
 
 def apart(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return a checkpoint with tensors without content where ranks have shards, and these by name."""
+    """Return a checkpoint whose sharded tensors have no content, and the shards by name."""
     tensors: dict[str, torch.Tensor] = {}
 
     def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,16 +81,16 @@ def apart(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torc
 def write_folder(
     state: bytes, tensors: dict[str, torch.Tensor], path: Path, group: distributed.ProcessGroup | None
 ) -> None:
-    """Write ``path`` on all ranks; it takes its place once each of them has told that its shards are on the disk.
+    """Write ``path`` on all ranks; it is moved to its place after every rank's shards are on the disk.
 
     Args:
-        state: The file of what does not depend on ranks; of the first rank.
-        tensors: By name, the same names on all ranks.
-        path: Where to, on a file system that all ranks see.
-        group: Of all ranks, on CPUs; none where there is one process.
+        state: The content of the file ``STATE``; the first rank's is written.
+        tensors: The shards by name; all ranks have the same names.
+        path: The folder, on a file system that all ranks see.
+        group: The process group of all ranks, on CPUs; None for a single process.
 
     Raises:
-        CheckpointError: A rank could not write; all ranks raise it, and nothing is left of it.
+        CheckpointError: A rank could not write; all ranks raise it, and the unfinished folder is removed.
     """
     aside = aside_of(path)
     writer = _Writer(aside, path, state)
@@ -105,15 +106,15 @@ def write_folder(
 
 
 def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> None:
-    """Read tensors from a folder, in place, by the names that they were written by; of shards, this rank's.
+    """Read tensors from a folder in place, by name; a shard gets this rank's part.
 
     Args:
-        tensors: Whole, or shards.
-        path: Of the folder.
-        alone: Whether this process reads whatever others do.
+        tensors: Whole tensors, or shards.
+        path: The folder.
+        alone: Whether this process reads without the other ranks.
 
     Raises:
-        ValueError: The folder has been replaced meanwhile, so that some may be of one checkpoint, some of another.
+        ValueError: The folder was replaced meanwhile, so that the tensors may be of two checkpoints.
     """
     before = _stamp(path)
     with _alone(alone):
@@ -123,18 +124,18 @@ def fill(tensors: dict[str, torch.Tensor], path: Path, alone: bool = False) -> N
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without letting it run code; of a folder what does not depend on ranks.
+    """Read a checkpoint without letting it run code; of a folder, everything except the shards.
 
-    Tensors that ranks have shards of have a shape there, and no content; those of a file are read when they are used.
+    A sharded tensor has a shape and no content. The tensors of a file are read from the disk when they are used.
     """
     return torch.load(path / STATE if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that is no checkpoint, or lacks what a rank has written.
+    """Refuse a folder that is no checkpoint, or that lacks the files of a rank.
 
     Raises:
-        ValueError: It is one of these.
+        ValueError: The folder is no checkpoint, is damaged, or lacks files.
     """
     if not (path / STATE).is_file():
         raise ValueError(
@@ -163,7 +164,7 @@ def check_folder(path: Path) -> None:
 
 
 def written_tensors(path: Path) -> Iterator[tuple[str, str, IO[bytes]]]:
-    """Yield what ranks have written to a folder: a tensor's name, its file's, and the archive in it that holds it."""
+    """Yield each shard in a folder: the tensor's name, the file's name, and the archive in the file."""
     reader = _Reader(str(path))
     for index, place in reader.read_metadata().storage_data.items():
         with (path / place.relative_path).open("rb") as file:
@@ -172,20 +173,20 @@ def written_tensors(path: Path) -> Iterator[tuple[str, str, IO[bytes]]]:
 
 
 class _Writer(FileSystemWriter):
-    """Writes aside, and puts the folder in its place in the last step, which the first rank takes for all."""
+    """Writes a temporary folder, which the first rank moves to its place in the last step."""
 
     def __init__(self, aside: Path, path: Path, state: bytes) -> None:
         super().__init__(str(aside))
         self._aside, self._place, self._state = aside, path, state
 
     def storage_meta(self) -> None:
-        """Keep no path of this machine's."""
+        """Store no path of this machine."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        remove(self._aside)  # what a kill has left
+        remove(self._aside)  # a killed run may have left it
         self._aside.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
@@ -209,13 +210,13 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in PLAIN.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} is not what a checkpoint is made of")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
         return getattr(importlib.import_module(module), name)
 
 
 @contextmanager
 def _alone(alone: bool) -> Iterator[None]:
-    """Keep torch from warning of a process that is alone on purpose."""
+    """Suppress torch's warning of a single process where there is one on purpose."""
     with warnings.catch_warnings():
         if alone:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

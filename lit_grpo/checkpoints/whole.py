@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: by the checksums in its archives, and by weights that are numbers."""
+"""Whether a checkpoint is undamaged: the checksums in its archives are right, and its weights are finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from lit_grpo.checkpoints.folder import STATE, check_folder, read_state, written_tensors
 
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, struct.error)
-"""What torch raises of a file that is damaged or of another kind."""
+"""Errors of torch for a file that is damaged or no checkpoint."""
 _NO_ARCHIVE = (
     *(zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError, OSError, ValueError),
     *(OverflowError, struct.error, LookupError),
@@ -27,41 +27,41 @@ _NO_ARCHIVE = (
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not what was written, or its weights are no numbers."""
+    """A checkpoint is damaged, or its weights hold NaN or infinity."""
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a checkpoint that is damaged, of which torch itself loads most, or whose weights are no numbers.
+    """Refuse a checkpoint that is damaged, even if torch would load it, or whose weights hold NaN or infinity.
 
-    All of it is read once, of a folder the shards of all ranks too; a checkpoint that has been read through and has
-    not changed since is not read again.
+    The whole checkpoint is read once, with the shards of all ranks. A checkpoint that has not changed since it was
+    checked is not read again.
 
     Args:
         path: A file, or a folder of shards.
 
     Raises:
-        DamagedError: It is one of these, or a later Lightning has written it; the sentence names the newest whole
-            checkpoint beside it.
-        ValueError: It is a folder that is no checkpoint, or one that lacks files.
+        DamagedError: It is damaged, has weights that are not finite, or was written by a later Lightning. The message
+            names the newest undamaged checkpoint in the same folder.
+        ValueError: The folder is no checkpoint, or files are missing.
     """
     refuse(path, fault_of(path))
 
 
 def refuse(path: Path, fault: str | None) -> None:
-    """Refuse a checkpoint for what :func:`fault_of` has found, on this rank or another.
+    """Refuse a checkpoint if :func:`fault_of` has found a fault, on this rank or another.
 
     Raises:
-        DamagedError: It has found something; the sentence names the newest whole checkpoint beside it.
+        DamagedError: There is a fault. The message names the newest undamaged checkpoint in the same folder.
     """
     if fault is not None:
         raise DamagedError(f"{str(path)!r} {fault}; {_whole_beside(path)}.")
 
 
 def fault_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, as what follows its name in a sentence; ``None`` where nothing is.
+    """Return the fault of a checkpoint, as the rest of a sentence that begins with its name; ``None`` without a fault.
 
     Raises:
-        ValueError: It is a folder that is no checkpoint, or one that lacks files.
+        ValueError: The folder is no checkpoint, or files are missing.
     """
     if path.is_dir():
         check_folder(path)
@@ -71,7 +71,7 @@ def fault_of(path: Path) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _fault(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
-    """Look a checkpoint through; ``stamps`` are the names, sizes and times of its files, which tell of a change."""
+    """Do the work of :func:`fault_of` once for files of these names, sizes and times (``stamps``)."""
     state = path / STATE if path.is_dir() else path
     with state.open("rb") as file:
         damage = _damage(file)
@@ -83,7 +83,7 @@ def _fault(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
     if damage is not None:
         return f"is damaged ({damage})"
     if not isinstance(checkpoint, Mapping):
-        return None  # whoever reads it says what it is not
+        return None  # the code that reads it reports this
     if (fault := _version_fault(checkpoint.get("pytorch-lightning_version"))) is not None:
         return fault
     if path.is_dir():
@@ -92,13 +92,13 @@ def _fault(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
 
 
 def _damage(file: IO[bytes]) -> str | None:
-    """What the checksums of an archive show, in words."""
+    """Say whether an archive is unreadable or a checksum in it is wrong; ``None`` if it is undamaged."""
     try:
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()
     except _NO_ARCHIVE as error:
         return f"its archive cannot be read: {error}"
-    return None if member is None else f"the checksum of {member} in it is not that of its bytes"
+    return None if member is None else f"the checksum of {member} in it does not match its bytes"
 
 
 def _shards_fault(folder: Path) -> str | None:
@@ -116,12 +116,12 @@ def _shards_fault(folder: Path) -> str | None:
 
 
 def _version_fault(version: Any) -> str | None:
-    if version is None:  # of a file that Lightning has not written
+    if version is None:  # Lightning has not written the file
         return None
     try:
         theirs, ours = Version(str(version)), Version(lightning_version)
     except InvalidVersion:
-        return f"is damaged (its pytorch-lightning_version is {version!r:.40}, which is none)"
+        return f"is damaged (its pytorch-lightning_version is {version!r:.40}, which is no version)"
     if theirs.release[:2] > ours.release[:2]:
         return (
             f"was written with Lightning {theirs}, which this Lightning {ours} does not know; install "
@@ -148,7 +148,7 @@ def _no_number(name: str) -> str:
 
 
 def _whole_beside(path: Path) -> str:
-    """Name the newest whole checkpoint in a damaged one's folder."""
+    """Say which checkpoint to take in place of a damaged one: the newest undamaged one in its folder."""
     versions: dict[Path, int] = {}
     for other in path.parent.glob("*.ckpt"):
         with suppress(*UNREADABLE):
@@ -157,4 +157,4 @@ def _whole_beside(path: Path) -> str:
     if not versions:
         return "give one that a run has left in its folder checkpoints/"
     newest = max(versions, key=lambda other: versions[other])
-    return f"beside it {str(newest)!r} is whole, of update {versions[newest]}: give that"
+    return f"give {str(newest)!r}, which is undamaged and of update {versions[newest]}"

@@ -20,8 +20,8 @@ from lit_grpo.checks import check_trainer
 from lit_grpo.cli.parsing.errors import InputParser, one_sentence, own_frames
 from lit_grpo.cli.parsing.help import add_short_help
 from lit_grpo.cli.parsing.names import DEFAULTS
+from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_last
 from lit_grpo.cli.parsing.sentences import exit_with
-from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
 from lit_grpo.module import GRPOModule
@@ -37,7 +37,7 @@ from lit_grpo.training.run_folder import RunConfig, RunFolder, is_first_rank
 from lit_grpo.update.metrics import LogprobGapError
 
 RUN_NAME = "LIT_GRPO_RUN_NAME"
-"""The variable by which the ranks that the first one starts know the run's name."""
+"""The environment variable by which the first rank tells the run's name to the ranks that it starts."""
 
 EPILOG = "Also, each with --help: " + ", ".join(f"{name} ({tool.what})" for name, tool in TOOLS.items()) + "; --version"
 
@@ -48,7 +48,7 @@ GROUPS: dict[str, type] = {
     "checkpoint": RunCheckpoint,
     **CALLBACKS,
 }
-"""What the groups of fields make, the trainer aside."""
+"""The class of each group of fields, except the trainer's."""
 
 MISTAKES = (
     ValueError,
@@ -62,7 +62,7 @@ MISTAKES = (
 
 
 TRAINERS = (TypeError, RuntimeError, KeyError, AttributeError, OverflowError, AssertionError, ImportError)
-"""What Lightning's Trainer raises of settings that it does not check, beside those above."""
+"""Further errors of Lightning's Trainer for settings that it does not check."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -71,8 +71,8 @@ class GRPOCLI(LightningCLI):
     """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order.
 
     Args:
-        run_folder: Of this run; not claimed yet.
-        kwargs: As LightningCLI takes them.
+        run_folder: The folder of this run; not claimed yet.
+        kwargs: Arguments of LightningCLI.
     """
 
     def __init__(self, run_folder: RunFolder, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class GRPOCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommand that was asked for, or all of them: the parser of each takes a third of a second."""
+        """Return the subcommand of the command line, or all; making the parser of each takes a third of a second."""
         known = LightningCLI.subcommands()
         asked = sys.argv[1] if len(sys.argv) > 1 else ""
         return {asked: known[asked]} if asked in known else known
@@ -106,10 +106,10 @@ class GRPOCLI(LightningCLI):
         return self.config if self.subcommand is None else self.config[self.subcommand]
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the command line's settings alone: what a checkpoint was trained with does not override them."""
+        """Do nothing: the settings of a checkpoint do not override those of the command line."""
 
     def before_instantiate_classes(self) -> None:
-        """Check the settings, claim the run's folder, and point everything that writes at it."""
+        """Check the settings, claim the run's folder, and make it the folder of everything that is written."""
         settings = self._settings
         check_values(settings, GROUPS)
         find_last(settings)
@@ -118,12 +118,12 @@ class GRPOCLI(LightningCLI):
         if self.subcommand == "fit":
             settings["run"]["name"] = self._claim(RunConfig(**settings["run"]), bool(settings.get("ckpt_path")))
         else:
-            self.save_config_callback = None  # the folder keeps the config that it was trained with
+            self.save_config_callback = None  # the folder keeps the config of the training
         folder = RunConfig(**settings["run"]).folder.absolute()
         settings["trainer"]["default_root_dir"] = str(folder)
 
     def _claim(self, run: RunConfig, resumes: bool) -> str:
-        """Claim the run's folder; return the name that it has, which the first rank tells those that it starts."""
+        """Claim the run's folder; return the run's final name, which the first rank tells to the ranks it starts."""
         if not is_first_rank():
             return os.environ.get(RUN_NAME, run.name)
         self.run_folder.claim(run.folder, resumes)
@@ -138,7 +138,7 @@ class GRPOCLI(LightningCLI):
         return name
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Give the trainer the run's loggers, unless the config names others, and its first callbacks."""
+        """Make the trainer with the run's loggers, unless the config names others, and with the first callbacks."""
         settings = self._settings
         trainer = self._get(self.config_init, "trainer")
         if trainer["logger"] is None:
@@ -154,7 +154,7 @@ class GRPOCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except TRAINERS as error:
-            raise ValueError(f"Lightning's Trainer does not take the settings of trainer: {error}") from error
+            raise ValueError(f"Lightning's Trainer refuses the settings of trainer: {error}") from error
 
     def _described(self) -> dict[str, Any]:
         """Return all settings as plain values."""
@@ -162,7 +162,7 @@ class GRPOCLI(LightningCLI):
         return yaml.safe_load(parser.dump(self._settings, skip_none=False))
 
     def before_fit(self) -> None:
-        """Check all that can be, then open the run's folder, and validate the policy so that curves begin at 0."""
+        """Check everything, then open the run's folder, and validate the policy so that curves begin at update 0."""
         settings = self._settings
         self._check(settings.get("ckpt_path"))
         if is_first_rank():
@@ -173,18 +173,14 @@ class GRPOCLI(LightningCLI):
             self.trainer.validate(self.model, self.datamodule, verbose=False)
 
     def _check(self, ckpt_path: str | None) -> None:
-        """Let data, policy and callbacks find mistakes, as the trainer will; nothing has been written or moved yet."""
+        """Set up data, policy and callbacks to find mistakes before anything is written or moved."""
         trainer, module, data = (
             cast(Any, self.trainer),
             cast(GRPOModule, self.model),
             cast(PromptDataModule, self.datamodule),
         )
-        if (
-            ckpt_path
-            and ckpt_path.endswith(".ckpt")
-            and "://" not in ckpt_path
-            and not settled(Path(ckpt_path)).exists()
-        ):
+        is_local = bool(ckpt_path) and ckpt_path.endswith(".ckpt") and "://" not in ckpt_path
+        if ckpt_path and is_local and not settled(Path(ckpt_path)).exists():
             raise ValueError(
                 f"ckpt_path is {ckpt_path!r}, but there is no such checkpoint; give one of a run's checkpoints."
             )
@@ -192,7 +188,7 @@ class GRPOCLI(LightningCLI):
         trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
         data.setup("fit")
         for callback in trainer.callbacks:
-            if type(callback).__module__.startswith("lit_grpo."):  # the others may write
+            if type(callback).__module__.startswith("lit_grpo."):  # other callbacks may write files
                 callback.setup(trainer, module, "fit")
         module.setup("fit")
         with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
@@ -204,16 +200,20 @@ class GRPOCLI(LightningCLI):
 
 
 class LikeFitCLI(GRPOCLI):
-    """Takes the settings of ``fit``, for another command."""
+    """The settings of ``fit`` for another command."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return that of ``fit`` alone."""
+        """Return only ``fit``."""
         return {"fit": LightningCLI.subcommands()["fit"]}
 
 
 def cli_arguments(args: list[str] | None) -> dict[str, Any]:
-    """What LightningCLI is told of the project, and the arguments to parse: those of the process by default."""
+    """Return the arguments of LightningCLI for this project.
+
+    Args:
+        args: The command line; by default that of the process.
+    """
     return {
         "model_class": GRPOModule,
         "datamodule_class": PromptDataModule,
@@ -224,7 +224,7 @@ def cli_arguments(args: list[str] | None) -> dict[str, Any]:
         "auto_configure_optimizers": False,
         "load_from_checkpoint_support": False,
         "parser_class": InputParser,
-        # Without abbreviations: a field that is misspelt is not the one that begins so.
+        # Without abbreviations: a misspelt field must not be taken for the field that begins with it.
         "parser_kwargs": {"prog": "python -m lit_grpo", "epilog": EPILOG, "allow_abbrev": False},
     }
 
@@ -239,7 +239,7 @@ def run(args: list[str] | None = None) -> None:
     except OSError as error:
         if _is_gone(error, run_folder.path) and not os.environ.get("LIT_GRPO_TRACEBACK"):
             exit_with(
-                f"The run's file {error.filename} is not there any more: its folder {run_folder.path} was moved or "
+                f"The run's file {error.filename} does not exist any more: its folder {run_folder.path} was moved or "
                 "deleted while the run went on; resume from a checkpoint in it with --ckpt_path, or begin again."
             )
         if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
@@ -260,17 +260,17 @@ def run(args: list[str] | None = None) -> None:
 
 
 def _is_gone(error: OSError, folder: Path) -> bool:
-    """Whether a file was looked for in vain in the run's folder, once there was one."""
+    """Whether a file in the run's folder does not exist, after the folder was opened."""
     inside = error.filename is not None and Path(str(error.filename)).absolute().is_relative_to(folder.absolute())
     return isinstance(error, FileNotFoundError) and folder != Path() and inside
 
 
 def quieten() -> None:
-    """Silence what says nothing to the user; each entry names the cause."""
-    # TensorBoard writes in a thread, whose error on a full disk the next write raises where it is told of.
+    """Silence messages that tell the user nothing; each entry names the cause."""
+    # TensorBoard writes in a thread. Its error on a full disk is raised again by the next write, and reported there.
     threading.excepthook = _quiet_of_full_disks
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we fork no workers after tokenising
-    # Lightning calls jsonargparse by names that are deprecated.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no worker is forked after tokenising
+    # Lightning uses deprecated names of jsonargparse.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     silence()
 

@@ -1,7 +1,7 @@
-"""Conversations: which are taken, and how the tokenizer's chat template makes token ids of them.
+"""Conversations: which ones can be prompts, and how the tokenizer's chat template turns them into token ids.
 
-Content in parts of text becomes one text. The history may hold tool calls: ``{"role": "assistant", "content": None,
-"tool_calls": [...]}`` and the tool's answer, as the chat templates of transformers take them.
+Content in several parts of text becomes one text. The history may hold tool calls and the tools' answers, in the form
+of transformers' chat templates: ``{"role": "assistant", "content": None, "tool_calls": [...]}``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Message = dict[str, Any]
 
 NO_MESSAGE = 'has a chat message that is not {"role": text, "content": text}'
 LIMIT_S = 20.0
-"""Seconds that a chat template may take for one conversation; it takes milliseconds."""
+"""Seconds that a chat template may take for one conversation; it usually takes milliseconds."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class UnusableRow(Exception):
-    """A row that can be no prompt; the message is the reason and follows the words "row 7"."""
+    """A row that cannot be a prompt; the message gives the reason and continues a sentence such as "row 7"."""
 
 
 class EndlessTemplate(Exception):
-    """A chat template that does not come to an end; the message follows the words "row 7"."""
+    """A chat template that does not end; the message continues a sentence such as "row 7"."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -41,12 +41,12 @@ class EndlessTemplate(Exception):
 
 
 def read_message(message: Any) -> Message:
-    """Return a message of a row with its content as one text, less fields that have no value.
+    """Return a message of a row with its content as one text, without the fields that are None.
 
-    Its content stays None where it is an assistant's tool call.
+    The content of an assistant's tool call stays None.
 
     Raises:
-        UnusableRow: It is no message of text.
+        UnusableRow: The message has no text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnusableRow(NO_MESSAGE)
@@ -71,11 +71,13 @@ def _is_call(call: Any) -> bool:
 def encode_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> list[int]:
-    """Return the token ids of a conversation; one that ends in an assistant's message is to be continued.
+    """Return the token ids of a conversation.
+
+    If the conversation ends in an assistant's message, the policy continues that message; else it answers.
 
     Raises:
-        UnusableRow: The chat template refuses it, or fails.
-        EndlessTemplate: The chat template has not come to its end within ``LIMIT_S``.
+        UnusableRow: The chat template refuses the conversation, or fails.
+        EndlessTemplate: The chat template has not ended within ``LIMIT_S``.
         ValueError: The tokenizer has no chat template.
     """
     if tokenizer.chat_template is None:
@@ -86,10 +88,11 @@ def encode_chat(
     continues = messages[-1]["role"] == "assistant"
     if continues and messages[-1]["content"] is None:
         raise UnusableRow("ends in a tool call, which cannot be continued; add the tool's answer, or take the call out")
-    how = {**options, "add_generation_prompt": not continues, "continue_final_message": continues}
+    options = {**options, "add_generation_prompt": not continues, "continue_final_message": continues}
     with _limited(LIMIT_S):
-        taken = _as_taken(messages, tokenizer, how) if any("tool_calls" in each for each in messages) else messages
-        return list(_apply(taken, tokenizer, {**how, "return_dict": False}))
+        if any("tool_calls" in message for message in messages):
+            messages = _in_accepted_form(messages, tokenizer, options)
+        return list(_apply(messages, tokenizer, {**options, "return_dict": False}))
 
 
 def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Any:
@@ -107,16 +110,17 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, opti
         ) from error
 
 
-def _as_taken(
+def _in_accepted_form(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> Sequence[Message]:
-    """Return a conversation with tool calls in the form that the template takes.
+    """Return a conversation with tool calls in the form that the template accepts.
 
-    Templates differ in two things, and those that are given what they do not take fail or write it as Python does:
-    arguments are a dict for most, and text for some; and a call's content is null for most, and empty text for some.
+    Templates differ in two points. Most expect arguments as a dict, some as JSON text; most expect a call's content to
+    be null, some an empty text. In a wrong form a template fails, or writes a value as Python prints it, such as
+    ``None``.
 
     Raises:
-        UnusableRow: The template takes no form.
+        UnusableRow: The template accepts no form.
     """
     shown: dict[tuple[bool, str | None], str] = {}
     faults: list[UnusableRow] = []
@@ -153,7 +157,7 @@ def _as_taken(
 def _shows_calls(
     text: str, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> bool:
-    """Whether a conversation, which is rendered as ``text``, reads differently without its tool calls."""
+    """Whether a conversation, whose rendering is ``text``, is rendered differently without its tool calls."""
     without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
     try:
         return bool(_apply(without, tokenizer, {**options, "tokenize": False}) != text)
@@ -171,7 +175,7 @@ def _text_of(part: Message) -> str:
 
 
 def _in_form(message: Message, as_text: bool, blank: str | None) -> Message:
-    """A message whose tool calls have their arguments as JSON text, or as what that says, and ``blank`` for null."""
+    """Return a message in one form: arguments of its tool calls as JSON text or as a dict, and ``blank`` as content."""
     if "tool_calls" not in message:
         return message
     calls: list[Message] = []
@@ -191,7 +195,7 @@ def _arguments_as(arguments: Any, as_text: bool) -> Any:
     try:
         return json.loads(arguments)
     except json.JSONDecodeError:
-        return arguments  # as a policy may have written them
+        return arguments  # a policy may have written text that is no JSON
 
 
 def _arguments(messages: Sequence[Message]) -> Iterator[Any]:
@@ -204,9 +208,9 @@ def _arguments(messages: Sequence[Message]) -> Iterator[Any]:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise ``EndlessTemplate`` in this thread where what is done in Python takes longer.
+    """Raise ``EndlessTemplate`` in this thread if the code within takes longer.
 
-    A template is Python code, which no timeout of a library ends; a signal would reach the main thread alone.
+    A template runs as Python code, which only an exception can end. A signal would reach the main thread only.
     """
     thread, lock, over = threading.get_ident(), threading.Lock(), False
 

@@ -1,4 +1,4 @@
-"""Held-out prompts that are trained on."""
+"""Validation prompts that are also training prompts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from lit_grpo.types import Prompt
 
-LEAST_SHARE = 0.1  # of the validation prompts; a few alike are chance in small data
+LEAST_SHARE = 0.1  # of the validation prompts; in small data a few equal prompts are chance
 REMEDY = "give data.validation rows that are held out, or leave it out"
 
 
 def shared_validation(prompts: Mapping[str, Sequence[Prompt]]) -> str:
-    """Say how many validation prompts have the tokens of a training prompt; an empty text where they are few.
+    """Say how many validation prompts are training prompts too; return an empty text if they are few.
 
     Args:
-        prompts: By split.
+        prompts: The prompts by split.
     """
     held_out = prompts.get("validation", ())
     trained = {prompt.token_ids for prompt in prompts.get("train", ())}

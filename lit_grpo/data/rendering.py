@@ -1,4 +1,4 @@
-"""Rows become prompts: template, chat template and tokens."""
+"""From a row of the data to the token ids of its prompt: template, chat template and tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESERVED_CHAT_KWARGS = {
 
 
 class Rendered(NamedTuple):
-    """What becomes of a row: ``messages`` is the conversation that the row's prompt is, where it is one."""
+    """The prompt of a row; ``messages`` is None if the row's prompt is a text and no conversation."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -38,7 +38,19 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptRenderer:
-    """Turns a row into the token ids and the text of its prompt; the fields are those of PromptDataModule."""
+    r"""Turns a row into the token ids and the text of its prompt.
+
+    .. code-block:: text
+
+        row               {"question": "2 + 3 = ?", "answer": 5}
+        template          "{question} Think first."      -> "2 + 3 = ? Think first."
+        system_prompt     "You are a tutor."             -> a conversation of a system and a user message
+        chat template     of the tokenizer               -> "<|im_start|>system ... <|im_start|>assistant\n"
+        tokenizer                                        -> (151644, 8948, 198, ...)
+
+    A prompt without template is the column ``prompt_column``: a text, or a list of chat messages. Without a chat
+    template the text is tokenized as it is. The fields are those of :class:`lit_grpo.data.PromptDataModule`.
+    """
 
     prompt_column: str = "prompt"
     template: str | None = None
@@ -60,16 +72,16 @@ class PromptRenderer:
             )
         if taken := RESERVED_CHAT_KWARGS.intersection(self.chat_template_kwargs or {}):
             raise ValueError(
-                f"data.chat_template_kwargs may not set {', '.join(sorted(taken))}, which decides how token "
-                "ids are made here; leave only variables of the chat template."
+                f"data.chat_template_kwargs may not set {', '.join(sorted(taken))}, which lit_grpo sets itself; leave "
+                "only variables of the chat template."
             )
 
     def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-        """Return token ids, text, and the messages where the row's prompt is a conversation.
+        """Return the prompt of a row.
 
         Raises:
-            UnusableRow: The row has no prompt, or none that is usable.
-            EndlessTemplate: The chat template does not come to an end.
+            UnusableRow: The row has no prompt, or one that cannot be used.
+            EndlessTemplate: The chat template does not end.
             ValueError: A chat template is needed and the tokenizer has none.
         """
         rendered = self.rendered(row, tokenizer)
@@ -79,9 +91,9 @@ class PromptRenderer:
         return rendered
 
     def rendered(self, row: Row, tokenizer: PreTrainedTokenizerBase, in_front: str = "") -> Rendered:
-        """Do so however long it is, with a text in front of the question: of a conversation, of its last user's turn.
+        """Return the prompt of a row however long it is, with the text ``in_front`` before the question.
 
-        Raises what :meth:`render` does.
+        In a conversation the text is put before the last user message. Raises what :meth:`render` does.
         """
         prompt, messages = _with_text(self._read(row), in_front), None
         if self._renders_as_chat(prompt):
@@ -134,10 +146,10 @@ class PromptRenderer:
 
 
 def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokenizerBase, what: str = "prompt") -> None:
-    """Check that the tokenizer knows all characters of a text, which is a row's prompt or its hint.
+    """Check that the tokenizer knows all characters of a row's prompt or hint.
 
     Raises:
-        UnusableRow: It does not.
+        UnusableRow: The tokenizer lacks a character.
     """
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and unknown in token_ids:
@@ -145,7 +157,7 @@ def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokeni
 
 
 def _with_text(prompt: Any, text: str) -> Any:
-    """Put a text in front of a prompt; of a conversation, in front of its last user's turn."""
+    """Put a text before a prompt; in a conversation, before its last user message."""
     if not text or isinstance(prompt, str):
         return text + prompt if text else prompt
     turns = [place for place, message in enumerate(prompt) if message["role"] == "user"]

@@ -1,1 +1,1 @@
-"""What a run shows in the terminal: live lines while it goes on, samples, and a card before and after."""
+"""The output of a run on the terminal: live lines, samples, and a card before the first update and after the last."""

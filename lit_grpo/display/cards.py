@@ -1,4 +1,4 @@
-"""What a run says before its first update and behind its last."""
+"""The cards that a run prints before its first update and after its last."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEAST_WIDTH = 10
 
 
 class Card:
-    """Facts by their names, and commands that can be copied, each within the width that there is.
+    """Facts with their names, and commands to copy, folded to the width of the terminal.
 
     Args:
-        title: Stands above, if there is one.
-        facts: By name.
-        commands: Lists of a command and its arguments.
+        title: The first line; an empty title makes no line.
+        facts: The facts by name.
+        commands: Each a list of a command and its arguments.
     """
 
     def __init__(self, title: str, facts: Mapping[str, str], commands: Sequence[Sequence[str]] = ()) -> None:
@@ -49,7 +49,7 @@ class Card:
 
 
 def folded(command: Sequence[str], width: int) -> list[str]:
-    """Write a command in lines of at most ``width`` columns, where its arguments are that short, for a shell."""
+    """Write a command for a shell, in lines of at most ``width`` columns unless one argument is longer."""
     lines = [MARGIN + command[0]]
     for argument in command[1:]:
         if len(lines[-1]) + len(argument) + len(" \\") < width:
@@ -61,7 +61,7 @@ def folded(command: Sequence[str], width: int) -> list[str]:
 
 
 def _at_commas(fact: str, width: int) -> list[str]:
-    """Break a fact behind its commas, into lines of at most ``width`` columns where its parts are that short."""
+    """Break a fact after commas into lines of at most ``width`` columns, unless one part is longer."""
     parts = fact.split(", ")
     lines = parts[:1]
     for part in parts[1:]:
@@ -74,7 +74,7 @@ def _at_commas(fact: str, width: int) -> list[str]:
 
 
 def near(path: str | Path) -> str:
-    """Write a path from the working directory, where it is below that, for a shell."""
+    """Write a path for a shell; a path below the working directory is written relative to it."""
     path = Path(path)
     here = Path(os.getcwd())
     return shlex.quote(str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path))

@@ -1,4 +1,4 @@
-"""Lines of fields that fit the screen."""
+"""Lines of fields that fit the width of the screen."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LEAST_BAR, MOST_BAR = 8, 30
 
 
 class Field(NamedTuple):
-    """A part of a line. Where the screen is too narrow, the field of the highest ``rank`` is left out first.
+    """A part of a line. On a narrow screen the field with the highest ``rank`` is left out first.
 
-    A ``share`` makes it a bar, which takes the columns that are left over.
+    A field with a ``share`` is a bar, which takes the remaining columns.
     """
 
     text: str
@@ -26,12 +26,12 @@ class Field(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The least columns that it takes."""
+        """The smallest number of columns that it needs."""
         return cell_len(self.text) if self.share is None else LEAST_BAR
 
 
 def fitting(fields: Sequence[Field], width: int) -> list[Field]:
-    """Leave out fields until the others stand in ``width`` columns; one always stays."""
+    """Leave out fields until the others fit in ``width`` columns; one field always stays."""
     kept = [field for field in fields if field.text or field.share is not None]
     while len(kept) > 1 and _columns(kept) > width:
         kept.remove(max(kept, key=lambda field: field.rank))
@@ -54,7 +54,7 @@ def as_text(fields: Sequence[Field], width: int, ascii_only: bool = False) -> Te
 
 
 def as_plain(fields: Sequence[Field]) -> str:
-    """Return all fields but bars as text."""
+    """Return all fields except bars as text."""
     return GAP.join(field.text for field in fields if field.text and field.share is None)
 
 

@@ -1,4 +1,4 @@
-"""How far a run and its rollout are, as the fields of a line each."""
+"""The progress of a run and of its rollout, as fields of a line each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ UNDER_WAY = {
     "weight sync": "sending weights",
     "checkpoint": "saving a checkpoint",
 }
-"""What a phase of a run is called; any other is getting ready."""
+"""Phases of a run in words; any other phase is called "getting ready"."""
 KNOWN = ("reward", "val/pass@1", "tokens/s", "peak_GiB")
 
 
 class UpdateCount:
-    """Counts the updates of a run, and how long they take.
+    """Counts the updates of a run, and measures how long they take.
 
     Args:
-        done: Those that have been made.
-        total: Those that are to be made; None where nothing says so.
+        done: Updates made before the run started.
+        total: Updates of the whole run; None if nothing limits them.
     """
 
     def __init__(self, done: int, total: int | None) -> None:
@@ -36,17 +36,17 @@ class UpdateCount:
         self._ended = self._began
 
     def move(self, done: int) -> None:
-        """So many have been made by now."""
+        """Set the number of updates that have been made."""
         self.done, self._ended = done, time.monotonic()
 
     @property
     def share(self) -> float | None:
-        """The part that is done."""
+        """The share of the updates that have been made."""
         return None if not self.total else self.done / self.total
 
     @property
     def seconds_left(self) -> float:
-        """Until all are made, at the speed so far, validation included; NaN before the first and behind the last."""
+        """Seconds until the last update at the speed so far, with validation; NaN before the first, after the last."""
         if self.total is None or self.done in (self._first, self.total):
             return math.nan
         each = (self._ended - self._began) / (self.done - self._first)
@@ -59,11 +59,11 @@ class UpdateCount:
 
 
 class RolloutCount:
-    """Counts what comes of a rollout; two additions a step.
+    """Counts tokens and completions of a rollout; it costs two additions a decoding step.
 
     Args:
-        flight: What is in work.
-        mean_tokens: How long completions of an earlier rollout were; NaN where there was none.
+        flight: The completions in work.
+        mean_tokens: The mean length of completions in the last rollout; NaN if there was none.
     """
 
     def __init__(self, flight: Flight, mean_tokens: float) -> None:
@@ -72,7 +72,7 @@ class RolloutCount:
         self.tokens = self.done = self._done_tokens = 0
 
     def end_one(self, num_tokens: int) -> None:
-        """A completion has come to its end."""
+        """Count a completion that has ended."""
         self.done += 1
         self._done_tokens += num_tokens
 
@@ -83,26 +83,26 @@ class RolloutCount:
 
     @property
     def mean_tokens(self) -> float:
-        """The mean length of those that have ended."""
+        """The mean length of the completions that have ended."""
         return self._done_tokens / self.done if self.done else math.nan
 
     @property
     def tokens_per_s(self) -> float:
-        """Since it began."""
+        """Tokens per second since the rollout began."""
         return self.tokens / max(time.monotonic() - self._began, 1e-6)
 
     @property
     def seconds_left(self) -> float:
-        """A rough estimate: as if completions were as long as in the last rollout, at the speed so far; NaN at first.
+        """A rough estimate at the speed so far, if completions are as long as in the last rollout; NaN at first.
 
-        Where there was none, they are taken to be as long as those that have ended.
+        Without a last rollout, completions are expected to be as long as those that have ended.
         """
         expected = self.mean_tokens if math.isnan(self._expected) else self._expected
         tokens = max(self.total * expected - self.tokens, self.total - self.done)
         return tokens / self.tokens_per_s if self.tokens and not math.isnan(expected) else math.nan
 
     def fields(self, name: str, memory: str = "") -> list[Field]:
-        """What a line says of it. Left out first: the bar, memory, slots, tokens/s, the time to go."""
+        """Return the fields of a line. The bar is left out first, then memory, slots, tokens/s and the time to go."""
         return [
             Field(f"{name} {self.done}/{self.total} completions", 0, "cyan"),
             Field("", 5, "cyan", share=self.done / max(self.total, 1)),
@@ -114,9 +114,9 @@ class RolloutCount:
 
 
 def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float], passes: str = "") -> list[Field]:
-    """What a line says of the run.
+    """Return the fields of the run's line.
 
-    Left out first: what passes, metrics of others, the bar, pass@1, the reward, the time left.
+    The rule of passing is left out first, then further metrics, the bar, pass@1, the reward and the time left.
     """
     share, passed = updates.share, pass_text(metrics)
     return [
@@ -131,7 +131,7 @@ def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float], pa
 
 
 def phase_fields(phase: str, seconds: float, metrics: Mapping[str, float]) -> list[Field]:
-    """What a line says of a phase that counts nothing, with the last update's figures. Left out first: memory."""
+    """Return the fields of a phase that counts nothing, with figures of the last update; memory is left out first."""
     return [
         Field(f"{UNDER_WAY.get(phase, 'getting ready')} {duration(seconds)}", 0, "cyan"),
         Field(speed_text(metrics), 1),
@@ -140,7 +140,7 @@ def phase_fields(phase: str, seconds: float, metrics: Mapping[str, float]) -> li
 
 
 def update_fields(updates: UpdateCount, metrics: Mapping[str, float]) -> list[Field]:
-    """What a plain line says of an update."""
+    """Return the fields of an update in a plain line."""
     texts = (
         *(f"update {updates.text}", reward_text(metrics), pass_text(metrics), speed_text(metrics)),
         *(memory_text(metrics), _time(updates.seconds_left, "left"), *_others(metrics)),
@@ -149,23 +149,23 @@ def update_fields(updates: UpdateCount, metrics: Mapping[str, float]) -> list[Fi
 
 
 def reward_text(metrics: Mapping[str, float]) -> str:
-    """``reward 0.812``."""
+    """Return ``reward 0.812``."""
     return f"reward {metrics['reward']:.3g}" if "reward" in metrics else ""
 
 
 def pass_text(metrics: Mapping[str, float], passes: str = "") -> str:
-    """``pass@1 94.1%``, of held-out prompts, or ``pass@1 (correct >= 1) 94.1%``."""
+    """Return ``pass@1 94.1%``, of validation prompts, or ``pass@1 (correct >= 1) 94.1%``."""
     name = f"pass@1 ({passes})" if passes else "pass@1"
     return f"{name} {metrics['val/pass@1']:.1%}" if "val/pass@1" in metrics else ""
 
 
 def speed_text(metrics: Mapping[str, float]) -> str:
-    """``2.31k tokens/s``, of rollout and update."""
+    """Return ``2.31k tokens/s``, of rollout and update together."""
     return f"{count(metrics['tokens/s'])} tokens/s" if "tokens/s" in metrics else ""
 
 
 def memory_text(metrics: Mapping[str, float]) -> str:
-    """``0.51 GiB``, the peak of the last update."""
+    """Return ``0.51 GiB``, the peak of the last update."""
     return f"{metrics['peak_GiB']:.3g} GiB" if "peak_GiB" in metrics else ""
 
 

@@ -1,4 +1,4 @@
-"""Sampled completions, folded to the terminal."""
+"""Sampled completions, folded to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.text import Text
 from lit_grpo.terminal import counted, visible
 
 LINES = {"prompt": (3, 0), "completion": (6, 2), "reference": (2, 1)}
-"""The most lines of a text, and how many of them are its head where it has more; its end is always shown."""
+"""For each text the most lines, and how many of them show the beginning of a longer text; its end is always shown."""
 LEAST_WIDTH = 10
 
 
 class Sample(NamedTuple):
-    """A completion and what came of it.
+    """A completion with its rewards.
 
-    ``rewards`` are those of each function, ``reference`` the columns of the data that they compare it with.
+    ``rewards`` has the value of each function, and ``reference`` the columns of the data that functions compare with.
     """
 
     prompt: str
@@ -33,11 +33,11 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """A block of lines for each sample, within the width that there is.
+    """A block of lines for each sample, folded to the width of the terminal.
 
     Args:
-        title: Stands above them.
-        samples: What to show.
+        title: The first line.
+        samples: The samples to show.
     """
 
     def __init__(self, title: str, samples: Sequence[Sample]) -> None:
@@ -60,16 +60,16 @@ class Samples:
 
 
 def ends(console: Console, text: str, width: int, most: int, head: int) -> list[Text]:
-    """Fold a text; where it has more than ``most`` lines, keep ``head`` of them, and the last.
+    """Fold a text; if it has more than ``most`` lines, keep ``head`` lines of its beginning, and its end.
 
     Args:
-        console: What it is for.
-        text: Control characters in it are made visible, empty lines left out.
+        console: The console that will print the text.
+        text: The text; control characters in it are made visible, and empty lines left out.
         width: The most columns of a line.
         most: The most lines.
-        head: How many of them are from the beginning; a line behind them says how much is left out.
+        head: How many of them are from the beginning. A line after them says how many characters are left out.
     """
-    reach = 2 * width * most  # so much of a text is enough for all lines from either side
+    reach = 2 * width * most  # so many characters are enough to fill all lines from either end
     if len(text) > 2 * reach:
         first, last = _fold(console, text[:reach], width), _fold(console, text[-reach:], width)
     else:

@@ -1,4 +1,4 @@
-"""Where a run shows what it is at."""
+"""Standard output with live lines at its foot."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ REFRESHES_PER_S = 4
 
 @cache
 def the_console() -> Console:
-    """Return the one console on standard output: a second one would write into the lines that live on the first.
+    """Return the only console on standard output; a second one would write into the live lines of the first.
 
-    In a notebook it writes text alone.
+    In a notebook it writes plain text.
     """
     return Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 
 class Screen:
-    """Standard output: on a terminal with live lines at its foot, or plain text.
+    """Standard output: a terminal with live lines at its foot, or plain text.
 
-    While the lines live, what others print, warn of and log comes out above them, whole.
+    While there are live lines, prints, warnings and logs of other code appear above them.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether lines can live here: not in a file, a pipe, a notebook or an editor's shell."""
+        """Whether live lines are possible; in a file, a pipe, a notebook or an editor's shell they are not."""
         return sys.stdout.isatty() and not self.console.is_dumb_terminal
 
     def show(self, render: Callable[[], RenderableType]) -> None:
-        """Keep lines at the foot of the terminal, made anew a few times a second in a thread of their own."""
+        """Show live lines at the foot of the terminal; a thread renders them again a few times a second."""
         if self._live is not None or not self.is_terminal:
             return
         self._live = Live(
@@ -52,13 +52,13 @@ class Screen:
         )
         outputs = {id(stream): name for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr))}
         self._live.start(refresh=True)
-        for handler in _stream_handlers():  # they write to the streams that they were made with
+        for handler in _stream_handlers():  # they write to the streams of their creation, not to rich's
             if id(handler.stream) in outputs:
                 self._logs.append((handler, handler.stream))
                 handler.setStream(getattr(sys, outputs[id(handler.stream)]))
 
     def hide(self) -> None:
-        """Take the lines away."""
+        """Remove the live lines."""
         for handler, stream in self._logs:
             handler.setStream(stream)
         self._logs = []

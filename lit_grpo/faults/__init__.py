@@ -1,4 +1,4 @@
-"""What a run does about what goes wrong: it says where it stands, and keeps what it could not learn from."""
+"""Faults of a run: updates that are not finite, ranks that are lost, and phases in which nothing moves."""
 
 from lit_grpo.faults.broken_batch import BrokenBatches
 from lit_grpo.faults.lost_ranks import RankWatch, lost_rank

@@ -1,4 +1,4 @@
-"""What an update was to learn from whose loss or gradient is not finite, in a file for a look."""
+"""The batch of an update whose loss or gradient is not finite, saved in a file for the user to look at."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from lit_grpo.types import Rollout
 
 MOST_TOKENS = 2**20
-"""Of completions and prompts, in one file: about 20 MiB."""
+"""Tokens of prompts and completions in one file; they take about 20 MiB."""
 MOST_FILES = 3
-"""Of one process."""
+"""Files that one process writes."""
 
 
 class BrokenBatches:
-    """Counts updates that are left out, and writes the batches of the first few.
+    """Counts skipped updates, and writes the batches of the first few.
 
     Args:
-        folder: Where to; None writes nothing.
-        most: So many updates in a row that are left out end the run.
+        folder: The folder of the files; None writes nothing.
+        most: The number of skipped updates in a row that ends the run.
 
     Attributes:
-        num_skipped: Updates in a row that have been left out.
+        num_skipped: The number of skipped updates in a row.
     """
 
     def __init__(self, folder: Path | None, most: int) -> None:
@@ -43,19 +43,19 @@ class BrokenBatches:
         grad_norm: float,
         loss: float,
     ) -> None:
-        """Count an update of a policy version; keep what one that is left out was to learn from.
+        """Count an update; if it is skipped, write its batch.
 
         Args:
-            skipped: Whether it is left out.
-            version: Of the policy.
-            rank: Of this process.
-            rollouts: What was to be learnt from.
-            advantages: One a rollout.
-            grad_norm: Of the gradient.
-            loss: Of this rank; either is not finite on some rank where the update is left out.
+            skipped: Whether the update is skipped, because the gradient or the loss is not finite on some rank.
+            version: The policy's version.
+            rank: The rank of this process.
+            rollouts: The rollouts of the update.
+            advantages: The advantage of each rollout.
+            grad_norm: The norm of the gradient.
+            loss: The loss of this rank.
 
         Raises:
-            FloatingPointError: Too many have been left out in a row.
+            FloatingPointError: Too many updates in a row were skipped.
         """
         self.num_skipped = self.num_skipped + 1 if skipped else 0
         if not skipped:
@@ -65,24 +65,24 @@ class BrokenBatches:
         if self.num_skipped >= self._most:
             raise FloatingPointError(
                 f"The policy collapsed at update {version}: the gradient's norm is {grad_norm} and the loss {loss}, "
-                f"not finite {self._most} times in a row (max_skipped_updates), and no weight has "
-                f"been touched since; lower the learning rate, or look for extreme rewards{where}."
+                f"not finite {self._most} times in a row (max_skipped_updates), and no weight has changed since; "
+                f"lower the learning rate, or look for extreme rewards{where}."
             )
 
     def keep(
         self, name: str, rollouts: Sequence[Rollout], advantages: Sequence[float], about: Mapping[str, float]
     ) -> str:
-        """Write the rollouts of a rank, where there is room; return what to tell the user of it.
+        """Write the rollouts of a rank, unless enough files are written; return the end of a sentence with the path.
 
-        The safetensors hold token ids of prompts and completions one after another, and their lengths.
-        ``sampled_logprobs`` and ``trained`` go with ``token_ids``, and ``advantages`` and ``rewards`` with the
-        completions. Metadata name the rollouts, and say how many were left out for the size.
+        The safetensors hold the token ids of prompts and of completions one after another, and their lengths.
+        ``sampled_logprobs`` and ``trained`` have a value for each of ``token_ids``, and ``advantages`` and ``rewards``
+        one for each completion. The metadata name the rollouts and count those that were left out for the size.
 
         Args:
-            name: Of the file.
-            rollouts: What was to be learnt from.
-            advantages: One a rollout.
-            about: Goes into the metadata.
+            name: The end of the file's name.
+            rollouts: The rollouts of the update.
+            advantages: The advantage of each rollout.
+            about: Figures for the metadata.
         """
         if self._folder is None or self._num_files == MOST_FILES:
             return ""
@@ -93,7 +93,7 @@ class BrokenBatches:
         except OSError as error:
             warnings.warn(f"The batch could not be written to {path} ({error.strerror}).", stacklevel=2)
             return ""
-        return f": what it was to learn from is in {path}"
+        return f": the batch of the update is in {path}"
 
 
 def _safetensors(rollouts: Sequence[Rollout], advantages: Sequence[float], about: Mapping[str, float]) -> bytes:

@@ -1,4 +1,4 @@
-"""Ranks that vanish: those that are left end, and say so, where they would wait or be ended without a word."""
+"""Lost ranks: when a rank is gone, the other ranks end with a message instead of waiting."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ LOOK_S = 0.2
 
 
 class Child(Protocol):
-    """A process that this one has started."""
+    """A process that this process has started."""
 
     returncode: int | None
 
     def poll(self) -> int | None:
-        """Return its exit code, once it has ended."""
+        """Return its exit code; None while it runs."""
         ...
 
     def kill(self) -> None:
-        """End it."""
+        """End the process."""
         ...
 
 
 class RankWatch:
-    """Ends this rank with a sentence once another of this machine is gone, as far as one started the other.
+    """Ends this rank with a message when a rank that it started, or the rank that started it, is gone.
 
-    Lightning's launcher looks every five seconds, and ends the first rank without a word: it does not see a child that
-    was killed while this watch lasts. Ranks that it has started wait for the first as long as their backend does.
-    torchrun and schedulers look after their ranks themselves.
+    Lightning's launcher looks for killed ranks every five seconds and ends the first rank without a message, so killed
+    ranks are hidden from it during this watch. Ranks that the launcher has started would wait for the first rank until
+    the time-out of their backend. torchrun and schedulers watch their ranks themselves.
 
     Args:
         rank: The number of this rank.
         children: The ranks that it has started, in their order, from ``rank`` + 1 on.
-        parent: The process id of the rank that has started this one, where one has.
-        how_to_go_on: What to tell the user to do.
+        parent: The process id of the rank that started this one; None if no rank did.
+        how_to_go_on: Returns the sentence that tells the user how to resume.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class RankWatch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="lit_grpo-ranks")
         for observer in threading.enumerate():
-            if observer.name == "child-process-observer" and children:  # Lightning's, which keeps no other handle of it
+            if observer.name == "child-process-observer" and children:  # Lightning's thread; it has no public handle
                 vars(observer)["_child_processes"] = [_Hidden(child, self._over) for child in children]
         if children or parent is not None:
             self._thread.start()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Watch no more; where ``error`` may come of a rank that is gone, only after some time to find out which."""
+        """Stop watching; if a lost rank may be the cause of ``error``, first take some time to find out which."""
         if error is not None and lost_rank(error) and self._thread.is_alive():
             self._thread.join(10 * LOOK_S)
         self._over.set()
@@ -72,7 +72,7 @@ class RankWatch:
                 os._exit(1)
 
     def _gone(self) -> str:
-        """Say which rank is, and why; nothing of one that has ended by itself and told what it had to."""
+        """Say which rank is gone, and why; empty if none is, or if the rank ended by itself with its own message."""
         for rank, child in enumerate(self._children, self._rank + 1):
             if (child.poll() or 0) < 0:
                 return f"Rank {rank} is gone, ended by {signal.Signals(-(child.poll() or 0)).name}"
@@ -82,7 +82,7 @@ class RankWatch:
 
 
 class _Hidden:
-    """A child that seems to run on after it was killed, for as long as the watch is not ``over``."""
+    """A child that seems to run after it was killed, until the watch is ``over``."""
 
     def __init__(self, child: Child, over: threading.Event) -> None:
         self._child, self._over = child, over
@@ -97,9 +97,9 @@ class _Hidden:
 
 
 def lost_rank(error: BaseException) -> str:
-    """Say in a sentence that a rank is gone, where an error of a collective comes of that; else nothing."""
+    """Return a sentence that a rank is gone, if that is the cause of a collective's error; else an empty text."""
     said = str(error).strip().partition("\n")[0].partition(". ")[0]
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in said):
-        cause = re.sub(r"^\[[^]]*\] ?", "", said)  # a line of gloo's source
+        cause = re.sub(r"^\[[^]]*\] ?", "", said)  # without the line of gloo's source
         return f"Another rank is gone, and this one cannot go on without it ({cause})."
     return ""

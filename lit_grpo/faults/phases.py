@@ -1,4 +1,4 @@
-"""What a run is at, and a watch that says so when nothing moves."""
+"""The phases of a run, and a watch that reports when nothing moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ NUM_FRAMES = 6
 
 
 class Phases:
-    """What a run is at: rollout, reward, update, weight sync, validation or checkpoint, or between them."""
+    """The current phase of a run (rollout, reward, update, weight sync, validation, checkpoint), and the time in each.
+
+    Attributes:
+        name: The current phase.
+        moved_at: The time of the last movement: a decoding step, a micro-batch or a change of phase.
+    """
 
     def __init__(self) -> None:
         self.name = BETWEEN
@@ -24,7 +29,7 @@ class Phases:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Be in a phase, then in the one around it again."""
+        """Be in a phase for the code within, then again in the phase before."""
         around = self.name
         self.begin(name)
         try:
@@ -33,29 +38,29 @@ class Phases:
             self.begin(around)
 
     def begin(self, name: str) -> None:
-        """Pass on to a phase."""
+        """Change to a phase."""
         self.move()
         self._seconds[self.name] += self.moved_at - self._began
         self.name, self._began = name, self.moved_at
 
     def take(self) -> dict[str, float]:
-        """Return the seconds spent in each phase since this was last called, between phases too."""
+        """Return the seconds in each phase, and between phases, since the last call."""
         self.begin(self.name)
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
 
     def move(self) -> None:
-        """Note that something has come about."""
+        """Note a movement."""
         self.moved_at = time.monotonic()
 
 
 class StallWatch:
-    """Says once what the main thread is at when nothing has moved for long; it ends nothing.
+    """Reports once what the main thread is doing when nothing has moved for a long time; it stops nothing.
 
     Args:
         phases: Returns the run's phases.
-        minutes: How long nothing moves before it speaks.
-        rank: Of this process.
+        minutes: Minutes without movement until the report.
+        rank: The rank of this process.
     """
 
     def __init__(self, phases: Callable[[], Phases], minutes: float, rank: int) -> None:
@@ -66,7 +71,7 @@ class StallWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._over.set()
         self._thread.join()
 

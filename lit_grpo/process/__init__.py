@@ -1,1 +1,1 @@
-"""What this process, and those that it starts, are told of the machine: how threads wait."""
+"""Settings of this process and of those that it starts: how threads wait."""

@@ -1,7 +1,7 @@
-"""Threads that wait without spinning: beside another busy process a spinning pair is many times slower than one.
+"""Threads that wait without spinning, because next to another busy process spinning threads are many times slower.
 
-Libraries of threads read how to wait from the environment as they are loaded, so the package sets that as it is
-imported. Where torch was imported before, :func:`wait_without_spinning` does the same to what is loaded.
+Thread libraries read from the environment how to wait when they are loaded, so the package sets the environment when it
+is imported. If torch was imported before, :func:`wait_without_spinning` changes the loaded libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUIET = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Who has set one of these has decided how threads wait."""
+"""Variables that decide how threads wait; if the user has set one, nothing is changed."""
 BLAS_SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -32,9 +32,9 @@ _too_late = False
 
 
 def prepare() -> None:
-    """Set the environment for what will be loaded, and for the processes that this one starts.
+    """Set the environment for libraries that are loaded later, and for the processes that this one starts.
 
-    Variables that the user has set stay. Where torch is loaded already, a run does the rest.
+    Variables of the user are kept. If torch is loaded already, :func:`wait_without_spinning` does the rest in a run.
     """
     global _too_late
     _too_late = ("torch" in sys.modules or "numpy" in sys.modules) and not any(name in os.environ for name in CHOSEN)
@@ -44,9 +44,9 @@ def prepare() -> None:
 
 
 def wait_without_spinning() -> None:
-    """Have the threads of torch and numpy wait without spinning where both were loaded before this package.
+    """Make the threads of torch and numpy wait without spinning if they were loaded before this package.
 
-    A warning says so where a library of threads is not known here.
+    An unknown thread library gives a warning.
     """
     if _too_late:
         _quieten_loaded()
@@ -67,17 +67,17 @@ def _quieten_loaded() -> None:
         ctypes.CDLL(str(path)).kmp_set_blocktime(ctypes.c_int(0))
     if "torch" in sys.modules and not gnu and not others:
         warnings.warn(
-            "torch was imported before lit_grpo, so its threads spin while they wait, which is slow beside other busy "
+            "torch was imported before lit_grpo, so its threads spin while they wait, which is slow next to other busy "
             "processes; import lit_grpo first, or set OMP_WAIT_POLICY=PASSIVE before Python starts.",
             stacklevel=3,
         )
 
 
 def _outnumber(gnu: ctypes.CDLL) -> None:
-    """Let GNU's OpenMP have more threads than there are CPUs; from then on it spins next to not at all.
+    """Start more threads of GNU's OpenMP than there are CPUs, after which it hardly spins.
 
     Its manual (GOMP_SPINCOUNT): "If there are more OpenMP threads than available CPUs, 1000 and 100 spins are used".
-    The threads sleep: one of Python keeps them for as long as the process lasts. What each runs once is ``free(NULL)``.
+    Each thread runs ``free(NULL)`` once and then sleeps; a Python thread keeps them until the process ends.
     """
     nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
     num_threads = len(os.sched_getaffinity(0)) + 1
@@ -93,7 +93,7 @@ def _outnumber(gnu: ctypes.CDLL) -> None:
 
 
 def _loaded_libraries() -> list[Path]:
-    """The libraries of this process, where the system tells them; of macOS the one that torch brings."""
+    """Return the loaded libraries of this process; on macOS, only the OpenMP library in torch's folder."""
     maps = Path("/proc/self/maps")
     if maps.exists():
         found = {line.split(maxsplit=5)[5].strip() for line in maps.read_text().splitlines() if ".so" in line}

@@ -114,7 +114,7 @@ def _value_or_error(value: Any) -> float | Exception | None:
 
 
 Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
-"""What a reward function can be given as."""
+"""The forms of a reward function in a config or from Python."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Lightning strategies beside its own."""
+"""Lightning strategies that this project adds."""

@@ -30,33 +30,33 @@ NAME = "fsdp2"
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """FSDP2 over all ranks: each keeps a shard of the weights, gradients and moments (``trainer.strategy fsdp2``).
+    """FSDP2: each rank keeps a shard of weights, gradients and optimizer state (``trainer.strategy fsdp2``).
 
-    A checkpoint is a folder, to which each rank writes its shards. Any number of ranks, and any strategy, goes on from
-    it, and this one from whole files too.
+    A checkpoint is a folder, to which each rank writes its shards. Any number of ranks and any strategy can resume from
+    it; this strategy can resume from whole files too.
 
     Args:
-        process_group_backend: By default nccl on GPUs, gloo on CPUs.
+        process_group_backend: The backend; by default nccl on GPUs and gloo on CPUs.
         timeout: How long a rank waits for the others.
     """
 
     def __init__(self, process_group_backend: str | None = None, timeout: timedelta = default_pg_timeout) -> None:
         super().__init__("auto", 1, True, process_group_backend, timeout)
         self.checkpoint_io = FolderIO()
-        self._folder: Path | None = None  # that is being loaded
+        self._folder: Path | None = None  # the checkpoint that is being loaded, if it is a folder
 
     def setup_environment(self) -> None:
-        """Start the ranks, all of which have a shard."""
+        """Start the ranks; every rank has a shard."""
         self._data_parallel_size = self.world_size
         super().setup_environment()
 
     def shard(self, policy: PreTrainedModel, whole_at_rest: bool = True) -> None:
-        """Keep this rank's shard of a policy alone, once the ranks have been started."""
+        """Keep only this rank's shard of a policy, after the ranks have been started."""
         if self._device_mesh is not None and not is_sharded(policy):
             shard(policy, self._device_mesh["data_parallel"], whole_at_rest)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Give this rank's shards of the weights, on the host; with adapters, of what is trained."""
+        """Return this rank's shards of the weights, on the host; with adapters, only of the trained weights."""
         module = self.lightning_module
         assert module is not None
         alone = not module.strict_loading
@@ -66,7 +66,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """As of any file."""
+        """True: Lightning restores optimizers with this strategy's methods."""
         return True
 
     def save_checkpoint(
@@ -76,7 +76,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or what a folder has for all ranks, and change nothing yet."""
+        """Read a file, or everything in a folder except the shards; nothing is restored yet."""
         path = settled(Path(checkpoint_path))
         self._folder = path if path.is_dir() else None
         if self._folder is None:
@@ -86,7 +86,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return read_state(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's shard of the weights."""
+        """Restore this rank's shard of the weights."""
         module, saved = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
         if self._folder is None:
@@ -99,18 +99,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         set_model_state_dict(module, dict(own))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's shard of the moments."""
+        """Restore this rank's shard of the optimizer state."""
         module = self.lightning_module
         assert module is not None
         options = StateDictOptions(full_state_dict=self._folder is None)
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             if not saved["state"]:
-                continue  # it has not taken a step
+                continue  # the optimizer has not taken a step
             named = self._named(optimizer, saved) if self._folder is None else self._shards(index, saved)
             set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _named(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state of a file by the names of its weights, which are numbered there."""
+        """Return an optimizer's state from a file with the weights' names in place of their numbers."""
         assert self.lightning_module is not None
         names = {id(weight): name for name, weight in self.lightning_module.named_parameters()}
         own = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
@@ -120,7 +120,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return {"state": {by_number[one]: state for one, state in saved["state"].items()}, "param_groups": groups}
 
     def _shards(self, index: int, saved: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state of the folder: shards of what has the shape of its weight, and all of the rest."""
+        """Return an optimizer's state from a folder: shards of tensors in the shape of their weight, others whole."""
         assert self.lightning_module is not None and self._folder is not None
         weights, tensors = dict(self.lightning_module.named_parameters()), dict[str, torch.Tensor]()
         place = f"optimizer_states.{index}"
@@ -137,7 +137,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def register() -> None:
-    """Let ``trainer.strategy fsdp2`` be this one."""
+    """Make ``fsdp2`` a name of ``trainer.strategy``."""
     if NAME not in StrategyRegistry:
         StrategyRegistry.register(NAME, FSDP2Strategy, "a shard of the policy on every rank")
 

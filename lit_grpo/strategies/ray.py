@@ -1,4 +1,4 @@
-"""Lightning's strategies in the workers of Ray Train, which starts the ranks; Ray is imported there alone."""
+"""Lightning's strategies in workers of Ray Train, which starts the ranks; only there Ray is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RayFSDP2Strategy(FSDP2Strategy):
     """FSDP2 over the workers of Ray Train (``trainer.strategy ray_fsdp2``).
 
-    Ray has made the process group: ``ray.train.torch.TorchConfig`` has its backend and its time-out.
+    Ray makes the process group; set its backend and time-out in ``ray.train.torch.TorchConfig``.
 
     Raises:
         ValueError: Ray is not installed, or this process is no worker of Ray Train.
@@ -37,7 +37,7 @@ class RayFSDP2Strategy(FSDP2Strategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """As of Ray's own strategies."""
+        """The number of ranks and this rank, as in Ray's own strategies."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
@@ -54,16 +54,16 @@ def ray_ddp() -> Strategy:
 
 
 def ray_strategies() -> tuple[type[Strategy], ...]:
-    """The strategies of Ray's workers that are supported, as far as there can be objects of them."""
+    """Return the strategies of Ray's workers that are supported; Ray's own only if Ray has been imported."""
     lightning = sys.modules.get("ray.train.lightning")
     return (RayFSDP2Strategy,) if lightning is None else (RayFSDP2Strategy, lightning.RayDDPStrategy)
 
 
 def check_environment(strategy: Strategy) -> None:
-    """Refuse one of Ray's strategies which does not know of the other workers, and so would train alone.
+    """Refuse a strategy of Ray that does not know the other workers, because it would train alone.
 
     Raises:
-        ValueError: Its environment is not Ray's.
+        ValueError: The strategy's environment is not Ray's.
     """
     from ray.train.lightning import RayLightningEnvironment
 
@@ -75,7 +75,7 @@ def check_environment(strategy: Strategy) -> None:
 
 
 def _environment(name: str) -> ClusterEnvironment:
-    """Let ranks be what Ray's workers are."""
+    """Return Ray's environment, in which ranks are Ray's workers."""
     if util.find_spec("ray") is None:
         raise ValueError(f"trainer.strategy is {name}, but Ray is not installed; install lit_grpo[ray], or take ddp.")
     import ray.train
@@ -92,7 +92,7 @@ def _environment(name: str) -> ClusterEnvironment:
 
 
 def register() -> None:
-    """Let ``trainer.strategy`` know both by name."""
+    """Make ``ray_ddp`` and ``ray_fsdp2`` names of ``trainer.strategy``."""
     for name, make in (("ray_ddp", ray_ddp), ("ray_fsdp2", RayFSDP2Strategy)):
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, make, "in the workers of Ray Train")

@@ -1,4 +1,4 @@
-"""Which tasks ship: rows that are drawn, for the demo, for examples and for benchmarks."""
+"""The tasks that come with the package: rows that are drawn at random, for the demo, examples and benchmarks."""
 
 from lit_grpo.tasks.arithmetic import ArithmeticRows
 from lit_grpo.tasks.drawn import DrawnRows

@@ -1,13 +1,12 @@
-"""A task that needs written working: remainders by repeated subtraction.
+"""A task that needs a written working: remainders by repeated subtraction.
 
-``312%47=`` asks for the remainder of 312 divided by 47. The working subtracts the divisor until less than
-the divisor is left, and each line of it is a true equation with the same answer::
+``312%47=`` asks for the remainder of 312 divided by 47. The working subtracts the divisor until less than the divisor
+is left. Each of its lines is a true equation with the same answer::
 
     312%47=265%47=218%47=171%47=124%47=077%47=030
 
-Numbers are written with three digits and divisors with two, so that equal places are equally far apart.
-How often the divisor goes into the number decides how long the working is, and it is drawn from a geometric
-distribution: most workings are a few subtractions, a few are eighteen.
+Numbers have three digits and divisors two, so that equal places are equally far apart. The number of subtractions is
+drawn from a geometric distribution: most workings have a few, and a few have eighteen.
 """
 
 from __future__ import annotations
@@ -75,16 +74,16 @@ def abandoned_working(exercise: Remainder, num_steps: int) -> str:
 
 
 def demonstration(exercise: Remainder, rng: random.Random, hasty: float, impatient: float) -> str:
-    """Answer as a mixed crowd of people would.
+    """Answer as one of many people would.
 
-    Those who do the whole working are right. The others answer with the last digit of the number that
-    they stopped at, which is hardly ever the remainder.
+    A person who writes the whole working is right. The others stop early and answer with the last digit of the number
+    there, which is hardly ever the remainder.
 
     Args:
-        exercise: What they are asked.
+        exercise: The exercise.
         rng: Decides who answers.
-        hasty: Share of those who answer at once.
-        impatient: Share of those who give up half-way.
+        hasty: The share of people who answer at once.
+        impatient: The share of people who give up half-way.
     """
     mood = rng.random()
     if exercise.num_steps < 2 or mood >= hasty + impatient:
@@ -115,11 +114,10 @@ def draw_exercise(
 
 
 class ArithmeticRows(DrawnRows):
-    """Remainders by repeated subtraction, each exercise once, none in both splits.
+    """Remainders by repeated subtraction; each exercise comes once, and none is in both splits.
 
-    A row has the columns ``prompt`` (``312%47=``), ``answer`` (``030``) and ``num_steps`` (how many
-    subtractions the working has). The embedded policy, ``tiny``, has been warm-started on the train split
-    of the default limits.
+    A row has the columns ``prompt`` (``312%47=``), ``answer`` (``030``) and ``num_steps`` (the subtractions of the
+    working). The embedded policy ``tiny`` has been warm-started on the train split with the default limits.
 
     Args:
         num_rows: How many rows.

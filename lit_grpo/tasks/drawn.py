@@ -1,4 +1,4 @@
-"""What all drawn tasks share: rows drawn one after another, two splits, and sizes of which a larger one is rarer."""
+"""The common part of drawn tasks: rows drawn one after another, two splits, and sizes that are rarer the larger."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _VALIDATION_ONE_IN = 5
 
 
 def split_of(number: int) -> Split:
-    """The split of whatever has this hash."""
+    """Return the split of an exercise with this hash."""
     return "train" if number % _VALIDATION_ONE_IN else "validation"
 
 
 def geometric(rng: random.Random, least: int, most: int, more: float) -> int:
-    """Draw a number from ``least`` on, which goes on to the next with the chance ``more``, and is cut at ``most``."""
+    """Draw a number from ``least`` to ``most``: it grows by one with probability ``more``, again and again."""
     number = least
     while number < most and rng.random() < more:
         number += 1
@@ -48,7 +48,7 @@ class DrawnRows(RowSource):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a row of the split, which may have come before."""
+        """Draw a row of the split; a row may be drawn twice."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one dict a row."""

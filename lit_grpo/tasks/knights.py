@@ -1,21 +1,22 @@
-"""A harder task of very unequal workings: who is a knight, who is a knave.
+"""A harder task whose workings differ much in length: who is a knight, who is a knave.
 
-Knights tell the truth, knaves lie. Everybody of a puzzle claims something about two, one of whom may be himself;
-exactly one answer makes every knight's claim true and every knave's false. A claim is four characters, the claimant
-first: ``A&BC`` is A's claim that B and C are both knights, ``|`` that at least one is, ``=`` that they are alike, ``^``
-that they differ, ``-`` that both are knaves, ``/`` that at least one is::
+Knights tell the truth, knaves lie. Each person of a puzzle makes a claim about two persons, perhaps about himself.
+Exactly one answer makes every knight's claim true and every knave's claim false. A claim has four characters; the first
+is the person who makes it: ``A&BC`` is A's claim that B and C are both knights. ``|`` claims that at least one is a
+knight, ``=`` that both are of one kind, ``^`` that they differ, ``-`` that both are knaves, and ``/`` that at least one
+is a knave::
 
-    A=ABB/CAC|BC:    A: B and I are alike.  B: C or A is a knave.  C: B or I am a knight.
+    A=ABB/CAC|BC:    A: B and I are of one kind.  B: C or A is a knave.  C: B or I am a knight.
 
-The working tries everybody in turn as a knight, a capital letter, and then as a knave, a small one. Behind each new
-letter stand the claims that can now be judged, each name in it a capital or small as its bearer is taken to be. If one
-does not fit, ``!`` follows: the last knight is made a knave, and the line so far is written anew. Behind a full stop is
-the answer::
+The working tries each person first as a knight, written as a capital letter, and then as a knave, a small letter. After
+each new letter come the claims that can now be judged, with each name written as the person is assumed to be. If a
+claim does not fit, ``!`` follows: the last knight becomes a knave, and the line so far is written again. The answer
+comes after a full stop::
 
     ABA=ABCB/CA!ABcB/cAc|Bc!AbA=Ab!aBa=aBCB/CaC|BC.aBC
 
-The claims of a puzzle are in the order in which the search can judge them. How many lines a search takes is hardly to
-be seen beforehand: most are a few, some of seven characters several dozen.
+The claims of a puzzle are in the order in which the search can judge them. The number of lines of a search is hard to
+predict: most searches take a few, some of seven persons take dozens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 from lit_grpo.tasks.drawn import DrawnRows, Split, geometric, split_of
 
 ANSWER_PATTERN = r"(?:^|\.)([A-Ga-g]+)$"
-"""Group 1 of its match is the answer of a completion: what stands behind the full stop."""
+"""Group 1 of its match is the answer of a completion: the letters after the full stop."""
 
 CHARACTERS = "ABCDEFG"
 KNIGHTS = {"&": {2}, "|": {1, 2}, "=": {0, 2}, "^": {1}, "-": {0}, "/": {0, 1}}
@@ -41,15 +42,15 @@ ALPHABET = CHARACTERS + CHARACTERS.lower() + "".join(KNIGHTS) + ":!."
 
 FEWEST, MOST = 3, 7
 CONTINUE = 0.4  # the chance that a puzzle has one more character
-LONGEST_WORKING = 699  # puzzles that take more are left out
+LONGEST_WORKING = 699  # characters; puzzles with a longer working are left out
 
 PUZZLES_OF_THE_FEWEST: dict[Split, int] = {"train": 14936, "validation": 3240}
-"""How many puzzles of three characters there are; of four there are millions."""
+"""The number of puzzles with three characters; with four characters there are millions."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What ``speaker`` says of two, all of them capital letters."""
+    """The claim of ``speaker`` about two characters; all three are capital letters."""
 
     speaker: str
     kind: str
@@ -58,16 +59,16 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """As in a prompt."""
+        """The claim as in a prompt."""
         return self.speaker + self.kind + self.first + self.second
 
     @property
     def judged_at(self) -> str:
-        """The last character that one has to know about."""
+        """The last character that must be known to judge the claim."""
         return max(self.speaker, self.first, self.second)
 
     def fits(self, line: str) -> bool:
-        """Whether it is true and a knight's, or false and a knave's, where everybody is what ``line`` says."""
+        """Whether the claim is a knight's and true, or a knave's and false, if ``line`` says who is a knight."""
         knights = (self.first in line) + (self.second in line)
         true = knights in KNIGHTS[self.kind]
         return true == (self.speaker in line)
@@ -91,7 +92,7 @@ class Puzzle:
 
     @cached_property
     def solutions(self) -> tuple[str, ...]:
-        """Every line that fits all claims, found by trying all."""
+        """All lines that fit all claims."""
         pairs = [(letter, letter.lower()) for letter in CHARACTERS[: self.num_characters]]
         lines = map("".join, product(*pairs))
         return tuple(line for line in lines if all(claim.fits(line) for claim in self.claims))
@@ -104,10 +105,9 @@ class Puzzle:
 
     @property
     def split(self) -> Split:
-        """The split that it belongs to: the same for all puzzles that differ by names and by order alone.
+        """The split of the puzzle: the same for all puzzles that differ only in names and order.
 
-        Characters are told apart by what they claim, by what is claimed of them, and so on from neighbour to
-        neighbour; the hash is of all these together.
+        It is a hash of the characters' claims, the claims about them, and those of their neighbours.
         """
         colours = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
         for _ in range(3):
@@ -115,7 +115,7 @@ class Puzzle:
         return split_of(_hash(sorted(colours.values())))
 
     def _colour(self, letter: str, colours: dict[str, int]) -> int:
-        """A number made of the claims that name ``letter``, and of the colours of those whom they name."""
+        """Return a hash of the claims that name ``letter``, and of the colours of the characters in them."""
         named: list[tuple[object, ...]] = []
         for claim in self.claims:
             others = [colours[each] for each in (claim.first, claim.second) if each != letter]
@@ -126,7 +126,7 @@ class Puzzle:
 
 
 def working(puzzle: Puzzle) -> str:
-    """Write the whole search behind the prompt, without a slip, and the answer."""
+    """Write the whole search after the prompt, without a mistake, and the answer."""
     line = text = "A"
     while True:
         fits = True
@@ -135,7 +135,7 @@ def working(puzzle: Puzzle) -> str:
                 text += "".join(each.lower() if each.lower() in line else each for each in claim.text)
                 fits = claim.fits(line)
         if not fits:
-            line = line.rstrip(CHARACTERS.lower())  # of knaves both has been tried
+            line = line.rstrip(CHARACTERS.lower())  # knaves have been tried as knights before
             line = line[:-1] + line[-1].lower()
             text += "!" + line
         elif len(line) == puzzle.num_characters:
@@ -146,12 +146,12 @@ def working(puzzle: Puzzle) -> str:
 
 
 def demonstration(puzzle: Puzzle, rng: random.Random, hasty: float) -> str:
-    """Answer as a mixed crowd of people would, many of whom guess where a puzzle looks small: hardly ever rightly.
+    """Answer as one of many people would; some guess the answer of a small puzzle, and are hardly ever right.
 
     Args:
-        puzzle: What they are asked.
-        rng: Decides who answers, and what is guessed.
-        hasty: Share of those who guess where there are three characters.
+        puzzle: The puzzle.
+        rng: Decides who answers, and the guess.
+        hasty: The share of people who guess if there are three characters.
     """
     if puzzle.num_characters > FEWEST or rng.random() >= hasty:
         return working(puzzle)

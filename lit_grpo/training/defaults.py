@@ -1,4 +1,4 @@
-"""What a run has unless it is told otherwise, from the command line and from Python."""
+"""The defaults of a run, both from the command line and from Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from lit_grpo.callbacks import (
 )
 
 TRAINER_DEFAULTS: dict[str, Any] = {
-    # The policy is validated before the first update by validate_first, and the sanity check would run
-    # before the generator has its weights.
+    # fit validates the policy before the first update; the sanity check would run before the generator has weights.
     "num_sanity_val_steps": 0,
     # Groups must stay whole; PromptDataModule gives each rank its own prompts.
     "use_distributed_sampler": False,
@@ -41,26 +40,27 @@ CALLBACKS: dict[str, type[pl.Callback]] = {
     "policy_exporter": PolicyExporter,
     "completion_writer": CompletionWriter,
 }
-"""The callbacks of every run by the names of their settings, in the order in which they are called.
+"""The callbacks of every run by the names of their settings, in the order of their calls.
 
-RunCheckpoint, whose settings are ``checkpoint``, stands before them all.
+RunCheckpoint, whose settings are called ``checkpoint``, is called before all of them.
 """
 
 
 def default_callbacks(
     settings: Mapping[str, Mapping[str, Any] | None] | None = None, own: Sequence[pl.Callback] = ()
 ) -> list[pl.Callback]:
-    """Make the callbacks of every run in their order, for a Trainer of one's own.
+    """Make the callbacks of every run in their order, for your own Trainer.
 
-    Rollouts and weight syncs are callbacks, so a Trainer without them trains nothing; give it ``TRAINER_DEFAULTS`` too.
+    Callbacks make the rollouts and send the weights, so a Trainer without them trains nothing. Give the Trainer
+    ``TRAINER_DEFAULTS`` too.
 
     Args:
-        settings: Of each by the name that the command line knows it by, such as ``{"rollout": {"plan":
+        settings: The settings of each callback by its name on the command line, such as ``{"rollout": {"plan":
             "lpt"}}``; None leaves a callback out.
-        own: Further callbacks. They come behind the first, the checkpoint, and before those that make rollouts.
+        own: Further callbacks. They are called after the checkpoint and before the callbacks that make rollouts.
 
     Raises:
-        ValueError: There is none of a name.
+        ValueError: There is no callback of a name.
     """
     kinds = {"checkpoint": RunCheckpoint, **CALLBACKS}
     given = settings or {}

@@ -1,10 +1,10 @@
-"""What a run will take of a device's memory, from the policy's config alone: no weights are loaded."""
+"""An estimate of the memory that a run takes on a device, from the policy's config; no weights are loaded."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
@@ -13,17 +13,25 @@ from lit_grpo.update.budget import kept_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SEVERAL = 2  # blocks of logits that the head has at a time
+SEVERAL = 2  # blocks of logits in memory at a time
 HEAD_BLOCK = {"cpu": 2**21, "cuda": 2**25}
 MOMENTS = {"AdamW": 8.0, "AdamW8bit": 2.1, "SGD": 0.0}
-"""Bytes of an optimizer's state for each trained weight in float32."""
+"""Bytes of optimizer state for each trained weight in float32."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a policy decides its memory: a layer's figures, and those of all the rest.
+    """The figures of a policy that decide its memory: those of one layer, and those of everything else.
 
-    ``kept_bytes`` are what a token leaves for the backward pass where the weights are in float32.
+    Args:
+        num_layers: The number of layers.
+        layer_parameters: Parameters of a layer.
+        layer_features: Inputs plus outputs of a layer's linear layers; times a LoRA rank, the parameters of adapters.
+        other_parameters: Parameters outside the layers.
+        hidden: Numbers of a hidden state.
+        kv_values: Numbers of a token's keys and values in a layer.
+        layer_kept_bytes: Bytes that a token leaves in a layer for the backward pass, with weights in float32.
+        other_kept_bytes: Bytes that it leaves outside the layers.
     """
 
     num_layers: int
@@ -39,32 +47,41 @@ class Sizes:
     def of(cls, config: PreTrainedConfig) -> Sizes:
         """Measure models of one and of two layers of this config, with random weights and next to no vocabulary."""
         text = config.get_text_config()
-        (one, kept_one, features), (two, kept_two, _) = (_measure(text, layers) for layers in (1, 2))
+        one, two = _measure(text, num_layers=1), _measure(text, num_layers=2)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         tables = 1 if text.tie_word_embeddings else 2
+        added_rows = tables * (text.vocab_size - VOCABULARY) * text.hidden_size
         return cls(
-            text.num_hidden_layers,
-            two - one,
-            features,
-            2 * one - two + tables * (text.vocab_size - VOCABULARY) * text.hidden_size,
-            text.hidden_size,
-            2 * heads * head_dim,
-            kept_two - kept_one,
-            2 * kept_one - kept_two,
+            num_layers=text.num_hidden_layers,
+            layer_parameters=two.parameters - one.parameters,
+            layer_features=one.layer_features,
+            other_parameters=2 * one.parameters - two.parameters + added_rows,
+            hidden=text.hidden_size,
+            kv_values=2 * heads * head_dim,
+            layer_kept_bytes=two.kept_bytes - one.kept_bytes,
+            other_kept_bytes=2 * one.kept_bytes - two.kept_bytes,
         )
 
     @property
     def parameters(self) -> int:
-        """Of the whole policy."""
+        """The parameters of the whole policy."""
         return self.num_layers * self.layer_parameters + self.other_parameters
 
 
 VOCABULARY = 16
 
 
-def _measure(text: Any, num_layers: int) -> tuple[int, float, int]:
-    """Parameters, bytes that a token leaves for the backward pass, and inputs and outputs of a layer's matrices."""
+class _Measured(NamedTuple):
+    """The parameters of a small model, the bytes that a token leaves for backward, and ``Sizes.layer_features``."""
+
+    parameters: int
+    kept_bytes: float
+    layer_features: int
+
+
+def _measure(text: Any, num_layers: int) -> _Measured:
+    """Make a model of so many layers and a tiny vocabulary, with random weights, and measure it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -78,7 +95,7 @@ def _measure(text: Any, num_layers: int) -> tuple[int, float, int]:
     layers: Any = decoder_of(model).layers
     layer = layers[0]
     features = sum(one.in_features + one.out_features for one in layer.modules() if isinstance(one, torch.nn.Linear))
-    return model.num_parameters(), kept_bytes(model, shares_prefix=False), features
+    return _Measured(model.num_parameters(), kept_bytes(model, shares_prefix=False), features)
 
 
 @dataclass(frozen=True)
@@ -88,17 +105,17 @@ class Demand:
     Args:
         num_slots: Completions that are decoded at a time.
         group_size: Completions of a prompt.
-        prompt_tokens: Of the longest prompt.
+        prompt_tokens: Tokens of the longest prompt.
         max_tokens: The most tokens of a completion.
-        micro_batch_tokens: Tokens that go through the policy at once.
+        micro_batch_tokens: Tokens of a micro-batch.
         device: ``cpu`` or ``cuda``.
-        mixed: Computes in bfloat16 over float32 weights.
-        weight_bytes: Of a weight: 4, or 2 for bfloat16.
+        mixed: Whether the policy computes in bfloat16 with weights in float32.
+        weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         optimizer: A name of ``MOMENTS``.
-        lora_rank: Of adapters; 0 trains all weights.
-        nf4: Frozen layers in four bits.
-        checkpointing: Activations are computed again.
-        reference: A copy of the weights for the KL term is on the device.
+        lora_rank: The rank of the adapters; 0 trains all weights.
+        nf4: Whether frozen layers are in four bits.
+        checkpointing: Whether the backward pass computes activations again.
+        reference: Whether a copy of the weights for the KL term is on the device.
     """
 
     num_slots: int
@@ -118,7 +135,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes by part. What is ``resident`` is there in both phases; the others come and go with theirs."""
+    """Bytes by part: ``resident`` ones are taken all the time, the others only during the rollout or the update."""
 
     resident: dict[str, float]
     rollout: dict[str, float]
@@ -126,18 +143,18 @@ class Forecast:
 
     @property
     def peak(self) -> float:
-        """Of the phase that takes more."""
+        """The bytes of the phase that takes more."""
         return sum(self.resident.values()) + max(sum(self.rollout.values()), sum(self.update.values()))
 
 
 def forecast(sizes: Sizes, demand: Demand) -> Forecast:
-    """Compute what a run takes after its first update."""
+    """Estimate the memory of a run after its first update."""
     total = sizes.parameters
     adapters = demand.lora_rank * sizes.num_layers * sizes.layer_features
     trained = adapters if demand.lora_rank else total
     frozen_layers = sizes.num_layers * sizes.layer_parameters
     weights = (total + adapters) * demand.weight_bytes
-    if demand.nf4:  # four bits, and a float32 constant for 64 of them
+    if demand.nf4:  # four bits a weight, and a float32 constant for every 64 weights
         weights = frozen_layers * (0.5 + 4 / 64) + (sizes.other_parameters + adapters) * demand.weight_bytes
     shrink = (2 if demand.mixed else demand.weight_bytes) / 4
     resident = {"weights": weights, "optimizer": trained * MOMENTS[demand.optimizer] * demand.weight_bytes / 4}
@@ -160,7 +177,7 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
 
 
 def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 2**20) -> int:
-    """Find the largest value of a field with which the peak stays within ``limit`` bytes; 0 where none does."""
+    """Find the largest value of a field with which the peak stays within ``limit`` bytes; 0 if none does."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

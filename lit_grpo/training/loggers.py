@@ -1,4 +1,4 @@
-"""Who is told of a run's metrics: a table of its own, TensorBoard, and W&B."""
+"""The loggers of a run: its own CSV file, TensorBoard, and W&B."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_grpo.files import replace_file
+from lit_grpo.terminal import first_line
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.tensorboard import hyperparameters, layout, scalars, tag
 from lit_grpo.training.run_folder import RunConfig, is_first_rank, versions
 
 
 def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool = False) -> list[Logger]:
-    """Return the loggers of a run: CSV, TensorBoard if it is installed, and W&B if asked for.
+    """Return the loggers of a run: CSV, TensorBoard if it is installed, and W&B if ``run.wandb`` asks for it.
 
     Args:
-        config: Of the run.
-        settings: All that the run was told, for the boards; nested.
-        resumes: Whether it goes on in its folder, with its own W&B run; otherwise what is there may be another's, who
-            is to be moved.
+        config: Name and place of the run.
+        settings: All settings of the run, nested; the boards show them.
+        resumes: Whether the run continues in its folder, and so in its W&B run. Otherwise the folder may hold another
+            run, which will be moved.
     """
     shown = {**settings, "versions": versions()}
     loggers: list[Logger] = [MetricsCSV(config.folder / "metrics.csv", config.name)]
     if util.find_spec("tensorboard"):
         loggers.append(TensorBoard(config.dir, shown, resumes, name=config.name, version=""))
     elif is_first_rank():
-        print("Nothing is written for TensorBoard, which is not installed: the extra is lit_grpo[tensorboard].")
+        print("Nothing is written for TensorBoard, which is not installed; the extra is lit_grpo[tensorboard].")
     if config.wandb != "disabled":
         os.environ.setdefault("WANDB_SILENT", "true")
         loggers.append(
@@ -41,7 +43,7 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
                 resumes,
                 name=config.name,
                 project=config.wandb_project,
-                save_dir=str(config.folder.absolute()),  # W&B's own process may have begun in another folder
+                save_dir=str(config.folder.absolute()),  # W&B's own process may have started in another folder
                 offline=config.wandb == "offline",
                 config=shown,
                 tags=_tags(settings),
@@ -51,7 +53,7 @@ def make_loggers(config: RunConfig, settings: Mapping[str, Any], resumes: bool =
 
 
 def _tags(settings: Mapping[str, Any]) -> list[str]:
-    """What runs are told apart by: policy, objective, generator."""
+    """Return W&B's tags of a run: policy, objective and generator."""
     model = settings.get("model", {})
     objective, generator = model.get("objective") or {}, model.get("generator") or {}
     tags = [str(model.get("policy", "")).rstrip("/").rsplit("/")[-1], objective.get("loss")]
@@ -60,21 +62,21 @@ def _tags(settings: Mapping[str, Any]) -> list[str]:
 
 
 class WandB(WandbLogger):
-    """Lightning's logger, which keeps the W&B run's id in a file, so that a run that resumes is the same one there.
+    """Lightning's logger with the id of the W&B run in a file, so that a resumed run continues the same W&B run.
 
     Args:
-        id_file: Keeps the id.
-        resumes: Whether to go on with the run that it names, if there is one.
-        kwargs: As Lightning's takes them.
+        id_file: The file of the id.
+        resumes: Whether to continue the W&B run that the file names, if there is one.
+        kwargs: Arguments of Lightning's logger.
     """
 
     def __init__(self, id_file: Path, resumes: bool, **kwargs: Any) -> None:
         if resumes and id_file.is_file():
             kwargs |= {"id": id_file.read_text().strip(), "resume": "allow"}
         super().__init__(**kwargs)
-        if self._offline:  # Lightning's says it in an environment variable, which W&B reads once in a process
+        if self._offline:  # Lightning sets an environment variable, which W&B reads only once in a process
             self._wandb_init["mode"] = "offline"
-        self._wandb_init.pop("anonymous")  # W&B warns of it, whatever it is
+        self._wandb_init.pop("anonymous")  # W&B warns of this argument, whatever its value
         self._id_file = id_file
 
     @property
@@ -82,7 +84,7 @@ class WandB(WandbLogger):
         """W&B's run.
 
         Raises:
-            ValueError: W&B cannot be reached, or does not take the key.
+            ValueError: W&B cannot be reached, or refuses the key.
         """
         from wandb.errors import Error
 
@@ -90,9 +92,8 @@ class WandB(WandbLogger):
         try:
             run = super().experiment
         except Error as error:
-            reason = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
-                f"W&B does not take the run ({reason}); set run.wandb to offline, and sync later."
+                f"W&B does not take the run ({first_line(error)}); set run.wandb to offline, and sync later."
             ) from error
         if begins and self._experiment is not None:  # on the first rank
             self._id_file.write_text(f"{run.id}\n")
@@ -102,7 +103,7 @@ class WandB(WandbLogger):
 
 
 def _with_a_best() -> Iterator[tuple[str, str]]:
-    """Metrics that have a better way, and which: W&B's summary then has the best beside the last."""
+    """Yield each metric that has a best value, with ``min`` or ``max``, for W&B's summary."""
     for section in sections():
         for metric in section.metrics:
             if metric.best:
@@ -110,16 +111,16 @@ def _with_a_best() -> Iterator[tuple[str, str]]:
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, with metrics by the sections of our boards, a layout, and the settings as HParams.
+    """Lightning's logger with the metrics in the sections of our boards, a layout, and the settings as HParams.
 
-    A run that resumes takes the place of what its folder has of later updates. All values of a step are one event,
-    where Lightning's makes one of each, which takes many times as long.
+    The events of a resumed run replace those of later updates in its folder. All values of a step are one event, which
+    is many times faster than Lightning's one event for each value.
 
     Args:
-        save_dir: Of all runs.
-        settings: All that the run was told.
-        resumes: Whether the folder may hold updates that are taken again: a killed run's, behind its last checkpoint.
-        kwargs: As Lightning's takes them.
+        save_dir: The folder of all runs.
+        settings: All settings of the run.
+        resumes: Whether the folder may hold updates after the run's last checkpoint, which a resumed run repeats.
+        kwargs: Arguments of Lightning's logger.
     """
 
     def __init__(self, save_dir: str, settings: Mapping[str, Any], resumes: bool, **kwargs: Any) -> None:
@@ -139,15 +140,16 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write."""
+        """Write the metrics of a step."""
         if self._resumes and step is not None:
             self._resumes = False
-            self._hide(step if "reward" in metrics else step + 1)  # a validation may be all that its step lacks
-        writer = self.experiment._get_file_writer()  # which begins a file where the last has been closed
+            # The first step may lack only its validation.
+            self._hide(step if "reward" in metrics else step + 1)
+        writer = self.experiment._get_file_writer()  # begins a new file if the last one has been closed
         writer.add_summary(scalars({tag(name): float(value) for name, value in metrics.items()}), step)
 
     def _hide(self, from_step: int) -> None:
-        """Have TensorBoard leave out what other files have from a step on; a file that begins can say so."""
+        """Begin a file that makes TensorBoard hide the events of other files from a step on."""
         writer = self.experiment
         writer.close()
         writer.purge_step = from_step
@@ -155,20 +157,20 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what is left; Lightning's writes settings to a file, which the run's folder has as config.yaml."""
+        """Flush the events. Lightning's logger would write the settings too, which the run's folder has already."""
         self.experiment.flush()
 
 
 class MetricsCSV(Logger):
-    """Write metrics to a CSV file with one row a step, whatever logged it and when.
+    """Writes metrics to a CSV file with one row for each step, however many calls log its values.
 
-    Lightning's own CSVLogger writes a row a call and deletes the file of the run that it resumes. Here a
-    resumed run goes on with the file: rows behind its first step are replaced, and that of its first step is filled:
-    a validation may be all that it lacks.
+    Lightning's CSVLogger writes a row for each call, and deletes the file of a run that is resumed. Here a resumed run
+    continues the file: it fills the row of its first step, which perhaps lacks only the validation, and replaces the
+    rows after it.
 
     Args:
         path: The file.
-        name: Of the run; by default that of the file's folder.
+        name: The name of the run; by default that of the file's folder.
     """
 
     def __init__(self, path: Path, name: str = "") -> None:
@@ -176,17 +178,17 @@ class MetricsCSV(Logger):
         self.path, self._name = path, name or path.parent.name
         self._columns = ["step"]
         self._rows: list[dict[str, Any]] = []
-        self._written_bytes = 0  # what holds the header and all rows but the last
+        self._written_bytes = 0  # the size of the header and of all rows except the last
         self._started = False
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The name of the run."""
         return self._name
 
     @property
     def version(self) -> str:
-        """Runs have names, not versions."""
+        """Empty: runs have names, not versions."""
         return ""
 
     @property
@@ -201,7 +203,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The config is saved beside the file already."""
+        """Do nothing: the run's folder has the config."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -219,7 +221,7 @@ class MetricsCSV(Logger):
         self._write()
 
     def _resume(self, first_step: int) -> None:
-        """Take over the rows up to ``first_step`` of a file that is there, but for half a line at its end."""
+        """Read the rows up to ``first_step`` of an existing file, without an unfinished line at its end."""
         self._started = True
         if self.path.exists():
             lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
@@ -228,7 +230,7 @@ class MetricsCSV(Logger):
             self._columns = list(reader.fieldnames or self._columns)
 
     def _write(self) -> None:
-        """Write the last row again, or all rows where the columns have changed."""
+        """Write the last row again, or all rows if the columns have changed."""
         whole = self._written_bytes == 0
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self._columns, restval="")
@@ -239,12 +241,8 @@ class MetricsCSV(Logger):
             self._written_bytes = len(head)
         writer.writerow(self._rows[-1])
         data = text.getvalue().encode()
-        if whole:  # aside, for a kill must not take the rows before it
-            aside = self.path.with_name(f".{self.path.name}.writing")
-            aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
-            with aside.open("xb") as file:
-                file.write(data)
-            aside.replace(self.path)
+        if whole:
+            replace_file(self.path, data)
             return
         with self.path.open("r+b") as file:
             file.seek(self._written_bytes)

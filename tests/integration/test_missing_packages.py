@@ -66,7 +66,7 @@ def test_a_run_that_needs_no_extra_goes_on_without_any(tmp_path: Path, policy_fo
     ]
     made = {path.name for path in (tmp_path / "runs" / "grpo").iterdir()}
     assert "metrics.csv" in made and not any(name.startswith("events.out") for name in made)
-    assert "for matplotlib is not installed" in done.stderr
+    assert "because matplotlib is not installed" in done.stderr
     assert len((tmp_path / "runs" / "grpo" / "timeline.jsonl").read_text().splitlines()) == 1
 
 

@@ -246,7 +246,7 @@ def test_a_folder_that_is_moved_while_its_run_goes_on_ends_it_in_one_sentence(
         fit("task", "--checkpoint.every_n_updates", "2")
     said = capsys.readouterr()
     assert exit_.value.code == 2
-    assert "is not there any more: its folder runs/task was moved or deleted while the run went on" in said.err
+    assert "does not exist any more: its folder runs/task was moved or deleted while the run went on" in said.err
     named = re.findall(r"--ckpt_path (\S+)", said.out)
     assert all(Path(path).exists() for path in named) and Path("elsewhere/checkpoints/last.ckpt").exists()
 

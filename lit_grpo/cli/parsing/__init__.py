@@ -1,1 +1,1 @@
-"""What the command line was given: names and fields resolved, checked, and refused in a sentence."""
+"""Parsing the command line: names and fields are resolved, checked, and mistakes reported in one sentence."""

@@ -1,8 +1,7 @@
-"""What is certainly wrong in the input, told before torch and Lightning are imported, which takes seconds.
+"""Mistakes that can be found before torch and Lightning are imported, which takes seconds.
 
-The names of the fields stand in ``options.txt`` beside this file, written by
-``python -m lit_grpo.cli.parsing.write_options``. Only names are looked at: what may be a class's, the Trainer's or a
-value is left to the real parser.
+``options.txt`` in this folder has the names of all fields; ``python -m lit_grpo.cli.parsing.write_options`` writes it.
+Only names are checked. Values, fields of classes and those of the Trainer are left to the real parser.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lit_grpo.cli.parsing.sentences import CONFIG, did_you_mean, exit_with, near
 from lit_grpo.tools.commands import TOOLS
 
 COMMANDS = ("fit", "validate", "test", "predict", *(name for name, tool in TOOLS.items() if tool.has_settings_of_a_run))
-"""Those that take the settings of a run."""
+"""The commands that take the settings of a run."""
 TABLE = Path(__file__).with_name("options.txt")
 HELP = Path(__file__).with_name("fit_help.txt")
 OVERVIEW = """\
@@ -32,22 +31,22 @@ Train, with the settings of a run (python -m lit_grpo fit --help lists them):
   predict    sample completions, and write them to a file
 {of_a_run}
 
-Beside a run (each has a --help of its own):
-{beside}
+Around a run (each has its own --help):
+{around}
 
   -c CONFIG, --config CONFIG  a YAML file, or the name of a config of the package
   --print_config              show all settings, and exit
   --version                   show the version, and exit
 """
 MOST_NODES = 100_000
-"""More than this a configuration does not have once its aliases are put in."""
+"""The most values of a configuration after its aliases are replaced."""
 OF_A_CLASS = ("class_path", "init_args", "dict_kwargs", "<<")
 
 
 def check_early(arguments: Sequence[str]) -> None:
-    """Show a help that is asked for, or end with a sentence where a field does not exist or a config is no YAML."""
+    """Show the help if it is asked for; end with a sentence if a field does not exist or a config is no YAML."""
     if list(arguments) in (["--help"], ["-h"]):
-        print(OVERVIEW.format(of_a_run=_tools(True), beside=_tools(False)), end="")
+        print(OVERVIEW.format(of_a_run=_tools(True), around=_tools(False)), end="")
         sys.exit()
     if list(arguments) in (["fit", "--help"], ["fit", "-h"]):
         print(HELP.read_text(), end="")
@@ -73,7 +72,7 @@ def _tools(has_settings_of_a_run: bool) -> str:
 
 @cache
 def _table() -> tuple[frozenset[str], frozenset[str]]:
-    """Names of groups, and of fields; what stands within a field is its class's."""
+    """Return the names of groups, and those of fields; names within a field belong to its class."""
     lines = TABLE.read_text().splitlines()
     groups = frozenset(line[:-1] for line in lines if line.endswith("."))
     return groups, frozenset(line for line in lines if not line.endswith("."))
@@ -84,7 +83,7 @@ def _options() -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether a field may exist: all but the unknown ones of our groups do."""
+    """Whether a field may exist; false only for unknown names in our groups."""
     groups, fields = _table()
     parts = name.rstrip("+").split(".")
     if parts[0] not in groups or parts[0] == "trainer":
@@ -105,16 +104,16 @@ def _check_file(path: Path) -> None:
     if root is None:
         return
     if _num_nodes(root, {}, set()) > MOST_NODES:
-        exit_with(f"{path} has over {MOST_NODES:,} values once its aliases are put in; write it without aliases.")
+        exit_with(f"{path} has over {MOST_NODES:,} values after its aliases are replaced; write it without aliases.")
     for name, node in _fields(path, root, ""):
         if not _exists(name):
             options = [option.removeprefix("--") for option in _options()]
-            hint = did_you_mean(near(name, options), "fit --help lists all there are.")
+            hint = did_you_mean(near(name, options), "fit --help lists all fields.")
             exit_with(f"There is no field {name} ({path}, line {node.start_mark.line + 1}){hint}")
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
-    """Values of a node with aliases put in; one that holds itself has more than any."""
+    """Count the values of a node with its aliases replaced; a node that holds itself has more than ``MOST_NODES``."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in above:
@@ -128,7 +127,7 @@ def _num_nodes(node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
 
 
 def _fields(file: Path, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node]]:
-    """The names in our groups with the nodes of their keys."""
+    """Yield the names in our groups with the nodes of their keys."""
     groups, _ = _table()
     if not isinstance(node, yaml.MappingNode):
         return

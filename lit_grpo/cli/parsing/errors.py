@@ -1,4 +1,4 @@
-"""Mistakes in the input, told in one sentence."""
+"""The parser, whose errors are one sentence."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ _KEY = re.compile(r'Parser key "([\w.]+)"')
 class InputParser(LightningArgumentParser):
     """A parser whose errors are one sentence, without hundreds of lines of usage before it.
 
-    A value that is the name of a file (``--data.train rows.jsonl``) is that name: jsonargparse would read the
-    file as a configuration of its own. Configurations come by ``--config`` alone: files, or names of those that come
-    with the package (``arithmetic``, ``generators/vllm``).
+    A value that is the name of a file stays a name (``--data.train rows.jsonl``): jsonargparse would read the file as a
+    configuration. Configurations are given with ``--config`` only: files, or names of those that come with the package
+    (``arithmetic``, ``generators/vllm``).
     """
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Parse, with the path of each configuration that is named."""
+        """Parse, after names of configurations are replaced by their paths."""
         given = sys.argv[1:] if args is None else list(args)
         return super().parse_args([*with_paths(given)], *rest, **options)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        """Add an argument, whose classes have short names; a list that is given later replaces it whole."""
+        """Add an argument whose classes have short names, and whose lists replace earlier lists."""
         action = super().add_argument(*args, **kwargs)
         if type(action) is ActionTypeHint:
             action.__class__ = Field
         return action
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Add a class's arguments, none of which is read from a file."""
+        """Add a class's arguments; none of them is read from a file."""
         return super().add_class_arguments(*args, **(kwargs | {"sub_configs": False}))
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Describe our own fields; with ``--help-all`` the Trainer's too."""
+        """Return the short help of our own fields; with ``--help-all`` everything."""
         return short_help(self) if SHORT in self.__dict__ else super().format_help(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the mistake, with the nearest option where one is unknown, and exit with code 2.
+        """Print the mistake, for an unknown option with the nearest known ones, and exit with code 2.
 
-        The parser of a class that is named in a config raises instead: whoever asked it knows where in the config.
+        The parser of a class in a config raises an error instead, because its caller knows the place in the config.
         """
         if not self.exit_on_error:
             raise ArgumentError(None, message) from ex
@@ -75,7 +75,7 @@ class InputParser(LightningArgumentParser):
 
 
 def own_frames(error: BaseException) -> str:
-    """Where in the user's own files an error came about: a line a frame, of it and of its causes."""
+    """Return a line for each frame of the user's own files in an error's traceback, and in those of its causes."""
     ours = [Path(__file__).parents[2], Path(__file__).parents[3] / "callbacks"]
     others = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     said: list[str] = []
@@ -90,7 +90,7 @@ def own_frames(error: BaseException) -> str:
 
 
 def one_sentence(message: str) -> str:
-    """Shorten what jsonargparse says of a value: of all the types that it tried, those that say something."""
+    """Shorten jsonargparse's message about a value to the types whose errors help."""
     lines = [line.strip() for line in message.strip().splitlines()]
     if "Errors:" not in lines:
         return " ".join(line for line in lines if not line.startswith("Given value"))
@@ -106,7 +106,7 @@ def one_sentence(message: str) -> str:
 
 
 def _unknown_name(message: str) -> str | None:
-    """Name a command or a configuration that there is not, with the nearest there is; ``None`` for another mistake."""
+    """Name an unknown command or configuration, with the nearest known one; ``None`` for another mistake."""
     if found := _NO_COMMAND.search(message):
         hint = f"take one of {', '.join(COMMANDS)}."
         return f"There is no command {found[1]!r}{did_you_mean(difflib.get_close_matches(found[1], COMMANDS), hint)}"
@@ -119,7 +119,7 @@ def _unknown_name(message: str) -> str | None:
 
 
 def _unknown_field(message: str, parser: Any) -> str | None:
-    """Name a field that nothing has by its whole path, with the nearest there is; ``None`` for another mistake."""
+    """Name an unknown field by its whole path, with the nearest known one; ``None`` for another mistake."""
     unknown = _NO_OPTION.search(message)
     if unknown is None or "is not accepted before subcommand" in message:
         return None
@@ -128,7 +128,7 @@ def _unknown_field(message: str, parser: Any) -> str | None:
     paths = _CLASS_PATH.findall(before) or _CLASS_PATH.findall(message)
     if not paths:
         options = [option.removeprefix("--") for option in _options(parser)]
-        return f"There is no field {path}{did_you_mean(near(path, options), 'fit --help lists all there are.')}"
+        return f"There is no field {path}{did_you_mean(near(path, options), 'fit --help lists all fields.')}"
     fields = _parameters(paths[-1])
     alike = difflib.get_close_matches(unknown["name"], fields, n=1)
     hint = f"it has {', '.join(fields)}." if fields else "see its documentation."
@@ -136,7 +136,7 @@ def _unknown_field(message: str, parser: Any) -> str | None:
 
 
 def _parameters(class_path: str) -> list[str]:
-    """What a class takes, its parents' fields with it; nothing where it cannot be asked."""
+    """Return the fields of a class with those of its parents; nothing if they cannot be read."""
     module, _, name = class_path.rpartition(".")
     try:
         parents = getattr(importlib.import_module(module), name).__mro__

@@ -1,4 +1,4 @@
-"""A field of the command line: classes by short names, and lists that are whole."""
+"""A field of the command line, with short names of classes, and lists that are never merged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ REWARDS = "model.rewards"
 
 
 class Field(ActionTypeHint):
-    """A field whose classes may be named shortly, and whose lists replace those before them whole.
+    """A field whose classes have short names, and whose lists replace earlier lists.
 
-    jsonargparse merges lists of equal length item by item: another reward function would get the arguments of the one
-    that had its place. ``--model.rewards+`` still appends. Where a field's class changes, jsonargparse keeps what the
-    new one takes too, and leaves the rest out without a word; here it is told. Reward functions may be given by their
-    names alone.
+    jsonargparse merges lists of equal length item by item, so a reward function would get the arguments of the one
+    before it. ``--model.rewards+`` still appends. If a field's class changes, jsonargparse keeps the settings that the
+    new class has too, and drops the others silently; here they are named. Reward functions may be given by name.
     """
 
     def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -37,10 +36,10 @@ class Field(ActionTypeHint):
         return checked
 
     def _with_path(self, value: Any) -> Any:
-        """Put the path of a class in the place of its short name.
+        """Replace the short name of a class by its path.
 
         Raises:
-            ValueError: There is no such name.
+            TypeError: There is no such name.
         """
         if isinstance(value, str) and value.isidentifier() and value != "null":
             return self._path(value)
@@ -59,24 +58,24 @@ class Field(ActionTypeHint):
         return imported[name]
 
     def _tell_left_out(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Name what has been set of the earlier class and the new one does not take."""
+        """Name the settings of the earlier class that the new class does not have."""
         defaults, taken = (
             self.get_class_parser(spec["class_path"], self.sub_add_kwargs).get_defaults() for spec in (before, now)
         )
         given = [name for name, value in before["init_args"].items() if value != defaults.get(name)]
         if left_out := [f"{self.dest}.{name}" for name in given if name not in taken]:
             name = now["class_path"].rsplit(".", 1)[-1]
-            print(f"Left out, for {name} has no such field: {', '.join(left_out)}.", file=sys.stderr)
+            print(f"Left out, because {name} has no such field: {', '.join(left_out)}.", file=sys.stderr)
 
     def extra_help(self) -> str:
-        """The short names, in place of all the classes that happen to have been imported."""
+        """Return the short names, in place of the classes that happen to be imported."""
         return f", names: {', '.join(FIELDS[self.dest])}" if self.dest in FIELDS else super().extra_help()
 
 
 def _spelled_out(value: Any, append: bool) -> Any:
-    """Return reward functions as a list of specs: a name is one, and one alone is a list of it.
+    """Return reward functions as a list of specs; a name becomes a spec, and a single one a list.
 
-    With ``append`` a single one stays alone. What is neither is left for the check of types to refuse.
+    With ``append`` a single one stays alone. Other values are left to the type check.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -100,6 +99,6 @@ def _reward(value: Any) -> Any:
 
 
 def _spec(value: Any) -> Mapping[str, Any]:
-    """A class with its arguments as a mapping; an empty one where it is none."""
+    """Return a class with its arguments as a mapping; an empty one for other values."""
     value = value.as_dict() if isinstance(value, Namespace) else value
     return value if isinstance(value, Mapping) and "class_path" in value else {}

@@ -1,58 +1,87 @@
-"""The help of a subcommand: our own fields first and alone, and the Trainer's where they are asked for."""
+"""The help of a subcommand: our own fields in short, and with ``--help-all`` everything."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from lit_grpo.cli.parsing.names import DEFAULTS, FIELDS
 
 SHORT = "has_short_help"
 FIRST = ("run", "model", "data")
 LAST = ("checkpoint", "ckpt_path", "print_config")
-MORE = (
-    "Classes: --model.optimizer.help AdamW lists the fields of one, and so for model.generator, model.lr_scheduler and "
-    "data.train.\nThe Trainer's fields, such as --trainer.max_steps, --trainer.val_check_interval, --trainer.devices "
-    "and --trainer.precision:\n--help-all lists them as well."
-)
+WIDTH, GAP = 80, "   "
+MOST_LINES, LEAST_CHARACTERS, MOST_CHARACTERS = 2, 24, 80
+"""Limits of a field's help. At least the first clause is shown, in whole clauses; ``--help-all`` shows all."""
+OUR_TEXTS = {
+    "help": "Show this help and exit.",
+    "config": "A YAML file, or a config of the package such as arithmetic.",
+    "print_config": "Show all settings and exit.",
+    "seed_everything": "The seed of sampling and of the order of the prompts.",
+    "ckpt_path": "The checkpoint to resume from: a path, or last for that of run.name.",
+}
+"""Help for fields whose own help, by Lightning or jsonargparse, names what does not apply here."""
+MORE = """\
+Where a help ends in ..., --help-all NAME shows the whole, such as --help-all
+model.objective. --help-all alone also lists the fields of Lightning's Trainer:
+--trainer.max_steps, --trainer.val_check_interval, --trainer.devices, ...
+The fields of a class: --model.generator.help slots, and so for model.optimizer,
+model.lr_scheduler and data.train."""
 
 
 def add_short_help(parser: Any) -> None:
-    """Let ``--help`` of a parser leave out the Trainer's fields, which ``--help-all`` shows."""
+    """Let ``--help`` of a parser show our own fields in short, and ``--help-all`` everything."""
     setattr(parser, SHORT, True)
-    parser.add_argument("--help-all", action=_HelpAll, help="Show the Trainer's fields too, and exit.")
+    parser.add_argument("--help-all", action=_HelpAll, help="Show the whole help of all fields, or of NAME, and exit.")
 
 
 class _HelpAll(argparse.Action):
     def __init__(self, option_strings: list[str], dest: str = "", **kwargs: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs.get("help"))
+        super().__init__(
+            option_strings, argparse.SUPPRESS, nargs="?", default=argparse.SUPPRESS, help=kwargs.get("help")
+        )
 
-    def __call__(self, parser: Any, *_: Any) -> None:
-        delattr(parser, SHORT)
-        parser.print_help()
+    def __call__(self, parser: Any, namespace: Any, value: Any = None, option: str | None = None) -> None:
+        if value is None:
+            delattr(parser, SHORT)
+            parser.print_help()
+        else:
+            print(whole_help(parser, value.removeprefix("--")), end="")
         parser.exit()
 
 
 def short_help(parser: Any) -> str:
-    """Format the help of our own fields: the run's, the model's and the data's first, then the callbacks'."""
-    with _left_out(parser, [one for one in parser._actions if _is_lightnings(one)]):
-        formatter = parser._get_formatter()
-        formatter.add_usage(f"{parser.prog.replace(' [options]', '')} --config CONFIG [--FIELD VALUE ...]", [], [], "")
-        formatter.add_text(parser.description)
-        for group in sorted(parser._action_groups, key=_place):
-            if any(one.help != argparse.SUPPRESS for one in group._group_actions):
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
-        return f"{formatter.format_help()}\n{MORE}\n"
+    """Return the help of our own fields: the run's, the model's and the data's first, then the callbacks'.
+
+    A field has its name, its type, its default and the first clauses of its help, in one line where they fit::
+
+        --model.num_generations int = 16   G, the completions per prompt.
+    """
+    lines = [f"usage: {parser.prog.replace(' [options]', '')} --config CONFIG [--FIELD VALUE ...]"]
+    for group in sorted(parser._action_groups, key=_place):
+        fields = [line for action in group._group_actions if _is_ours(action) for line in _field(action, shortened)]
+        if fields:
+            lines += ["", *textwrap.wrap(f"{_clauses(group.title)[0].rstrip('.:')}:", WIDTH), *fields]
+    return "\n".join([*lines, "", MORE, ""])
 
 
-def _is_lightnings(action: argparse.Action) -> bool:
-    """Whether a field is the Trainer's, or one that only describes a class, or reads a group from a file."""
-    name = action.dest
-    describes = name.endswith(".help") or type(action).__name__ == "_ActionConfigLoad"
-    return describes or name == "weights_only" or name.startswith("trainer")
+def whole_help(parser: Any, name: str) -> str:
+    """Return the whole help of a field, or of all fields of a group such as ``model.objective``."""
+    actions = [action for action in parser._actions if _is_ours(action) and f"{action.dest}.".startswith(f"{name}.")]
+    lines = [line for action in actions for line in _field(action, whole)]
+    return "\n".join([*lines, ""]) if lines else f"There is no field {name}; --help lists all fields.\n"
+
+
+def _is_ours(action: argparse.Action) -> bool:
+    """Whether a field is shown: not the Trainer's, nor one that describes a class, reads a group or is linked."""
+    name, kind = action.dest, type(action).__name__
+    if action.help == argparse.SUPPRESS or not action.option_strings or kind in ("_ActionConfigLoad", "ActionLink"):
+        return False
+    return not name.endswith(".help") and not name.startswith(("trainer", "weights_only"))
 
 
 def _place(group: Any) -> int:
@@ -63,13 +92,93 @@ def _place(group: Any) -> int:
     return len(FIRST) + 1 + any(name in names for name in LAST)
 
 
-@contextmanager
-def _left_out(parser: Any, actions: list[argparse.Action]) -> Iterator[None]:
-    helps = [action.help for action in actions]
-    for action in actions:
-        action.help = argparse.SUPPRESS
-    try:
-        yield
-    finally:
-        for action, text in zip(actions, helps, strict=True):
-            action.help = text
+def _field(action: argparse.Action, text_of: Callable[[str], str]) -> Iterator[str]:
+    options = [option for option in action.option_strings if not option.endswith("+")]
+    head = " ".join([f"  {', '.join(options)}", *_kind_and_default(action)])
+    text = text_of(OUR_TEXTS.get(action.dest, action.help or ""))
+    if len(head) + len(GAP) + len(text) <= WIDTH:
+        yield f"{head}{GAP}{text}"
+        return
+    yield from textwrap.wrap(head, WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    margin = " " * 6
+    yield from textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_on_hyphens=False,
+        max_lines=MOST_LINES if text_of is shortened else None,
+        placeholder=" ...",
+    )
+
+
+def _kind_and_default(action: argparse.Action) -> list[str]:
+    """Return the type of a field and its default, such as ``int`` and ``= 16``."""
+    if isinstance(action, _HelpAll):
+        return ["[NAME]"]
+    if action.nargs == 0 or action.dest in ("config", "print_config"):
+        return []
+    if action.dest in FIELDS:
+        default = DEFAULTS.get(action.dest, {}).get("class_path")
+        names = {path: name for name, path in FIELDS[action.dest].items()}
+        return ["|".join([*FIELDS[action.dest], "CLASS"]), f"= {names.get(default, 'null')}"]
+    kind = type_name(getattr(action, "_typehint", action.type))
+    return [kind, f"= {_value(action.default)}"]
+
+
+def type_name(hint: Any) -> str:
+    """Write a type in short: ``int|auto``, ``[int,...]``, ``true|false``.
+
+    Args:
+        hint: The type of a field.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return "|".join(dict.fromkeys(type_name(part) for part in parts))
+    if origin is Literal:
+        return "|".join(map(str, parts))
+    if origin in (list, tuple):
+        return f"[{type_name(parts[0])},...]"
+    if origin is dict:
+        return "{NAME: VALUE}"
+    if origin is Callable:
+        return "CLASS"
+    if hint in (bool, NoneType):
+        return {bool: "true|false", NoneType: "null"}[hint]
+    return getattr(hint, "__name__", "VALUE")
+
+
+def _value(default: Any) -> str:
+    if isinstance(default, list | tuple):
+        return f"[{', '.join(map(_value, default))}]"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "null" if default is None else str(default)
+
+
+def shortened(text: str) -> str:
+    """Return the first clauses of a help, up to ``MOST_CHARACTERS``, followed by ``...`` if some are left out."""
+    shown, *others = _clauses(text)
+    for clause in others:
+        if len(shown) >= LEAST_CHARACTERS and len(shown) + len(clause) > MOST_CHARACTERS:
+            return f"{shown.rstrip(';:.')} ..."
+        shown += f" {clause}"
+    return shown
+
+
+def whole(text: str) -> str:
+    """Return a help as plain text, without the marks of reStructuredText."""
+    return " ".join(_clauses(text))
+
+
+def _clauses(text: str) -> list[str]:
+    """Cut a text after full stops, semicolons and colons, but not within brackets; remove reStructuredText's marks."""
+    text = re.sub(r"\s*\(:\w+:`[^`]*`\)", "", " ".join(text.split()))
+    text = re.sub(r":\w+:`~?([\w.]+)`", lambda found: found[1].rpartition(".")[2], text)
+    clauses, begin, depth = list[str](), 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0 and sign in ".;:" and text[place + 1 : place + 2] == " ":
+            clauses.append(text[begin : place + 1].strip())
+            begin = place + 1
+    return [clause.replace("``", "") for clause in [*clauses, text[begin:].strip()]]

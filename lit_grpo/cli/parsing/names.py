@@ -1,4 +1,4 @@
-"""Short names of the classes that configs name most: a table for each field."""
+"""Short names of the most common classes in configs, a table for each field."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FIELDS: dict[str, Mapping[str, str]] = {
     "model.optimizer": OPTIMIZERS,
     "model.lr_scheduler": SCHEDULERS,
 }
-"""The names that a field of classes knows. Those of reward functions are in :mod:`lit_grpo.rewards.loading`."""
+"""The short names of a field's classes. Those of reward functions are in :mod:`lit_grpo.rewards.loading`."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "model.generator": {"class_path": GENERATORS["slots"]},
     "model.optimizer": {"class_path": OPTIMIZERS["AdamW"], "init_args": {"lr": 1e-6}},
 }
-"""What these fields are where a config says nothing, so that ``--model.generator.num_slots 8`` needs no class."""
+"""The defaults of these fields, so that ``--model.generator.num_slots 8`` needs no class."""

@@ -1,7 +1,8 @@
-"""Mistakes as one sentence, with the nearest that there is; needs neither torch nor Lightning."""
+"""Mistakes in one sentence, with the nearest known names; needs neither torch nor Lightning."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,23 +16,31 @@ CONFIG = ("--config", "-c")
 
 
 def exit_with(sentence: str) -> NoReturn:
-    """Print an error, in which a value may be quoted that no terminal should obey, and exit with code 2."""
+    """Print an error, with control characters of quoted values made visible, and exit with code 2."""
     print(f"error: {visible(sentence)}", file=sys.stderr)
     sys.exit(2)
 
 
+class SentenceParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with code 2."""
+        exit_with(message)
+
+
 def did_you_mean(near: Sequence[str], otherwise: str) -> str:
-    """The end of a sentence about a name that there is not."""
+    """Return the end of a sentence about an unknown name."""
     return f"; did you mean {' or '.join(near)}?" if near else f"; {otherwise}"
 
 
 def nearest(argument: str, options: list[str]) -> str:
-    """The end of a sentence about an option that there is not."""
-    return did_you_mean(near(argument.split("=")[0], options), "--help lists all there are.")
+    """Return the end of a sentence about an unknown option."""
+    return did_you_mean(near(argument.split("=")[0], options), "--help lists all options.")
 
 
 def near(option: str, options: list[str]) -> list[str]:
-    """What another trainer's field is called here; else options spelled alike, or whose last part is, wherever."""
+    """Return our name of TRL's field, or else options with a similar spelling, or with a similar last part."""
     last = option.removeprefix("--").rsplit(".", 1)[-1]
     if last in TRL and not any(name.endswith(f".{last}") for name in options):
         return [f"--{name}" if option.startswith("--") else name for name in TRL[last].fields]
@@ -44,19 +53,19 @@ def near(option: str, options: list[str]) -> list[str]:
 
 
 def shipped_config(name: str) -> str:
-    """Return the path of a configuration that comes with the package; a file, or an unknown name, as it is."""
+    """Return the path of a configuration that comes with the package; a file or an unknown name stays unchanged."""
     path = shipped() / f"{name.removesuffix('.yaml')}.yaml"
     return str(path) if not Path(name).is_file() and path.is_file() else name
 
 
 def shipped() -> Path:
-    """The folder of the configurations that come with the package."""
+    """Return the folder of the configurations that come with the package."""
     package = Path(__file__).parents[2]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"  # in a checkout
 
 
 def with_paths(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield arguments, with the path of each configuration that is named."""
+    """Yield arguments, with names of configurations replaced by their paths."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before in CONFIG:
             yield shipped_config(argument)

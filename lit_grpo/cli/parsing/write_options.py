@@ -13,7 +13,7 @@ from lit_grpo.cli.parsing.early import HELP, TABLE
 
 
 class _Parsers(LikeFitCLI):
-    """Stops once there are parsers."""
+    """Stops after the parsers are made."""
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         raise _Made(parser)
@@ -24,7 +24,7 @@ class _Made(Exception):
 
 
 def fit_parser() -> Any:
-    """The parser of ``fit``."""
+    """Return the parser of ``fit``."""
     try:
         _Parsers(None, **cli_arguments(["fit"]))  # pyright: ignore[reportArgumentType]
     except _Made as made:
@@ -33,14 +33,14 @@ def fit_parser() -> Any:
 
 
 def help_of(parser: Any) -> str:
-    """What ``fit --help`` shows, 80 columns wide."""
+    """Return what ``fit --help`` shows, 80 columns wide."""
     os.environ["COLUMNS"] = "80"
     with parser_context(parent_parser=parser):
         return parser.format_help()
 
 
 def options(parser: Any) -> str:
-    """A line for each name; that of a group, which is none by itself, ends in a dot."""
+    """Return a line for each name; the name of a group ends in a dot."""
     return "".join(f"{name}\n" for name in _names(parser))
 
 

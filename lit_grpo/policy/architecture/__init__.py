@@ -1,1 +1,1 @@
-"""What a model computes beside what its layers are called: found out by running it on next to nothing."""
+"""Facts about a model's computation, found out by running it on a few tokens."""

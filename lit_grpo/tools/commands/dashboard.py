@@ -1,4 +1,4 @@
-"""``python -m lit_grpo dashboard``: a workspace of W&B with our sections and panels."""
+"""``python -m lit_grpo dashboard``: makes a workspace in W&B with our sections and panels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lit_grpo.cli.parsing.sentences import exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the workspace and print where it is."""
+    """Make the workspace and print its address."""
     parser = argparse.ArgumentParser(
         prog="python -m lit_grpo dashboard",
         description="Make a saved view in a W&B project, which shows its runs in the sections of docs/metrics.md: "
         "learning, memory, throughput, lengths, health. Needs the extra wandb, and an API key (wandb login).",
     )
     parser.add_argument(
-        "--wandb", metavar="ENTITY/PROJECT", required=True, help="A user or team, and a project of theirs."
+        "--wandb", metavar="ENTITY/PROJECT", required=True, help="A user or team, and one of their projects."
     )
-    parser.add_argument("--name", default="lit_grpo", help="Of the view (default: %(default)s).")
+    parser.add_argument("--name", default="lit_grpo", help="The name of the view (default: %(default)s).")
     options = parser.parse_args(arguments)
     entity, _, project = options.wandb.partition("/")
     if not entity or not project or "/" in project:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"The view is at {save(entity, project, options.name)}")
     except ModuleNotFoundError as error:
         exit_with(f"The package {error.name} is not installed; install lit_grpo[wandb].")
-    except Exception as error:  # of many kinds: no key, no network, no such project
+    except Exception as error:  # W&B raises many kinds: no key, no network, no such project
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(f"W&B did not take the view ({str(error).splitlines()[0]:.300}); check wandb login and the project.")

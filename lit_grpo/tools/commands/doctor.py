@@ -1,10 +1,9 @@
-"""``python -m lit_grpo doctor``: a check-up of a run's settings in the time of a few updates."""
+"""``python -m lit_grpo doctor``: checks a run's settings in the time of a few updates."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any, NoReturn, cast
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import one_sentence, own_frames
+from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_last
 from lit_grpo.cli.parsing.sentences import exit_with
-from lit_grpo.cli.parsing.settings import check_settings, check_values, find_last
 from lit_grpo.tools.doctor import CheckUp, Examined, Finding, Report
 from lit_grpo.training.run_folder import RunConfig, RunFolder
 
@@ -31,12 +30,12 @@ ONE_UPDATE = {
 
 
 class DoctorCLI(LikeFitCLI):
-    """Sets a run up as ``fit`` does, on one device and in a folder that does not last, and examines it.
+    """Sets up a run as ``fit`` does, on one device and in a temporary folder, and examines it.
 
     Args:
-        folders: Where the folder is kept until the end.
+        folders: Removes the temporary folder at the end.
         report: Takes the findings.
-        kwargs: As LightningCLI takes them.
+        kwargs: Arguments of LightningCLI.
     """
 
     def __init__(self, folders: ExitStack, report: Report, **kwargs: Any) -> None:
@@ -46,7 +45,7 @@ class DoctorCLI(LikeFitCLI):
         super().__init__(RunFolder(), **kwargs)
 
     def before_instantiate_classes(self) -> None:
-        """Check the settings, and have everything written beside where the run would."""
+        """Check the settings, and make a temporary folder on the run's disk the folder of everything."""
         settings = self._settings
         check_values(settings, GROUPS)
         find_last(settings)
@@ -67,9 +66,9 @@ class DoctorCLI(LikeFitCLI):
         return Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent)))
 
     def before_fit(self) -> None:
-        """Find mistakes as ``fit`` does, and put the check-up in front; there is nothing to examine beside a mistake.
+        """Find mistakes as ``fit`` does; if there is none, replace the callbacks by the check-up.
 
-        Of the callbacks those stay that make rollouts: others write what nobody asked for.
+        Only the callbacks that make rollouts stay; the others would write files.
         """
         try:
             self._check(self._settings.get("ckpt_path"))
@@ -86,15 +85,13 @@ class DoctorCLI(LikeFitCLI):
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     return next(one for one in (folder, *folder.parents) if one.exists())
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Examine what ``fit`` with the same arguments would run, and exit: 0, 1 where something failed, 2 on a mistake."""
+    """Examine the run that ``fit`` would start; exit with 0, with 1 if a check failed, with 2 on a mistake."""
     quieten()
-    # The settings are those of a subcommand that is not this one.
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended.*")
     try:
         with ExitStack() as folders:
             DoctorCLI(folders, Report(), **cli_arguments(["fit", *arguments]))

@@ -1,4 +1,4 @@
-"""``python -m lit_grpo export``: a checkpoint's policy as a Hugging Face folder."""
+"""``python -m lit_grpo export``: writes a checkpoint's policy as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lit_grpo.cli.parsing.sentences import exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Load and save; a mistake ends with one sentence and exit code 2."""
+    """Load the checkpoint and save its policy; a mistake ends with one sentence and exit code 2."""
     parser = argparse.ArgumentParser("python -m lit_grpo export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="such as runs/NAME/checkpoints/best.ckpt")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to, new or empty")
-    parser.add_argument("--policy", help="where the policy that training began with is now, if it has been moved")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder to write, new or empty")
+    parser.add_argument("--policy", help="the folder of the policy that training began with, if it has been moved")
     options = parser.parse_args(arguments)
     checkpoint = settled(options.checkpoint)
     if not checkpoint.exists():
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         give = " or ".join(there) or "one of a run's checkpoints"
         exit_with(f"There is no checkpoint {str(options.checkpoint)!r}; give {give}.")
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
-        exit_with(f"{str(options.folder)!r} is there already; give a folder that is new or empty.")
+        exit_with(f"{str(options.folder)!r} exists already; give a folder that is new or empty.")
     try:
         compared = _export(checkpoint, options.folder, {} if options.policy is None else {"policy": options.policy})
     except ValueError as error:
@@ -42,8 +42,8 @@ def _export(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> Any:
         told = saved["hyper_parameters"] | changes
         if not told["policy"]:
             raise ValueError(
-                f"{str(checkpoint)!r} is of a model that was made, not loaded; save what training began with as a "
-                "folder, with its tokenizer, and give that as --policy."
+                f"{str(checkpoint)!r} is of a model that was made, not loaded; save the model that training began with "
+                "as a folder, with its tokenizer, and give the folder as --policy."
             )
         module = GRPOModule(**told)
         module.configure_model()

@@ -1,11 +1,10 @@
-"""``python -m lit_grpo fit-check``: what a run will take of a device's memory, computed without its weights."""
+"""``python -m lit_grpo fit-check``: estimates the memory that a run takes on a device, without loading weights."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 
 from lit_grpo.cli.command_line import GROUPS, MISTAKES, LikeFitCLI, cli_arguments, quieten
 from lit_grpo.cli.parsing.errors import one_sentence
+from lit_grpo.cli.parsing.refusals import check_values
 from lit_grpo.cli.parsing.sentences import exit_with
-from lit_grpo.cli.parsing.settings import check_values
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.loading import resolve_policy
@@ -29,11 +28,11 @@ FIELD_NAMES = {"num_slots": "model.generator.num_slots", "micro_batch_tokens": "
 
 
 class FitCheckCLI(LikeFitCLI):
-    """Parses the settings of a run as ``fit`` does, and makes nothing of them.
+    """Parses the settings of a run as ``fit`` does, and makes no objects of them.
 
     Args:
-        limit: Bytes that the device has; None asks it.
-        kwargs: As LightningCLI takes them.
+        limit: The device's memory in bytes; None takes what is free on this machine's device.
+        kwargs: Arguments of LightningCLI.
     """
 
     def __init__(self, limit: int | None, **kwargs: Any) -> None:
@@ -41,7 +40,7 @@ class FitCheckCLI(LikeFitCLI):
         super().__init__(run_folder=None, **kwargs)  # pyright: ignore[reportArgumentType]  # nothing is written
 
     def before_instantiate_classes(self) -> None:
-        """Compute, show and end: exit code 0 where it fits, else 1."""
+        """Compute and show the estimate, and exit with 0 if it fits, else 1."""
         settings = self._settings
         check_values(settings, GROUPS)
         device = "cuda" if torch.cuda.is_available() and settings["trainer"]["accelerator"] != "cpu" else "cpu"
@@ -65,10 +64,10 @@ def _config(policy: str) -> Any:
 
 
 def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
-    """Read what decides memory from the settings of ``fit``.
+    """Read the figures that decide memory from the settings of ``fit``.
 
     Raises:
-        ValueError: The optimizer's state is not known.
+        ValueError: The size of the optimizer's state is not known, or the generator is vLLM.
     """
     model, data = settings["model"], settings["data"]
     generator, optimizer = model["generator"], model["optimizer"]
@@ -127,9 +126,8 @@ def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Show what ``fit`` with the same arguments would take; ``--memory 80GiB`` tells what the device has."""
+    """Show the memory that ``fit`` would take with these arguments; ``--memory 80GiB`` sets the device's memory."""
     quieten()
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended.*")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--memory")
     options, others = own.parse_known_args(arguments)

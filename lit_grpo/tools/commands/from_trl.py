@@ -1,31 +1,24 @@
-"""``python -m lit_grpo from-trl CONFIG``: a config of TRL's GRPO as one of ours."""
+"""``python -m lit_grpo from-trl CONFIG``: converts a config of TRL's GRPO into one of ours."""
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import yaml
 
-from lit_grpo.cli.parsing.sentences import exit_with
+from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
 from lit_grpo.tools.migration import Converted, convert_trl
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        exit_with(message)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the config, or write it; a mistake ends with one sentence and exit code 2."""
-    parser = _Parser(prog="python -m lit_grpo from-trl", description="Convert a YAML file of trl grpo --config.")
+    parser = SentenceParser(prog="python -m lit_grpo from-trl", description="Convert a YAML file of trl grpo --config.")
     parser.add_argument("config", type=Path, metavar="CONFIG")
-    parser.add_argument("--rows", type=int, help="how many training prompts there are, where epochs are to be steps")
-    parser.add_argument("--devices", type=int, default=1, help="how many devices the run is to have (1)")
-    parser.add_argument("--output", type=Path, help="where to write it, instead of printing it")
+    parser.add_argument("--rows", type=int, help="the number of training prompts, to turn epochs into steps")
+    parser.add_argument("--devices", type=int, default=1, help="the number of devices of the run (1)")
+    parser.add_argument("--output", type=Path, help="the file to write; by default the config is printed")
     options = parser.parse_args(arguments)
     try:
         given = yaml.safe_load(options.config.read_text())
@@ -41,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def as_yaml(name: str, converted: Converted) -> str:
-    """Write a config with what is to be said of it above."""
+    """Write a config with its notes as comments at the top."""
     says = [
         f"From {name} of TRL 1.16."
         + (" What has another meaning here, or none:" if converted.notes else " All fields mean the same here."),

@@ -1,30 +1,23 @@
-"""``report``: a run's folder as one HTML file."""
+"""``python -m lit_grpo report``: makes one HTML file of a run's folder."""
 
 from __future__ import annotations
 
-import argparse
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from lit_grpo.cli.parsing.sentences import SentenceParser
 from lit_grpo.tools.dashboard.report import write_report
 
 ABOUT = (
-    "Write one HTML file of what a run has left in its folder, also while it goes on: metrics, memory, who decoded "
-    "when, lengths, completions and settings. It loads nothing from elsewhere."
+    "Write one HTML file with the metrics, memory, timelines, lengths, completions and settings in a run's folder, "
+    "even while the run goes on. The file needs no network."
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print the mistake, without the usage before it, and exit with code 2."""
-        self.exit(2, f"error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the report; a mistake ends with one sentence and exit code 2."""
-    parser = _Parser(prog="python -m lit_grpo report", description=ABOUT, allow_abbrev=False)
+    parser = SentenceParser(prog="python -m lit_grpo report", description=ABOUT, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="The run's folder, such as runs/arithmetic.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="The file to write. Default: RUN/report.html.")
     parser.add_argument("--open", action="store_true", help="Show it in the browser.")

@@ -1,4 +1,4 @@
-"""``python -m lit_grpo serve``: a vLLM server that VLLMServerGenerator can be pointed at."""
+"""``python -m lit_grpo serve``: starts a vLLM server for VLLMServerGenerator."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_DESCRIPTION = """Start a vLLM server for a policy, on loopback unless told otherwise, and keep it up until Ctrl-C or
-SIGTERM. It begins with no weights and takes those that a run sends it. It answers to its token alone: that in the
-environment variable LIT_GRPO_SERVER_TOKEN, or a new one, which is written to a private file. What is not known here is
+_DESCRIPTION = """Start a vLLM server for a policy, by default on loopback, and keep it running until Ctrl-C or SIGTERM.
+The server begins without weights and takes those that a run sends. It answers only requests with its token: that in
+the environment variable LIT_GRPO_SERVER_TOKEN, or a new one, which is written to a private file. Other options are
 handed to vLLM, for example --tensor-parallel-size 2 or --kv-cache-memory-bytes 1000000000."""
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _START_S = 600.0
@@ -24,16 +24,16 @@ _MIN_TOKEN = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, start and wait."""
+    """Parse the arguments, start the server and wait for its end."""
     parser = argparse.ArgumentParser("python -m lit_grpo serve", description=_DESCRIPTION)
     parser.add_argument("--policy", default="tiny", help="tiny, a folder made by save_pretrained, or a hub id")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--host", default="127.0.0.1", help="what it listens on; its token travels unencrypted")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; the token is sent unencrypted")
     parser.add_argument("--num-slots", type=int, default=64, help="completions decoded at a time")
-    parser.add_argument("--dtype", default="auto", help="what it computes in; auto is the policy's own")
-    parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters alone, up to this rank")
+    parser.add_argument("--dtype", default="auto", help="the dtype of computations; auto is the policy's own")
+    parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters without base weights, up to this rank")
     options, others = parser.parse_known_args(arguments)
-    for number in _STOPS:  # a shell that is no terminal's starts what runs in its background with SIGINT ignored
+    for number in _STOPS:  # a shell without a terminal starts background processes with SIGINT ignored
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         sys.exit(_serve(options, others))
@@ -76,15 +76,15 @@ def _serve(options: argparse.Namespace, others: list[str]) -> int:
         return code
     finally:
         for number in _STOPS:
-            signal.signal(number, signal.SIG_IGN)  # it is ending
+            signal.signal(number, signal.SIG_IGN)  # the server is being stopped already
         server.stop()
 
 
 def _token(given: str) -> tuple[str, bool]:
-    """Return the server's token, and whether it is the user's.
+    """Return the server's token, and whether the user has set it.
 
     Raises:
-        ValueError: The user's is easy to guess, or cannot be sent.
+        ValueError: The user's token is easy to guess, or cannot be sent.
     """
     if given and (len(given) < _MIN_TOKEN or not given.isascii() or not given.isprintable() or " " in given):
         raise ValueError(

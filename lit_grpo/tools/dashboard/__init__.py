@@ -1,4 +1,4 @@
-"""What a run's metrics mean, and the boards that show them: W&B, TensorBoard, and a report of its own."""
+"""The meaning of a run's metrics, and the boards that show them: W&B, TensorBoard and our report."""
 
 from lit_grpo.tools.dashboard.specification import Metric, Panel, Section, explain, sections
 

@@ -8,13 +8,13 @@ from lit_grpo.tools.dashboard.specification import Metric, Section, sections
 
 HEAD = """# What a run logs
 
-A run writes one row an update to `metrics.csv`, and the same to TensorBoard and Weights & Biases, where they stand in
-the sections of this page. A `*` stands for a name or a number. Where TRL logs a metric of the same name, it means the
-same. `NaN` is the mean of nothing. A reward function adds metrics of its own with `log_metric` (they come last).
+A run writes a row for each update to `metrics.csv`, and the same values to TensorBoard and Weights & Biases, in the
+sections of this page. A `*` stands for a name or a number. A metric that TRL logs by the same name has the same
+meaning. `NaN` is the mean of nothing. A reward function adds its own metrics with `log_metric` (they come last).
 
-Any of the curves can be drawn by updates, by sampled tokens (`num_tokens`), by completions (`num_completions`) or by
-time (`time/total_s`): all of them go on where a run is resumed. This page is made from
-`lit_grpo/tools/dashboard/metrics.yaml`, as the boards are.
+Curves can be drawn by updates, by sampled tokens (`num_tokens`), by completions (`num_completions`) or by time
+(`time/total_s`), all of which continue in a resumed run. This page and the boards are made from
+`lit_grpo/tools/dashboard/metrics.yaml`.
 """
 
 

@@ -15,16 +15,16 @@ import yaml
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or a family of them.
+    """A metric, or a family of metrics.
 
     Args:
-        name: As it is logged; a ``*`` stands for a name or a number.
+        name: The name in the logs; a ``*`` stands for a name or a number.
         means: What is measured.
-        normal: What a healthy run shows.
-        otherwise: What to do about another value.
-        best: Which way is better, where one is.
-        when: What has to be set for it to be logged.
-        limit: Whether others of its panel must stay below it.
+        normal: The values of a healthy run.
+        otherwise: What to do about other values.
+        best: Whether larger or smaller values are better; None if neither.
+        when: The settings with which it is logged.
+        limit: Whether the other metrics of its panel must stay below it.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class Panel:
-    """A drawing of some metrics, by update.
+    """A chart of some metrics by update.
 
     Args:
-        title: Over the drawing.
-        metrics: Names, or patterns with a ``*``; those that a run has not logged are left out.
-        stacked: Whether they add up to a whole.
+        title: The title.
+        metrics: Names, or patterns with a ``*``; metrics that a run has not logged are left out.
+        stacked: Whether the metrics are parts of a sum.
     """
 
     title: str
@@ -55,14 +55,14 @@ class Panel:
     stacked: bool = False
 
     def of(self, logged: Iterable[str]) -> list[str]:
-        """Return those names that the panel shows, in its order."""
+        """Return the names that the panel shows, in its order."""
         names = list(logged)
         return [name for pattern in self.metrics for name in sorted(filter_names(names, pattern), key=_by_number)]
 
 
 @dataclass(frozen=True)
 class Section:
-    """Panels that answer one question, and all metrics that do."""
+    """The panels and metrics that answer one question."""
 
     title: str
     about: str
@@ -71,19 +71,19 @@ class Section:
 
 
 def filter_names(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that a pattern with ``*`` stands for."""
+    """Return the names that match a pattern with ``*``."""
     return [name for name in names if fnmatchcase(name, pattern)]
 
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Return all sections, in the order in which they are shown."""
+    """Return all sections in their order."""
     text = resources.files("lit_grpo.tools.dashboard").joinpath("metrics.yaml").read_text(encoding="utf-8")
     return tuple(map(_section, yaml.safe_load(text)))
 
 
 def explain(name: str) -> tuple[Section, Metric] | None:
-    """Return what is known of a metric that a run has logged; None of a user's own."""
+    """Return the section and the meaning of a logged metric; None for a user's own metric."""
     for section in sections():
         for metric in section.metrics:
             if metric.covers(name):
@@ -92,7 +92,7 @@ def explain(name: str) -> tuple[Section, Metric] | None:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sort what differs in a number by it: 8 before 64."""
+    """Return a key that sorts names by the numbers in them: 8 before 64."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -14,10 +14,9 @@ OWN = "Own"
 
 @functools.cache
 def tag(name: str) -> str:
-    """Return the tag of a metric: its section, numbered in its order, then its name.
+    """Return the tag of a metric: its section with a number, then its name, such as ``1 Learning/reward``.
 
-    TensorBoard sorts by tag, and makes a group of what stands before the first slash. Metrics that only a user knows
-    come last.
+    TensorBoard sorts by tag, and groups by the part before the first slash. A user's own metrics come last.
     """
     found = explain(name)
     return f"{_group(found[0].title) if found else _group(OWN)}/{name}"
@@ -51,7 +50,7 @@ def _pattern(name: str) -> str:
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Make the summaries by which TensorBoard's HParams compares runs, by reward and held-out prompts passed."""
+    """Make the summaries with which TensorBoard's HParams compares runs, by reward and pass@1."""
     from torch.utils.tensorboard.summary import hparams
 
     values = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in _flat(settings)}

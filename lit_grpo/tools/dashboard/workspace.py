@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 STEP = "trainer/global_step"
-"""What Lightning counts W&B's rows by: updates."""
+"""The metric that counts W&B's rows, logged by Lightning: updates."""
 
 
 def make_workspace(entity: str, project: str, name: str = "lit_grpo") -> Workspace:
-    """Make a workspace of our sections, which ``save`` brings to W&B.
+    """Make a workspace with our sections; its ``save`` sends it to W&B.
 
     Args:
         entity: A user or team.
-        project: One of theirs.
-        name: Of the view.
+        project: One of their projects.
+        name: The name of the view.
 
     Raises:
         ModuleNotFoundError: wandb-workspaces is not installed.

@@ -1,4 +1,4 @@
-"""Whether a run can work: a check-up of its policy, data, rewards, generator, memory and disk before it begins."""
+"""A check-up of a run before it begins: policy, data, rewards, generator, memory and disk."""
 
 from lit_grpo.tools.doctor.checkup import CheckUp, Examined
 from lit_grpo.tools.doctor.report import Finding, Report, Verdict

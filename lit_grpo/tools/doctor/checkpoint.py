@@ -1,4 +1,4 @@
-"""Whether checkpoints and exports can be written, read again, and have room."""
+"""Checks that checkpoints and exports can be written and read again, and that the disk has room for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import disturb, undone
 
 NUM_CHECKPOINTS = 3
-"""``last.ckpt``, ``best.ckpt``, and the one that is being written."""
+"""``last.ckpt``, ``best.ckpt``, and one that is being written."""
 
 
 def check_checkpoint(patient: Patient) -> Iterator[Finding]:
-    """Write one where the run would, read it, and compare bits."""
+    """Write a checkpoint to the run's disk, read it again, and compare every bit."""
     trainer, module = patient.trainer, patient.module
     if patient.folder is None:
         yield Finding("fail", "checkpoint", patient.folder_error, "choose another folder with run.dir")
@@ -34,7 +34,7 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
     there, tensors = saved["state_dict"], expected["state_dict"]
     wrong = [name for name in {**tensors, **there} if not _equal(there.get(name), tensors.get(name))]
     if wrong:
-        figure = f"{wrong[0]} is not what was written"
+        figure = f"{wrong[0]} differs from what was written"
         yield Finding("fail", "checkpoint", figure, "see to the disk, or choose another run.dir")
         return
     yield Finding("pass", "checkpoint", f"{_mib(num_bytes)} written, and read again bit for bit")
@@ -46,10 +46,10 @@ def check_checkpoint(patient: Patient) -> Iterator[Finding]:
 
 
 def check_export(patient: Patient) -> Iterator[Finding]:
-    """Change every trained weight visibly, export the policy where the run would, open that again, and compare.
+    """Change every trained weight, export the policy to the run's disk, open it again, and compare.
 
     Raises:
-        ExportError: It is another policy.
+        ExportError: The export does not hold the policy.
     """
     if patient.folder is None:
         yield Finding("skip", "export", patient.folder_error)
@@ -66,7 +66,7 @@ def check_export(patient: Patient) -> Iterator[Finding]:
 
 
 def _whole(module: Any, num_bytes: int) -> int:
-    """A checkpoint's size once the optimizer has its two moments, which it has not yet."""
+    """Return a checkpoint's size with the optimizer's two moments, which do not exist before the first step."""
     if cast(Any, module.optimizers()).optimizer.state:
         return num_bytes
     trained = (weight for weight in module.policy.parameters() if weight.requires_grad)

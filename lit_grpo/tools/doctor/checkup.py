@@ -1,4 +1,4 @@
-"""All checks in their order, in place of a run's first update."""
+"""All checks of the check-up in their order, in place of a run's first update."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.prompts import check_prompts, check_tokenizer
 from lit_grpo.tools.doctor.report import Finding, Report
 from lit_grpo.tools.doctor.rewards import check_rewards
-from lit_grpo.tools.doctor.samples import check_ends, check_generator, check_samples
+from lit_grpo.tools.doctor.samples import check_ends, check_generator, check_samples, check_sync
 from lit_grpo.tools.doctor.step import check_step
-from lit_grpo.tools.doctor.sync import check_sync
 
 FAULTS = (ValueError, RuntimeError, ArithmeticError, OSError, MemoryError)
-"""What a run fails with; anything else is a defect of the check-up."""
+"""Errors of a run; another error is a defect of the check-up."""
 
 
 class Check(NamedTuple):
-    """A check, its name where it fails as a whole, and what has to be there before."""
+    """A check: the name of its finding if it fails as a whole, its function, and the check that must pass before."""
 
     name: str
     run: Callable[[Patient], Iterator[Finding]]
@@ -52,18 +51,27 @@ CHECKS = (
 
 
 class Examined(SystemExit):
-    """The check-up is over; the exit code is 1 where something failed."""
+    """The check-up has ended; the exit code is 1 if a check failed."""
 
 
 class CheckUp(pl.Callback):
-    """Examine a run where its first update would be, and end it there.
+    """Examines a run in place of its first update, and ends it.
+
+    Each check gives findings, which are printed at once as a line each:
+
+    .. code-block:: text
+
+        pass prompts            2048 of 7 to 7 tokens
+        warn samples            16 of 12 to 64 tokens in 1.2 s, 40% ended: raise sampling.max_tokens, ...
+        fail step               changes no weight: raise model.optimizer.lr, ...
+        skip export             not examined, because checkpoint failed
 
     Args:
-        report: Takes the findings.
-        scheduler: The run's.
-        sync: The run's.
-        folder: For checkpoints, on the disk that the run would write to; None where nothing can be written there.
-        folder_error: Why not.
+        report: Takes and prints the findings.
+        scheduler: The run's RolloutScheduler.
+        sync: The run's WeightSync.
+        folder: A folder for checkpoints on the run's disk; None if nothing can be written there.
+        folder_error: The reason for None.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class CheckUp(pl.Callback):
         self._folder, self._folder_error = folder, folder_error
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Examine.
+        """Make all checks, and end the run.
 
         Raises:
             Examined: Always.
@@ -87,7 +95,14 @@ class CheckUp(pl.Callback):
         data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         assert isinstance(data, PromptDataModule)
         patient = Patient(
-            trainer, pl_module, data, self._scheduler, self._sync, self.report, self._folder, self._folder_error
+            trainer=trainer,
+            module=pl_module,
+            data=data,
+            scheduler=self._scheduler,
+            sync=self._sync,
+            report=self.report,
+            folder=self._folder,
+            folder_error=self._folder_error,
         )
         try:
             examine(patient)
@@ -98,12 +113,12 @@ class CheckUp(pl.Callback):
 
 
 def examine(patient: Patient) -> None:
-    """Make all checks; what one of them needs and did not come about is skipped."""
+    """Make all checks; skip a check if the one that it needs failed."""
     broken: set[str] = set()
     for check in CHECKS:
         if check.needs in broken:
             broken.add(check.name)
-            patient.report.add(Finding("skip", check.name, f"not looked at, for {check.needs} failed"))
+            patient.report.add(Finding("skip", check.name, f"not examined, because {check.needs} failed"))
             continue
         try:
             for finding in check.run(patient):

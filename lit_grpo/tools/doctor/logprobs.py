@@ -1,4 +1,4 @@
-"""Whether generator and trainer agree on log-probs, and the trainer with itself."""
+"""Checks that generator and trainer agree on log-probs, and that two passes of the trainer agree."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import Finding
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
-_EXPLAINS = 0.5  # a temperature explains a gap that it makes smaller than this share
-_REPEATS = 1e-4  # nats between two passes of the same weights; kernels of a GPU may add up in another order
+_EXPLAINS = 0.5  # a temperature explains a gap if it makes the gap smaller than this share
+_REPEATS = 1e-4  # nats between two passes of the same weights; a GPU may sum in another order
 
 
 def check_gap(patient: Patient) -> Iterator[Finding]:
-    """Compare the generator's log-probs of the samples with the trainer's; a gap may have a temperature's shape."""
+    """Compare the generator's log-probs of the samples with the trainer's; find out if a temperature explains a gap."""
     limit, sampled_N = patient.sync.max_logprob_gap, patient.sampled()
     gap_N = _gap(patient, sampled_N)
     gap = float(gap_N.mean())
@@ -40,7 +40,7 @@ def check_gap(patient: Patient) -> Iterator[Finding]:
 
 
 def _gap(patient: Patient, sampled_N: torch.Tensor, temperature: float | None = None) -> torch.Tensor:
-    """How far apart the log-probs are, in evaluation mode: what training mode adds is seen by itself."""
+    """Return the gaps of the log-probs in evaluation mode; :func:`check_dropout` looks at training mode."""
     policy = patient.module.policy.eval()
     try:
         return (sampled_N - patient.in_order(patient.logprobs(temperature))).abs()
@@ -49,7 +49,7 @@ def _gap(patient: Patient, sampled_N: torch.Tensor, temperature: float | None = 
 
 
 def check_dropout(patient: Patient) -> Iterator[Finding]:
-    """Two passes in training mode must give the same."""
+    """Check that two passes in training mode give the same log-probs."""
     first, second = (patient.in_order(patient.logprobs()) for _ in range(2))
     difference = float(torch.nan_to_num(first - second, nan=torch.inf).abs().max())
     if difference > _REPEATS:
@@ -57,7 +57,7 @@ def check_dropout(patient: Patient) -> Iterator[Finding]:
             "fail",
             "dropout",
             f"two passes in training mode differ by {difference:.2g} nats",
-            "switch off what is random in the policy; the samples' log-probs are without it",
+            "switch off randomness in the policy's forward pass; the samples' log-probs are without it",
         )
     else:
         yield Finding("pass", "dropout", "none: two passes in training mode are alike")

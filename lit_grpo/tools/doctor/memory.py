@@ -1,4 +1,4 @@
-"""Whether the longest micro-batch fits, and what else would."""
+"""Checks that the longest micro-batch fits into memory, and shows which other lengths would."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.budget import bytes_per_token, estimate_tokens, pending_bytes
 
 _GIB = 2**30
-_TOKEN_BYTES = 8  # of a completion that waits on the host for its group
+_TOKEN_BYTES = 8  # host memory for a token of a completion that waits for its group
 _REMEDY = (
     "lower sampling.max_tokens, data.max_prompt_tokens or max_tokens_per_micro_batch, or set gradient_checkpointing"
 )
 
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
-    """Take a step with learning rate 0 on the longest micro-batch that the run can meet.
+    """Take a step with learning rate 0 on the longest micro-batch that the run can have.
 
-    It has the longest prompt and completions of ``max_tokens``, as many as the budget takes. What is certain not to fit
-    is not tried: a host that runs out of memory ends processes.
+    The micro-batch has the longest prompt, and as many completions of ``max_tokens`` as the token budget allows. If it
+    certainly does not fit, it is not tried, because a host that runs out of memory kills processes.
     """
     groups, num_tokens = _longest(patient)
     rollouts, settings = groups[0].rollouts, patient.module.settings
@@ -60,14 +60,14 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
             "fail",
             "rate 0",
             f"a step with learning rate 0 changes {moved[0]}",
-            "something besides the optimizer writes to the weights",
+            "some code besides the optimizer writes to the weights",
         )
     else:
-        yield Finding("pass", "rate 0", "a step with learning rate 0 leaves every weight as it is, bit for bit")
+        yield Finding("pass", "rate 0", "a step with learning rate 0 changes no bit of any weight")
 
 
 def _longest(patient: Patient) -> tuple[list[RolloutGroup], int]:
-    """Rollouts that fill the longest micro-batch, and how many tokens it has."""
+    """Return rollouts that fill the longest micro-batch, and the number of its tokens."""
     module, settings = patient.module, patient.module.settings
     prompt = max(patient.prompts, key=lambda one: len(one.token_ids))
     num_prompt, num_completion = len(prompt.token_ids), module.sampling.max_tokens
@@ -104,7 +104,7 @@ def _per_token(patient: Patient) -> float:
 
 
 def _what_fits(patient: Patient, per_token: float, free: int) -> tuple[list[str], list[list[str]]]:
-    """A row for each limit on completions, this one's and others: what the update takes, slots, and the group size."""
+    """Return a row for each of several ``max_tokens``: the update's memory, the slots that fit, and the group size."""
     module = patient.module
     num_prompt = max(len(prompt.token_ids) for prompt in patient.prompts)
     context, kv_tokens = context_length(module.policy), module.generator.capacity().kv_tokens

@@ -1,4 +1,4 @@
-"""The run that is looked at, as the trainer has set it up for its first update."""
+"""The run that is examined, as the trainer has set it up for its first update."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ from lit_grpo.update.logprobs.measurements import measure
 
 @dataclass
 class Patient:
-    """A run in its ``on_train_start``; ``groups`` are the samples, once there are some.
+    """A run in its ``on_train_start``.
 
-    ``folder`` is for checkpoints, where the run would write; None where nothing can be written, for ``folder_error``.
+    Args:
+        trainer: The run's trainer.
+        module: The run's module.
+        data: The run's data.
+        scheduler: The run's RolloutScheduler.
+        sync: The run's WeightSync.
+        report: Takes the findings.
+        folder: A folder for checkpoints on the run's disk; None if nothing can be written there.
+        folder_error: The reason for None.
+        groups: The sampled completions; empty before the check ``samples``.
     """
 
     trainer: pl.Trainer
@@ -38,25 +47,25 @@ class Patient:
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Those of training."""
+        """The training prompts."""
         return self.data.prompts["train"]
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The samples."""
+        """The sampled completions."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """The policy's device."""
         return self.module.policy.device
 
     def computing(self) -> AbstractContextManager[None]:
-        """The precision that a training step computes in."""
+        """Return a context with the precision of a training step."""
         return self.trainer.precision_plugin.train_step_context()
 
     def logprobs(self, temperature: float | None = None) -> dict[Key, torch.Tensor]:
-        """The trainer's log-probs of the sampled tokens, with the temperature applied, by completion."""
+        """Return the trainer's log-probs of the sampled tokens at a temperature, by completion."""
         settings, policy = self.module.settings, self.module.policy
         applied = settings.temperature if temperature is None else temperature
         shares, most = settings.shares_prefix, settings.max_tokens_per_micro_batch
@@ -66,10 +75,10 @@ class Patient:
             return measure("logprobs", self.rollouts, micro_batches, policy, applied, self.device)
 
     def sampled(self) -> torch.Tensor:
-        """The generator's log-probs of the sampled tokens that are learnt from, one completion after another."""
+        """Return the generator's log-probs of the trained tokens, one completion after another."""
         completions = [rollout.completion for rollout in self.rollouts]
         return torch.cat([one.logprobs_T[one.trained_T] for one in completions])
 
     def in_order(self, logprobs: dict[Key, torch.Tensor]) -> torch.Tensor:
-        """Log-probs by completion in the order of ``sampled``."""
+        """Return log-probs by completion in the order of :meth:`sampled`."""
         return torch.cat([logprobs[rollout.completion.request.key] for rollout in self.rollouts])

@@ -1,4 +1,4 @@
-"""Whether prompts are rendered as the policy expects them."""
+"""Checks that prompts are rendered as the policy expects them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_SHOWN = 3
-SHARED_SHOWN = 8  # characters of what all prompts begin with
-QUOTE_WIDTH = WIDTH - 5  # columns beside the margin of a quote
+SHARED_SHOWN = 8  # characters shown of the beginning that all prompts share
+QUOTE_WIDTH = WIDTH - 5  # columns without the margin of a quote
 _MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|<[a-z]+_of_[a-z]+>|\[/?INST\]|</?s>")
 _NUM_TOKENS = 64  # of a prompt, for its likelihood
 _NUM_SHUFFLES = 4
-_LIKELIER = 0.9  # what a prompt's surprise may be of that of its tokens in another order
+_LIKELIER = 0.9  # the surprise of a prompt must be below this share of that of its tokens in another order
 
 
 def check_prompts(patient: Patient) -> Iterator[Finding]:
-    """Show a few, and look at how they begin and end."""
+    """Show a few prompts, and check how they begin and end."""
     prompts, tokenizer = patient.prompts, patient.module.tokenizer
     lengths = [len(prompt.token_ids) for prompt in prompts]
     yield Finding("pass", "prompts", f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens")
@@ -53,9 +53,9 @@ def check_prompts(patient: Patient) -> Iterator[Finding]:
 
 
 def differing_parts(texts: Sequence[str], width: int = QUOTE_WIDTH) -> list[str]:
-    """Quote texts within a width, those too long without what all begin with, and with their ends.
+    """Quote texts within a width; shorten long ones at the beginning that all texts share, and in the middle.
 
-    A system prompt begins all prompts; what a prompt asks, and the generation prompt, stand at its end.
+    All prompts may begin with one system prompt, while the question and the generation prompt are at the end.
     """
     begin = _common(texts) if len(texts) > 1 else 0
     quotes = []
@@ -71,7 +71,7 @@ def differing_parts(texts: Sequence[str], width: int = QUOTE_WIDTH) -> list[str]
 
 
 def _common(texts: Sequence[str]) -> int:
-    """Count the characters that all begin with."""
+    """Count the characters of the beginning that all texts share."""
     least, greatest = min(texts), max(texts)
     pairs = enumerate(zip(least, greatest, strict=False))
     return next((place for place, (one, other) in pairs if one != other), len(least))
@@ -87,7 +87,7 @@ def _chat(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "chat template",
-            "the tokenizer has one, and prompts go without it",
+            "the tokenizer has one, and prompts do not use it",
             "set data.chat_template to true, unless the policy is to continue plain text",
         )
     elif not is_chat:
@@ -97,7 +97,7 @@ def _chat(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
 
 
 def _template(patient: Patient, prompt: Prompt) -> Finding:
-    """Look at what the template makes of a message that nobody else writes."""
+    """Check how the template renders a message with known text."""
     tokenizer, said = patient.module.tokenizer, "lorem 42"
     options = patient.data.renderer.chat_template_kwargs or {}
     with_end, without = (_render(tokenizer, said, end, options) for end in (True, False))
@@ -107,7 +107,7 @@ def _template(patient: Patient, prompt: Prompt) -> Finding:
     markers = dict.fromkeys(_MARKER.findall(with_end))
     split = {marker: _num_tokens(tokenizer, marker) for marker in markers}
     if wrong := next((marker for marker in split if split[marker] != 1), None):
-        return Finding("fail", name, f"{wrong} becomes {split[wrong]} tokens, for it is another model's", remedy)
+        return Finding("fail", name, f"{wrong} becomes {split[wrong]} tokens, because it is another model's", remedy)
     if not with_end.startswith(without) or with_end == without:
         return Finding("fail", name, "adds nothing to ask for an answer (add_generation_prompt)", remedy)
     ending = with_end[len(without) :]
@@ -127,7 +127,7 @@ def _num_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def check_tokenizer(patient: Patient) -> Iterator[Finding]:
-    """Whether the tokenizer is the policy's: sizes, special tokens, there and back, and likelihood."""
+    """Check that the tokenizer is the policy's, by its size, special tokens, a round trip and a likelihood."""
     module, tokenizer = patient.module, patient.module.tokenizer
     num_rows = min(len(weight) for weight in embeddings(module.policy))
     largest, remedy = max(tokenizer.get_vocab().values()), "take the tokenizer that the policy was trained with"
@@ -157,13 +157,13 @@ def _there_and_back(patient: Patient) -> Finding:
                 "warn",
                 "round trip",
                 f"{prompt.prompt_id} as text and back gives other tokens",
-                "no harm to training, which never goes there and back; look whether the prompt above reads well",
+                "no harm to training, which never turns text back into tokens; check that the prompt above reads well",
             )
     return Finding("pass", "round trip", "prompts as text and back are the same tokens")
 
 
 def _likelihood(patient: Patient) -> Finding:
-    """Compare how much the policy is surprised by prompts, and by their tokens in another order."""
+    """Compare how much prompts surprise the policy with how much their tokens in another order do."""
     rng = random.Random(0)
     rows = [prompt.token_ids[-_NUM_TOKENS:] for prompt in patient.prompts[:16] if len(prompt.token_ids) > 2]
     own = _surprise(patient, rows)
@@ -175,14 +175,14 @@ def _likelihood(patient: Patient) -> Finding:
             "warn",
             "likelihood",
             figure,
-            "the tokenizer is another model's, unless the policy has never learnt to foretell prompts",
+            "the tokenizer is another model's, unless the policy has never learnt to predict prompts",
         )
     return Finding("pass", "likelihood", figure)
 
 
 @torch.no_grad()
 def _surprise(patient: Patient, rows: Sequence[Sequence[int]]) -> float:
-    """The policy's mean negative log-prob of all tokens but each row's first, in nats."""
+    """Return the policy's mean negative log-prob of all tokens except each row's first, in nats."""
     policy, total, count = patient.module.policy, 0.0, 0
     for row in rows:
         ids_BT = torch.tensor([list(row)], device=patient.device)

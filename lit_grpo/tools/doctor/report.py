@@ -1,4 +1,4 @@
-"""What checks have found, and its lines on a terminal."""
+"""The findings of checks, and their lines on the terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ Verdict = Literal["pass", "warn", "fail", "skip"]
 
 
 class Finding(NamedTuple):
-    """One line of the report: what was looked at, what it measured, and the remedy where that is not as it should be.
+    """One line of the report.
 
-    ``fail`` is what no run can learn with, ``warn`` what may be meant so, ``skip`` what could not be looked at.
+    Args:
+        verdict: ``pass``; ``warn`` for something that may be intended; ``fail`` for something with which no run can
+            learn; ``skip`` for something that could not be checked.
+        name: What was checked.
+        figure: What was measured.
+        remedy: What to do; empty with ``pass``.
     """
 
     verdict: Verdict
@@ -32,7 +37,7 @@ _COLOURS = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"
 
 
 class Report:
-    """Prints findings as they come, 80 columns wide, and keeps them."""
+    """Prints findings at once, 80 columns wide, and keeps them."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -50,7 +55,7 @@ class Report:
         self._console.print(line)
 
     def quote(self, text: str) -> None:
-        """Print what a policy or the data says, which is no markup and moves no cursor."""
+        """Print a text of a policy or of the data, with markup and control characters made visible."""
         line = Text(f"     {visible(text)}", "dim")
         line.truncate(WIDTH, overflow="ellipsis")
         self._console.print(line)
@@ -65,15 +70,15 @@ class Report:
         self._console.print(Padding(table, (0, 0, 0, 5)))
 
     def names(self, verdict: str) -> list[str]:
-        """What has this verdict."""
+        """Return the names of findings with a verdict."""
         return [finding.name for finding in self.findings if finding.verdict == verdict]
 
     @property
     def exit_code(self) -> int:
-        """1 where something failed, 0 otherwise."""
+        """1 if a check failed, else 0."""
         return int(bool(self.names("fail")))
 
     def close(self) -> None:
-        """Add up."""
+        """Print the number of findings of each verdict."""
         counts = [f"{len(self.names(verdict))} {verdict}" for verdict in _COLOURS if self.names(verdict)]
         self._console.print(Text(", ".join(counts)))

@@ -1,4 +1,4 @@
-"""Whether reward functions answer, tell completions apart, and can be earned."""
+"""Checks that reward functions give numbers, that the numbers differ, and that rewards can be earned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 
 
 def check_rewards(patient: Patient) -> Iterator[Finding]:
-    """Score the samples, and the data's own columns as if they were completions, one function after another."""
+    """Score the samples, and the columns of the data as if they were completions, with each function."""
     module = patient.module
     answers = [_answers(patient, group.prompt) for group in patient.groups]
     totals: list[float] = []
@@ -28,7 +28,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
             reached = {*_score(runner, function, answers)[1]} if any(group.rollouts for group in answers) else set()
         except RewardError as error:
             verdict = "fail" if module.on_reward_error == "raise" else "warn"
-            yield Finding(verdict, name, str(error).rstrip("."), "mend the function, or the data that it is given")
+            yield Finding(verdict, name, str(error).rstrip("."), "mend the function, or its data")
             continue
         finally:
             runner.close()
@@ -62,16 +62,16 @@ def _judged(name: str, figure: str, varies: bool, value: float, count: int, reac
         return Finding(
             "warn",
             name,
-            f"{figure}, and other for the data's answers",
-            "out of the policy's reach so far? raise num_generations, or begin with easier prompts",
+            f"{figure}, and another for the data's answers",
+            "perhaps out of the policy's reach; raise num_generations, or begin with easier prompts",
         )
-    return Finding("warn", name, figure, "constant: see whether it can be earned at all")
+    return Finding("warn", name, figure, "constant; check that it can be earned at all")
 
 
 def _score(
     runner: RewardRunner, function: RewardFunction, groups: list[RolloutGroup]
 ) -> tuple[float, list[float | None]]:
-    """Return seconds a call, and the values."""
+    """Return the seconds of a call, and the values."""
     start = time.perf_counter()
     for group in groups:
         runner.score(group)
@@ -81,7 +81,7 @@ def _score(
 
 
 def _answers(patient: Patient, prompt: Prompt) -> RolloutGroup:
-    """Each text column of a prompt's row as a completion: an answer that deserves a reward is often among them."""
+    """Return each text column of a prompt's row as a completion; one of them is often the right answer."""
     tokenizer, rollouts = patient.module.tokenizer, []
     columns = {name: value for name, value in prompt.columns.items() if isinstance(value, str | int | float)}
     for number, text in enumerate(dict.fromkeys(map(str, columns.values()))):

@@ -1,14 +1,18 @@
-"""Whether completions come, end, and are learnt from as a whole."""
+"""Checks of the generator: it starts, gets the weights, and its completions end and are learnt from as a whole."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+
+import torch
 
 from lit_grpo.policy.loading import eos_token_ids
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.terminal import on_one_line
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import Finding
+from lit_grpo.tools.doctor.trial import disturb, undone
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 
 NUM_PROMPTS = 4
@@ -16,7 +20,7 @@ NUM_GENERATIONS = 4
 
 
 def check_generator(patient: Patient) -> Iterator[Finding]:
-    """Start it."""
+    """Start the generator."""
     module = patient.module
     patient.scheduler.on_train_start(patient.trainer, module)
     capacity = module.generator.capacity()
@@ -24,8 +28,30 @@ def check_generator(patient: Patient) -> Iterator[Finding]:
     yield Finding("pass", "generator", f"{type(module.generator).__name__}, {capacity.slots} slots{room}")
 
 
+def check_sync(patient: Patient) -> Iterator[Finding]:
+    """Change every trained weight, sync, prove that the weights arrived, and undo the change.
+
+    With unchanged weights, a tensor that is not sent would look right, and after one small update nearly right.
+
+    Raises:
+        WeightSyncError: The generator does not hold the weights, or computes with others.
+    """
+    module, trainer = patient.module, patient.trainer
+    patient.sync.on_train_start(trainer, module)
+    start = time.perf_counter()
+    with undone(module), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        disturb(module.policy)
+        patient.sync.on_train_start(trainer, module)
+        seconds = time.perf_counter() - start
+    patient.sync.on_train_start(trainer, module)
+    own_weights = "own_weights" in module.generator.abilities
+    how = f"sent and proved in {seconds:.1f} s" if own_weights else "the policy's own tensors"
+    yield Finding("pass", "weight sync", f"{how}, every weight changed")
+
+
 def check_samples(patient: Patient) -> Iterator[Finding]:
-    """Sample a few completions as the run will, and look at how they end."""
+    """Sample a few completions as the run will, and check how they end."""
     module = patient.module
     num_generations = min(NUM_GENERATIONS, module.num_generations)
     with patient.trainer.precision_plugin.forward_context():
@@ -38,7 +64,7 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
     share = num_ended / len(completions)
     figure = f"{len(lengths)} of {min(lengths)} to {max(lengths)} tokens in {stats.rollout_s:.1f} s, {share:.0%} ended"
     remedy = (
-        f"raise sampling.max_tokens, which is {module.sampling.max_tokens}, or see whether the policy ever writes its "
+        f"raise sampling.max_tokens, which is {module.sampling.max_tokens}, or check that the policy ever writes its "
         "end token"
     )
     if share < 0.5:
@@ -51,15 +77,15 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "special tokens",
-            f"samples hold {', '.join(unseen)}, which the text that reward functions get leaves out",
-            "set model.keep_special_tokens to true where a reward is to see them",
+            f"samples hold {', '.join(unseen)}, which the text for reward functions leaves out",
+            "set model.keep_special_tokens to true if a reward is to see them",
         )
     for group in patient.groups[:3]:
         patient.report.quote(f'{group.prompt.prompt_id}: "{on_one_line(group.rollouts[0].completion.text)}"')
 
 
 def check_ends(patient: Patient) -> Iterator[Finding]:
-    """Whether every sampled token, the end token too, is learnt from in the micro-batches that the update makes."""
+    """Check that the update's micro-batches hold every sampled token, the end token too."""
     module, rollouts = patient.module, patient.rollouts
     tokenizer, shares = module.tokenizer, module.settings.shares_prefix
     ends = eos_token_ids(module.policy, tokenizer)
@@ -77,7 +103,7 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
             "fail",
             "end tokens",
             f"{named}; tokens of {len(whole) - sum(whole)} of {len(whole)} samples are not learnt from",
-            "a mask leaves them out, which must come from lengths and never from a token's id",
+            "a mask leaves them out; a mask must come from lengths and never from a token's id",
         )
     else:
         yield Finding("pass", "end tokens", f"{named}, learnt from{pad}")

@@ -1,4 +1,4 @@
-"""Whether a step changes the policy, and by how much."""
+"""Checks that a step changes the policy, and not too much."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
 
 MOST_LOST = 0.5
-"""Nats a token by which a step may make less likely what it rewards.
+"""Nats per token by which a step may make rewarded completions less likely.
 
-Along its gradient an update makes what is rewarded likelier. Where the learning rate is far too high it overshoots, and
-all that had been sampled becomes less likely, rewarded or not: that needs no scale of the model's, of its weights or of
-the optimizer. Measured on the demo (AdamW): its own 1e-3 changes rewarded tokens by +0.01 and -0.1 nats in two seeds,
-ten times that by -0.6 and -3, a hundred times by -16.
+A step along the gradient makes rewarded completions likelier. With a learning rate that is far too high it overshoots,
+and all sampled completions become less likely, rewarded or not. This holds for every model, weight and optimizer.
+Measured on the demo (AdamW): its own 1e-3 changes rewarded tokens by +0.01 and -0.1 nats in two seeds, ten times that
+by -0.6 and -3, a hundred times by -16.
 """
 MOST_CHANGE = 0.1
-"""Of the weights' norm, which one step may change: above that little of what the policy had learnt is left."""
+"""The share of the weights' norm that one step may change; with more, little of what the policy had learnt is left."""
 
 
 def check_step(patient: Patient) -> Iterator[Finding]:
-    """Take one step with the highest learning rate of the schedule, on the samples with rewards 1 and 0 in turn."""
+    """Take one step with the highest learning rate of the schedule, on the samples with rewards 0 and 1 in turn."""
     before, groups = patient.logprobs(), rewarded(patient, patient.groups)
     policy = patient.module.policy
     with undone(patient.module) as copies:
@@ -37,7 +37,7 @@ def check_step(patient: Patient) -> Iterator[Finding]:
     good = [rollout.completion.request.key for group in groups for rollout in group.rollouts if rollout.reward]
     gained = float(torch.cat([after[key] - before[key] for key in good]).mean())
     figure = f"changes the weights by {change:.2g} of their norm, and what it rewards by {gained:+.2g} nats a token"
-    remedy = f"lower model.optimizer.lr, which comes to {logs['lr']:.3g}; a tenth of it?"
+    remedy = f"lower model.optimizer.lr, which reaches {logs['lr']:.3g}, for example to a tenth"
     if not (gained >= -MOST_LOST and change <= MOST_CHANGE):
         yield Finding("fail", "step", figure, remedy)
     elif not change:
@@ -45,7 +45,7 @@ def check_step(patient: Patient) -> Iterator[Finding]:
             "fail",
             "step",
             "changes no weight",
-            f"raise model.optimizer.lr, which comes to {logs['lr']:.3g}, or keep the weights in float32 (model.dtype)",
+            f"raise model.optimizer.lr, which reaches {logs['lr']:.3g}, or keep the weights in float32 (model.dtype)",
         )
     else:
         yield Finding("pass" if gained >= 0 else "warn", "step", figure, "" if gained >= 0 else remedy)
@@ -59,13 +59,13 @@ def _gradient(norm: float, changed: Mapping[str, tuple[float, float]]) -> Findin
     if not norm:
         return Finding("fail", "gradient", figure, "the policy is frozen: nothing that it computes can be trained")
     if still:
-        return Finding("warn", "gradient", figure, f"{still[0]} is trained, and does not take part")
+        return Finding("warn", "gradient", figure, f"{still[0]} is trained, and has no part in the forward pass")
     return Finding("pass", "gradient", figure)
 
 
 @torch.no_grad()
 def _changes(weights: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """The norm of each weight's change, and its own."""
+    """Return the norm of each weight's change, and the norm of the weight."""
     changes = {}
     for name, copy in copies.items():
         difference = weights[name].detach().cpu().float() - copy.float()

@@ -1,4 +1,4 @@
-"""An update on trial: it is taken with the run's own learner and optimizer, and undone."""
+"""A trial update: it is made with the run's own learner and optimizer, and undone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class TrialOptimization:
-    """Takes steps of a module's optimizer beside its schedule.
+    """Takes steps with a module's optimizer, without its schedule.
 
     Args:
-        module: In a fit.
-        lr: Of all groups of parameters; by default each one's highest, wherever its schedule begins.
+        module: A module in a fit.
+        lr: The learning rate of all parameter groups; by default the highest of each group's schedule.
     """
 
     def __init__(self, module: GRPOModule, lr: float | None) -> None:
@@ -32,11 +32,11 @@ class TrialOptimization:
         self._optimizer = cast("LightningOptimizer", module.optimizers())
 
     def add_gradient(self, compute_loss: Callable[[], torch.Tensor], exchange: bool) -> None:
-        """As the module does."""
+        """Add a gradient, as the module does."""
         self._module.add_gradient(compute_loss, exchange)
 
     def take_step(self, scale: float = 1.0) -> float:
-        """Take the step alone, whole: a trial's batch is not stale."""
+        """Take a whole step; return its learning rate."""
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group in groups:
@@ -52,7 +52,7 @@ class TrialOptimization:
 
 @contextmanager
 def undone(module: GRPOModule) -> Iterator[dict[str, torch.Tensor]]:
-    """Give copies of all trained weights, on the host; put them back in the end, and forget the optimizer's state."""
+    """Give copies of all trained weights on the host; afterwards restore them, and clear the optimizer's state."""
     trained = {name: weight for name, weight in module.policy.named_parameters() if weight.requires_grad}
     copies = {name: weight.detach().to("cpu", copy=True) for name, weight in trained.items()}
     try:
@@ -65,12 +65,12 @@ def undone(module: GRPOModule) -> Iterator[dict[str, torch.Tensor]]:
         module.policy.zero_grad()
 
 
-_NOISE = 0.05  # of a tensor's own spread: enough for log-probs to tell old weights from new ones
+_NOISE = 0.05  # share of a tensor's standard deviation; enough for log-probs to distinguish old weights from new ones
 
 
 @torch.no_grad()
 def disturb(policy: torch.nn.Module) -> None:
-    """Change every trained weight visibly."""
+    """Change every trained weight by so much that log-probs show it."""
     for weight in policy.parameters():
         if weight.requires_grad:
             spread = float(weight.float().std()) if weight.numel() > 1 else 0.0
@@ -78,11 +78,11 @@ def disturb(policy: torch.nn.Module) -> None:
             weight.add_(noise.to(weight.device, weight.dtype))
 
 
-_FIRST = 0.02  # of a tensor that is all the same, such as an adapter's second matrix at first
+_FIRST = 0.02  # noise of a tensor whose values are all equal, such as an adapter's second matrix before training
 
 
 def learn(patient: Patient, groups: Sequence[RolloutGroup], lr: float | None) -> dict[str, float]:
-    """Take one step on rollouts as the run would; return what it logs."""
+    """Take one step on rollouts as the run would; return its metrics."""
     module = patient.module
     settings = replace(module.settings, num_iterations=1, num_minibatches=1)
     learner = Learner(module.policy, TrialOptimization(module, lr), settings, module.learner.reference)
@@ -91,7 +91,7 @@ def learn(patient: Patient, groups: Sequence[RolloutGroup], lr: float | None) ->
 
 
 def rewarded(patient: Patient, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The same completions with rewards 1 and 0 in turn, so that there is something to learn from all of them."""
+    """Return the same completions with rewards 0 and 1 in turn, so that every group has something to learn from."""
     names = [function.name for function in patient.module.rewards]
 
     def with_reward(rollout: Rollout, number: int) -> Rollout:

@@ -1,4 +1,4 @@
-"""Configs of other trainers, and what their fields are called here."""
+"""Configs of other trainers, and our names of their fields."""
 
 from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
 from lit_grpo.tools.migration.trl import Converted, convert_trl

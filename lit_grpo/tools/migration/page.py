@@ -8,17 +8,17 @@ from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
 
 HEAD = """# From TRL and verl
 
-`python -m lit_grpo from-trl CONFIG.yaml` turns a config for `trl grpo --config` (TRL 1.16) into one of ours, and says
-above it what has another meaning here. `--rows N` tells the number of training prompts where the config counts
-epochs, `--devices N` how many devices the run is to have, `--output FILE` where to write it. Nothing is dropped in
-silence: a field that TRL does not have, or that would change what is trained and cannot be had, is refused in one
-sentence. Fields that are left out have TRL's defaults, as there.
+`python -m lit_grpo from-trl CONFIG.yaml` turns a config for `trl grpo --config` (TRL 1.16) into one of ours. Comments
+at its top name the fields that have another meaning here. `--rows N` is the number of training prompts, for a config
+that counts epochs; `--devices N` is the number of devices of the run; `--output FILE` is the file to write. No field
+is dropped silently: a field that TRL does not have, or that would change the training and is not supported, is
+refused in one sentence. Fields that are left out have TRL's defaults.
 
-This page is made of the table that the command goes by."""
+This page is made from the table that the command uses."""
 TITLES = {
     "taken": "Fields of TRL 1.16 that have a counterpart",
-    "none": "Fields that have none, and need none",
-    "refused": "Fields that are refused where they are set",
+    "none": "Fields that have no counterpart, and need none",
+    "refused": "Fields that are refused if they are set",
 }
 
 

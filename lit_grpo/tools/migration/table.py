@@ -1,4 +1,4 @@
-"""Field by field, what the settings of TRL 1.16 and verl are called here; docs/migration.md is made of this."""
+"""Our counterpart of each setting of TRL 1.16 and of the main ones of verl; docs/migration.md is made from this."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ Kind = Literal["same", "changed", "none", "refused"]
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What a field of another trainer is here.
+    """Our counterpart of a field of another trainer.
 
-    ``same`` takes the value over; ``changed`` makes ``fields`` of it in the way that ``note`` tells; ``none`` has no
-    counterpart, and needs none, for the reason in ``note``; ``refused`` would change what is trained, and cannot
-    be had.
+    Args:
+        kind: ``same`` takes the value over; ``changed`` turns it into ``fields`` as ``note`` says; ``none`` has no
+            counterpart and needs none, for the reason in ``note``; ``refused`` would change the training and is not
+            supported.
+        default: The field's default in the other trainer.
+        fields: Our fields.
+        note: What differs, or why there is no counterpart.
     """
 
     kind: Kind

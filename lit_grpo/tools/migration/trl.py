@@ -1,4 +1,4 @@
-"""A config of TRL's GRPO, field by field, as one of ours."""
+"""Converts a config of TRL's GRPO into one of ours, field by field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMETERS = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
     "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""The fields that a loss of TRL's reads."""
+"""The fields that each loss of TRL reads."""
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "AdamW"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "AdamW8bit"),
@@ -46,11 +46,11 @@ REWARDS: dict[str, dict[str, Any]] = {
 
 OLD = {
     "warmup_ratio": "give warmup_steps, a share of the run where it is below 1, such as warmup_steps: 0.1",
-    "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens, beyond which rows are refused, or left "
-    "out with --data.unusable_rows drop; no prompt is cut",
+    "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens; rows with longer prompts are refused, "
+    "or left out with --data.unusable_rows drop, and no prompt is cut",
     **dict.fromkeys(
         ("environment_factory", "rollout_func", "tools"),
-        "environments, tools and rollouts of one's own cannot be had from the command line",
+        "environments, tools and user-defined rollouts are not supported from the command line",
     ),
     **dict.fromkeys(
         ("max_staleness", "max_inflight_tasks", "weight_sync_steps", "queue_maxsize"),
@@ -62,7 +62,7 @@ OLD = {
 
 @dataclass(frozen=True)
 class Converted:
-    """A config of ours, and what is to be said of how it came about."""
+    """Our config, and notes on fields that have another meaning here."""
 
     config: dict[str, Any]
     notes: list[str]
@@ -73,11 +73,11 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
 
     Args:
         given: The fields; those left out have TRL's defaults.
-        rows: Training prompts, from which epochs are turned into steps.
-        devices: How many devices the run is to have, each a process.
+        rows: The number of training prompts, to turn epochs into steps.
+        devices: The number of devices of the run, each with a process.
 
     Raises:
-        ValueError: TRL has no such field, or what it says cannot be had.
+        ValueError: TRL has no such field, or its value is not supported.
     """
     problems = list(_problems(given))
     given = {name: value for name, value in given.items() if name in TRL}
@@ -106,7 +106,7 @@ def convert_trl(given: Mapping[str, Any], rows: int | None = None, devices: int 
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
-    """Say of each field that TRL lacks, or that cannot be had, why."""
+    """Yield a sentence for each field that TRL does not have, or whose value is not supported."""
     for name, value in given.items():
         if name == "env":
             yield "env sets variables of TRL's process; set them in the shell, and leave it out."
@@ -119,7 +119,7 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _merged(notes: list[str]) -> list[str]:
-    """Of fields with one note, say it once."""
+    """Join the notes of fields with the same text."""
     fields: dict[str, list[str]] = {}
     for text in notes:
         name, note = text.split(": ", 1)
@@ -208,7 +208,7 @@ def _schedule(taken: Mapping[str, Any], steps: int) -> dict[str, Any] | None:
         raise ValueError(
             f"lr_scheduler_type is {shape!r}; take {', '.join(SHAPES)}, or give a class in model.lr_scheduler."
         )
-    if shape == "constant":  # which in transformers has no rise
+    if shape == "constant":  # in transformers it has no warm-up
         return None
     warmup = math.ceil(warmup * steps) if 0 < warmup < 1 else int(warmup)
     return {

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as one HTML file that needs no network."""
+"""The report: the records in a run's folder as one HTML file that needs no network."""
 
 from lit_grpo.tools.dashboard.report.folder import RunRecords, read_folder
 from lit_grpo.tools.dashboard.report.page import write_report

@@ -1,4 +1,4 @@
-"""What stands in the report, as plain values that the page's script draws."""
+"""The content of the report, as plain values that the page's script draws."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _heading(run: RunRecords) -> dict[str, Any]:
 
 
 def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
-    """Best and last share of held-out prompts passed; the reward where nothing is held out."""
+    """Return the best and the last pass@1 of validation prompts; the reward if there is no validation."""
     names = [name for name in ("val/pass@1", "val/reward", "reward") if name in run.columns]
     if not names:
         return []
@@ -85,7 +85,7 @@ def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
 
 
 def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
-    """How many batches have taught nothing, where several in a row have."""
+    """Return how many batches taught nothing, if several in a row did."""
     if not all(name in columns for name in LESSON):
         return []
     frac_uniform, max_advantage = (columns[name] for name in LESSON)
@@ -97,7 +97,7 @@ def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, s
 
 
 def _passes(run: RunRecords) -> str:
-    """`` (correct >= 1)``: when a completion passes; empty where the run's configuration does not tell."""
+    """Return the rule of passing, such as `` (correct >= 1)``; empty if the run's configuration does not say."""
     model = run.config.get("model") or {}
     name, rewards = model.get("pass_reward"), model.get("rewards")
     if name is None and isinstance(rewards, list) and rewards:
@@ -145,7 +145,7 @@ def _section(section: Section, run: RunRecords) -> dict[str, Any]:
 
 
 def _own(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """The metrics that a user's own functions and callbacks have logged, a panel each."""
+    """Return a section with the metrics that the user's own functions and callbacks have logged, a panel each."""
     names = sorted(name for name in columns if explain(name) is None)
     if not names:
         return []
@@ -188,7 +188,7 @@ def _table(names: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[list
 
 
 def _lengths(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Foretold and actual lengths, some of them as points, and their rank correlation."""
+    """Return predicted and actual lengths, some of them as points, and their rank correlation."""
     pairs = [(row["step"], row["predicted"], row["tokens"]) for row in rows if row["tokens"] and row["predicted"]]
     if not pairs:
         return None
@@ -205,7 +205,7 @@ def _lengths(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    """A completion; rewards by function and the data's columns are told apart by their prefixes."""
+    """Return a completion, with rewards by function and columns of the data, which have prefixes in the row."""
     own = ("step", "prompt_id", "prompt", "completion", "tokens", "finish", "reward", "advantage")
     rest = {name: value for name, value in row.items() if name not in own and value is not None}
     parts = {kind: {} for kind in ("rewards", "columns", "extra")}

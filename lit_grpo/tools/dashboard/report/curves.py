@@ -1,4 +1,4 @@
-"""Metrics as a page can draw them: few points, whatever the length of the run."""
+"""Metrics for a page to draw: a limited number of points, however long the run is."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-MAX_POINTS = 500  # of a metric; each has a mean, a least and a greatest value
+MAX_POINTS = 500  # of a metric; each point has a mean, a smallest and a largest value
 AXES = {"num_tokens": "sampled tokens", "time/total_s": "time in steps"}
-"""Metrics that may take the place of the update under a chart."""
+"""Metrics that may be the axis of a chart in place of the update."""
 
 
 def axis(steps: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the places of points: the updates that each stands for, and other axes for them.
+    """Return the axis: the updates of each point, and the values of other axes there.
 
     Args:
         steps: Updates, shape (rows,).
@@ -29,7 +29,7 @@ def axis(steps: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def points(values: np.ndarray) -> dict[str, Any]:
-    """Return the mean of each point's rows, and where a point has several the least and greatest; null for none.
+    """Return the mean of each point's rows, and if a point has several, the smallest and largest; null without values.
 
     Args:
         values: A metric, shape (rows,).
@@ -47,7 +47,7 @@ def points(values: np.ndarray) -> dict[str, Any]:
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float | None:
-    """Return Spearman's, ties sharing their mean rank; None where one of them is constant or there are less than 3."""
+    """Return Spearman's correlation; ties share their mean rank. None if one is constant or has fewer than 3 values."""
     if len(one) < 3 or np.ptp(one) == 0 or np.ptp(other) == 0:
         return None
     return float(np.corrcoef(_ranks(one), _ranks(other))[0, 1])
@@ -59,13 +59,13 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _bounds(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first and last row of each point."""
+    """Return the first and last row of each point."""
     edges = np.linspace(0, num_rows, min(num_rows, MAX_POINTS) + 1).round().astype(np.int64)
     return edges[:-1], edges[1:] - 1
 
 
 def _filled(values: np.ndarray) -> np.ndarray:
-    """Where nothing was logged, what was logged last; 0 at first."""
+    """Replace a missing value by the last one before it, and by 0 at the beginning."""
     there = np.where(np.isfinite(values), np.arange(len(values)), -1)
     latest = np.maximum.accumulate(there)
     return np.where(latest >= 0, values[latest], 0.0)

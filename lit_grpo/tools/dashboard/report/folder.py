@@ -1,4 +1,4 @@
-"""Reads a run's folder, while the run still writes to it too."""
+"""Reads a run's folder, even while the run still writes to it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from filelock import FileLock, Timeout
 
 MAX_TIMELINES = 8
 MAX_SPANS = 30_000  # of all timelines that are shown
-MAX_LENGTHS = 4_000  # completions whose foretold length is compared with the actual one
+MAX_LENGTHS = 4_000  # completions whose predicted length is compared with the actual one
 MAX_TAIL_BYTES = 16 * 2**20  # read from the end of a file of rows
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run's folder holds.
+    """The records in a run's folder.
 
     Args:
-        folder: Where.
+        folder: The folder.
         running: Whether the run still goes on.
-        steps: Updates that metrics are of, shape (rows,), ascending.
-        columns: Metrics by name, shape (rows,) each; NaN where nothing was logged.
-        config: Of the run; empty where it was started from Python.
-        config_text: As it stands in the file.
-        versions: Of the packages that the run has been started with last, a line each.
+        steps: The updates of the rows of metrics, shape (rows,), ascending.
+        columns: Metrics by name, shape (rows,) each; NaN for a missing value.
+        config: The run's configuration; empty if it was started from Python.
+        config_text: The text of the configuration file.
+        versions: The versions of packages at the last start of the run, a line each.
         samples: Rows of samples.jsonl.
-        lengths: Rows with ``step``, ``tokens`` and ``predicted``: of trace.jsonl, or else of the timelines.
-        timelines: Rows of timeline.jsonl, some of them where there are many.
-        num_timelines: How many there are.
+        lengths: Rows with ``step``, ``tokens`` and ``predicted``, from trace.jsonl or else from the timelines.
+        timelines: Rows of timeline.jsonl; only some if there are many.
+        num_timelines: The number of rows of timeline.jsonl.
     """
 
     folder: Path
@@ -51,10 +51,10 @@ class RunRecords:
 
 
 def read_folder(folder: Path) -> RunRecords:
-    """Read what is there; lines that are not whole yet are left out.
+    """Read the records; unfinished lines are left out.
 
     Raises:
-        ValueError: There is no such folder, or it is none of a run with metrics.
+        ValueError: There is no such folder, or it has no metrics of a run.
     """
     if not folder.is_dir():
         raise ValueError(f"There is no run folder {str(folder)!r}; name one that holds a metrics.csv.")
@@ -69,17 +69,17 @@ def read_folder(folder: Path) -> RunRecords:
     timelines, num_timelines = _read_timelines(folder / "timeline.jsonl")
     lengths = [row for row in _tail(folder / "trace.jsonl") if "predicted" in row] or _lengths_of(timelines)
     return RunRecords(
-        folder,
-        _is_running(folder),
-        steps,
-        columns,
-        _config(config_text),
-        config_text,
-        _versions(folder / "versions.json"),
-        list(_tail(folder / "samples.jsonl")),
-        lengths[-MAX_LENGTHS:],
-        timelines,
-        num_timelines,
+        folder=folder,
+        running=_is_running(folder),
+        steps=steps,
+        columns=columns,
+        config=_config(config_text),
+        config_text=config_text,
+        versions=_versions(folder / "versions.json"),
+        samples=list(_tail(folder / "samples.jsonl")),
+        lengths=lengths[-MAX_LENGTHS:],
+        timelines=timelines,
+        num_timelines=num_timelines,
     )
 
 
@@ -87,7 +87,7 @@ def _read_metrics(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     lines = path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
     reader = csv.reader(line.replace("\0", "") for line in lines if line.endswith("\n"))
     names = next(reader, [])
-    rows = {}  # by step: of two the later counts
+    rows = {}  # by step; a later row of the same step replaces the earlier one
     for cells in reader:
         if len(cells) == len(names) and cells and cells[0].isdecimal():
             rows[int(cells[0])] = [_number(cell) for cell in cells[1:]]
@@ -125,7 +125,7 @@ def _versions(path: Path) -> str:
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows at the end of a file, in order."""
+    """Yield the rows at the end of a file, in order."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -146,10 +146,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _read_timelines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The first, the last and some between, as many as are drawn quickly; and how many there are."""
+    """Return the first, the last and some rows between, as many as can be drawn quickly, and the number of rows."""
     if not path.is_file():
         return [], 0
-    places = []  # where lines begin, for there may be more than memory should hold
+    places = []  # where lines begin; the lines themselves may take too much memory
     with path.open("rb") as file:
         begin = 0
         for line in file:
@@ -180,7 +180,7 @@ def _lengths_of(timelines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_running(folder: Path) -> bool:
-    """Whether a living run has the folder; its lock is let go at once where nobody had it."""
+    """Whether a living run has the folder; if its lock can be taken, no run has it, and it is released at once."""
     path = folder.resolve()
     lock = path.with_name(f".{path.name}.lock")
     if not lock.exists():
@@ -190,5 +190,5 @@ def _is_running(folder: Path) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # of a folder that is another user's
+    except OSError:  # the folder belongs to another user
         return False

@@ -1,4 +1,4 @@
-"""One HTML file of template, style, scripts and content."""
+"""Makes one HTML file of a template, a style, scripts and content."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.files import replace_file
 from lit_grpo.tools.dashboard.report.content import report_content
 from lit_grpo.tools.dashboard.report.folder import read_folder
 
@@ -16,29 +17,25 @@ SCRIPTS = ("scales.js", "charts.js", "timeline.js", "completions.js", "page.js")
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a run, and return where it is.
+    """Write the report of a run, and return its path.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         output: The file; by default ``report.html`` in the folder.
 
     Raises:
-        ValueError: There is no run.
+        ValueError: The folder has no run.
         OSError: The file cannot be written.
     """
     page = make_page(report_content(read_folder(folder)))
     path = output or folder / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")  # a browser that loads it while it is written sees the old one
-    aside.unlink(missing_ok=True)  # it may be a link to a file of the user's
-    with aside.open("x", encoding="utf-8") as file:
-        file.write(page)
-    aside.replace(path)
+    replace_file(path, page.encode())
     return path
 
 
 def make_page(content: dict[str, Any]) -> str:
-    """Return the page; nothing in the content can end the element that holds it, for it has no ``<``."""
+    """Return the page; the content cannot end the element that holds it, because ``<`` is escaped in it."""
     data = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     parts = {

@@ -1,4 +1,4 @@
-// What the policy wrote: foretold against actual lengths, and texts.
+// What the policy wrote: predicted against actual lengths, and texts.
 
 class LengthChart {
   constructor(lengths) {
@@ -8,8 +8,8 @@ class LengthChart {
     const of = first === last ? `update ${last}` : `updates ${first} to ${last}`;
     const some = points.length < number ? `; ${points.length.toLocaleString("en")} of them are drawn` : "";
     const rank = correlation === null ? "There is no rank correlation, for one of the two is constant." : `Rank correlation (Spearman) ${correlation.toFixed(2)}.`;
-    this.text = `${number.toLocaleString("en")} completions of ${of}${some}. ${rank} On the diagonal a length was foretold exactly; foretold is what was expected before the first token.`;
-    this.figure = make("figure", { id: "lengths-chart" }, make("header", {}, make("h3", {}, "Foretold against actual length (tokens)")), this.svg, make("figcaption", {}, this.text));
+    this.text = `${number.toLocaleString("en")} completions of ${of}${some}. ${rank} On the diagonal a length was predicted exactly; predicted is what was expected before the first token.`;
+    this.figure = make("figure", { id: "lengths-chart" }, make("header", {}, make("h3", {}, "Predicted against actual length (tokens)")), this.svg, make("figcaption", {}, this.text));
     drawn.push(this);
   }
 
@@ -19,7 +19,7 @@ class LengthChart {
 
   draw() {
     const { width } = this, height = 320;
-    const all = this.lengths.points.flatMap(([, foretold, actual]) => [Math.max(foretold, 1), actual]);
+    const all = this.lengths.points.flatMap(([, predicted, actual]) => [Math.max(predicted, 1), actual]);
     const least = Math.log(Math.min(...all) * 0.85), greatest = Math.log(Math.max(...all) * 1.2);
     const [left, right, top, bottom] = [46, 12, 8, 38];
     const xs = scale(least, greatest, left, width - right), ys = scale(least, greatest, height - bottom, top);
@@ -29,9 +29,9 @@ class LengthChart {
       group.append(makeSvg("line", { x1: left, x2: width - right, y1: y, y2: y }), makeSvg("line", { x1: x, x2: x, y1: top, y2: height - bottom }),
         makeSvg("text", { x: left - 6, y: y + 3.5, "text-anchor": "end" }, short(tick)), makeSvg("text", { x, y: height - bottom + 14, "text-anchor": "middle" }, short(tick)));
     }
-    group.append(makeSvg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "foretold"), makeSvg("text", { x: 0, y: top + 4 }, "actual"));
+    group.append(makeSvg("text", { x: (left + width) / 2, y: height - 6, "text-anchor": "middle" }, "predicted"), makeSvg("text", { x: 0, y: top + 4 }, "actual"));
     const diagonal = makeSvg("line", { class: "limit", x1: xs(least), x2: xs(greatest), y1: ys(least), y2: ys(greatest) });
-    const path = this.lengths.points.map(([, foretold, actual]) => `M${xs(Math.log(Math.max(foretold, 1))).toFixed(1)} ${ys(Math.log(actual)).toFixed(1)}h0`).join("");
+    const path = this.lengths.points.map(([, predicted, actual]) => `M${xs(Math.log(Math.max(predicted, 1))).toFixed(1)} ${ys(Math.log(actual)).toFixed(1)}h0`).join("");
     const dots = makeSvg("path", { d: path, style: "stroke: var(--series-1); stroke-width: 5; stroke-linecap: round; opacity: 0.5; fill: none" });
     this.svg.replaceChildren(makeSvg("title", {}, this.text), group, diagonal, dots);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);

@@ -96,7 +96,7 @@ function build() {
   if (content.timelines.length) parts.push(["Timeline", timelineSection()]);
   if (content.lengths || content.samples.length) {
     const lengths = content.lengths ? new LengthChart(content.lengths).figure : null;
-    const about = "What the policy writes, and how well its lengths are foretold.";
+    const about = "What the policy writes, and how well its lengths are predicted.";
     parts.push(["Completions", section("Completions", about, make("div", { class: "pair" }, lengths, content.samples.length ? completions() : null))]);
   }
   parts.push(...made.filter(([title]) => title === "Own"));

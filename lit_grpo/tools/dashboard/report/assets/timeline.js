@@ -310,9 +310,9 @@ class SlotTimeline {
 
   words(found) {
     const { row } = this;
-    const [prompt, sample, tokens, foretold, finish] = row.completions[found.completion];
+    const [prompt, sample, tokens, predicted, finish] = row.completions[found.completion];
     const time = this.timed ? `${trimmed(found.start, 4)} to ${trimmed(found.end, 4)} s, ` : "";
-    const length = tokens === null ? "not finished" : `${tokens} tokens (foretold ${short(foretold)}), ended by ${finish}`;
+    const length = tokens === null ? "not finished" : `${tokens} tokens (predicted ${short(predicted)}), ended by ${finish}`;
     const where = `slot ${found.slot}, ${time}steps ${found.steps[0]} to ${found.steps[1]}`;
     return [make("b", {}, `prompt ${row.prompts[prompt]}, sample ${sample}`), make("div", {}, length), make("div", {}, where)];
   }

@@ -1,4 +1,4 @@
-"""Checks of what the command line was given, before anything is made, moved or loaded."""
+"""Checks of the command line's settings, before anything is made, moved or loaded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KINDS: dict[str, tuple[type, ...]] = {
     "model.optimizer": (torch.optim.Optimizer,),
     "model.lr_scheduler": (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau),
 }
-"""What the classes of fields that hold functions make; jsonargparse holds the others to their types."""
+"""The base classes of fields whose type is a callable; jsonargparse checks the classes of other fields itself."""
 
 
 def check_values(settings: Mapping[str, Any], classes: Mapping[str, Callable[..., Any]]) -> None:
-    """Refuse ``null`` where there must be a value, and a value where there must be fields; jsonargparse takes both.
+    """Refuse ``null`` in place of a value, and a value in place of fields; jsonargparse accepts both.
 
     Args:
-        settings: Of a subcommand.
-        classes: What each group of fields makes.
+        settings: The settings of a subcommand.
+        classes: The class of each group of fields.
 
     Raises:
-        ValueError: A field has one of these, or names what is no class of its kind, which nothing has called yet.
+        ValueError: A field has such a value, or names something that is no class of its kind; nothing is called.
     """
     _check_classes("", settings)
     for name, kind in classes.items():
@@ -58,7 +58,7 @@ def _check_class(path: str, class_path: str) -> None:
     module, _, name = class_path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name) if module else None
-    except (ImportError, AttributeError):  # it is no class, but a value of that name
+    except (ImportError, AttributeError):  # a value with the name class_path, not a class
         return
     kinds = KINDS.get(path, (object,))
     made = found if isinstance(found, type) else _returned(found)
@@ -68,7 +68,7 @@ def _check_class(path: str, class_path: str) -> None:
 
 
 def _returned(function: Any) -> Any:
-    """What a function says that it returns."""
+    """Return the annotated return type of a function."""
     try:
         return get_type_hints(function).get("return")
     except (TypeError, NameError):
@@ -77,7 +77,7 @@ def _returned(function: Any) -> Any:
 
 def _check_group(path: str, fields: Any) -> None:
     if not isinstance(fields, Mapping | Namespace):
-        raise ValueError(f"{path} is {_shown(fields)}, but has fields of its own; give these, or leave it out.")
+        raise ValueError(f"{path} is {_shown(fields)}, but it is a group of fields; give these, or leave it out.")
 
 
 def _check_fields(path: str, fields: Any, kind: Callable[..., Any]) -> None:
@@ -111,11 +111,11 @@ def _shown(value: Any) -> str:
 
 
 def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
-    """Refuse what Lightning would take, or refuse in words that name no field.
+    """Refuse settings that Lightning would accept, or would refuse without naming the field.
 
     Args:
-        settings: Of a subcommand.
-        fits: Whether it trains.
+        settings: The settings of a subcommand.
+        fits: Whether the subcommand trains.
 
     Raises:
         ValueError: A field has a value that cannot work.
@@ -128,15 +128,15 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
         interval = trainer["val_check_interval"]
         if isinstance(interval, float) and trainer["check_val_every_n_epoch"] is None:
             raise ValueError(
-                f"trainer.val_check_interval is {interval}, but it counts updates, for prompts are drawn without end; "
-                "give a whole number, such as 10."
+                f"trainer.val_check_interval is {interval}, but it counts updates, because prompts are drawn without "
+                "end; give a whole number, such as 10."
             )
     if (wandb := settings["run"]["wandb"]) != "disabled" and util.find_spec("wandb") is None:
         raise ValueError(f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out.")
     if wandb == "online":
         _check_login()
     if settings.get("weights_only") is False:
-        raise ValueError("weights_only is false, but a checkpoint is never let run code; leave it out.")
+        raise ValueError("weights_only is false, but a checkpoint may never run code; leave it out.")
     if path := settings.get("ckpt_path"):
         check_ckpt_path(str(path), fits)
 
@@ -152,22 +152,22 @@ def _check_login() -> None:
 
 
 def find_last(settings: Namespace) -> None:
-    """Name the run's own ``last.ckpt`` where ``ckpt_path`` is ``last``: Lightning would not find it, and begin anew."""
+    """Replace the ``ckpt_path`` ``last`` by the run's ``last.ckpt``: Lightning would not find it, and begin again."""
     if settings.get("ckpt_path") == "last":
         folder = RunConfig(**settings["run"]).folder / settings["checkpoint"]["folder"]
         settings["ckpt_path"] = str(settled(folder / "last.ckpt"))
 
 
 def check_ckpt_path(path: str, fits: bool) -> None:
-    """Refuse a checkpoint that is not there, not on this machine, damaged, or not one that a run can go on from.
+    """Refuse a checkpoint that does not exist, is not on this machine, is damaged, or cannot be resumed from.
 
     Raises:
-        ValueError: It is one of these.
+        ValueError: The checkpoint is refused.
     """
     if "://" in path:
         raise ValueError(
-            f"ckpt_path is {path!r}, but checkpoints are loaded from disk only; download it from where you trust, and "
-            "give the file's path."
+            f"ckpt_path is {path!r}, but checkpoints are loaded from disk only; download it from a place that you "
+            "trust, and give the file's path."
         )
     file = Path(path)
     try:
@@ -181,7 +181,7 @@ def check_ckpt_path(path: str, fits: bool) -> None:
         )
     if is_folder:
         _check_folder(file)
-    if is_first_rank():  # which speaks for all; each reads all of the files
+    if is_first_rank():  # it checks for all ranks, because the check reads every file
         check_whole(file)
     checkpoint = read_state(file)
     if not isinstance(checkpoint, Mapping) or not {"policy_version", "state_dict"} <= checkpoint.keys():

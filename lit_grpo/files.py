@@ -1,0 +1,14 @@
+"""Files that are replaced as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that its readers, and a kill, find the old content or the new one, never a part of it."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.unlink(missing_ok=True)  # it may be a link to a file of the user
+    with aside.open("xb") as file:
+        file.write(data)
+    aside.replace(path)
