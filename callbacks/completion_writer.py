@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lit_grpo.display.cards import near
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults import json_line
-from lit_grpo.terminal import counted
+from lit_grpo.process.terminal import counted
 
 
 class CompletionWriter(pl.Callback):

@@ -18,8 +18,8 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.terminal import counted
 from lit_grpo.resuming import PLUGINS, told_of_plugins
-from lit_grpo.terminal import counted
 
 from .run_checkpoint import Stopped, run_name
 

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib import import_module
 
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 from lit_grpo.tools.commands import TOOLS
 
 

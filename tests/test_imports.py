@@ -8,19 +8,18 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "terminal", "files"}
+UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "process"}
 TOOLS = {f"tools.{room}" for room in ("commands", "dashboard", "doctor", "migration", "simulation")}
 ROOMS: dict[str, set[str]] = {
     "trajectory": set(),
     "types": {"trajectory"},
     "memory": set(),
-    "terminal": set(),
-    "files": set(),
     "process": set(),
-    "display": {"terminal", "scheduling"},
+    "display": {"process", "scheduling"},
     "ranks": set(),
     "compatibility": set(),
-    "budgets": {"types", "settings"},
+    "plugins": {"types", "scheduling", "rollout"},
+    "budgets": {"types", "settings", "plugins"},
     "optim": set(),
     "policy": UTILITIES,
     "scheduling": {"types"},
@@ -31,9 +30,9 @@ ROOMS: dict[str, set[str]] = {
     "rollout": {
         *UTILITIES,
         *("faults", "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
-        "settings",
+        *("settings", "plugins", "compatibility", "scheduling.lengths"),
     },
-    "rollout.pruning": {*UTILITIES, "scheduling", "scheduling.lengths", "rollout"},
+    "methods": {*UTILITIES, "plugins", "settings", "scheduling", "scheduling.lengths", "rollout"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},
@@ -49,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },
     "metrics": {*UTILITIES, "update.advantages"},
-    "checkpoints": {"terminal"},
+    "checkpoints": {"process"},
     "strategies": {"policy", "checkpoints"},
     "checks": {"types", "compatibility", "strategies", "policy", "update", "update.logprobs"},
     "settings": set(),
@@ -58,9 +57,9 @@ ROOMS: dict[str, set[str]] = {
     "evaluation": {*UTILITIES, "faults", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "tasks": {"data"},
-    "tools.dashboard": {"terminal", "budgets", "files"},
+    "tools.dashboard": {"process", "budgets"},
     "tools.migration": set(),
-    "tools.simulation": {"types", "scheduling", "scheduling.plans", "rollout"},
+    "tools.simulation": {"types", "plugins", "scheduling", "scheduling.plans", "rollout"},
     "module": {
         *UTILITIES,
         *("metrics", "checks", "strategies", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),

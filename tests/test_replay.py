@@ -405,7 +405,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("rlep:members=0", "members must be a whole number of at least 1, not 0"),
         ("rlep:max_age=0", "max_age must be a whole number of at least 1, not 0"),
         ("rlep:kept=0", "kept must be a whole number of at least 1, not 0"),
-        ("rlep:share=1", "share must be below 1, not 1: some of a group has to be sampled anew"),
+        ("rlep:share=1", "share must be below 1, not 1: some of a group has to be newly sampled"),
         ("rlep:share=-0.1", "share must be a number of at least 0, not -0.1"),
         ("rlep:share=half", "share must be a number of at least 0, not 'half'"),
         ("rlep:choice=best", "choice must be one of random, recent, reward, not 'best'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 
 class CheckpointError(ValueError):

@@ -16,7 +16,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 Row = dict[str, Any]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.rule import Rule
 from rich.text import Text
 
-from lit_grpo.terminal import visible
+from lit_grpo.process.terminal import visible
 
 MARGIN = "  "
 LEAST_WIDTH = 10

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from lit_grpo.terminal import counted, visible
+from lit_grpo.process.terminal import counted, visible
 
 LINES = {"prompt": (3, 0), "completion": (6, 2), "reference": (2, 1)}
 """For each text the most lines, and how many of them show the beginning of a longer text; its end is always shown."""

@@ -19,14 +19,14 @@ MIN_AUC = 0.6  # from which on the head is followed
 
 
 class QualityHead:
-    """Foretells the chance of success of completions from features at one number of tokens.
+    """Predicts the chance of success of completions from features at one number of tokens.
 
     A ridge regression that forgets (that of predicted lengths, :class:`LengthModel`) gives scores. Scores fall into
     bins, and a chance is the share of successes in the bin so far, of completions that were scored before they were
     learnt from, with a beta prior of the weight of two completions at the bin's middle; chances rise with the score
     (:func:`rising`). Completions that ended before they were observed have a bin of their own.
 
-    ``proven`` is whether chances foretold for the last ``WINDOW`` groups that lost nobody have told successes from
+    ``proven`` is whether chances predicted for the last ``WINDOW`` groups that lost nobody have told successes from
     failures of one group: with an AUC of at least ``MIN_AUC``, and of two standard errors above chance.
     """
 

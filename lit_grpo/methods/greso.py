@@ -13,7 +13,7 @@ from lit_grpo.settings import check_number
 
 @dataclass(frozen=True)
 class Greso(PromptRule):
-    """Skip a prompt the more often, the more visits on end have brought equal rewards (GRESO, arXiv 2506.02177).
+    """Skip a prompt the more often, the more visits in a row have brought equal rewards (GRESO, arXiv 2506.02177).
 
     After c such visits its chance is ``max(p^c, 0.01)``, with a p for prompts that all passed (easy) and one for those
     that none did (hard). After each batch each p falls by ``step`` where the batch has more such prompts than its

@@ -61,7 +61,7 @@ def text_of(prompt: Prompt, column: str) -> str:
     """Return the text of a column; an empty one where it has no value.
 
     Raises:
-        ValueError: There is no such column, or it holds something else; to go on behind the row's number.
+        ValueError: There is no such column, or it holds something else; to go on after the row's number.
     """
     if column not in prompt.columns:
         raise ValueError(f"has no column {column!r} (it has {', '.join(map(repr, prompt.columns)) or 'none'})")

@@ -91,7 +91,7 @@ class Replay(Plugin):
             check_number(name, getattr(self, name), 1, int)
         check_number("share", self.share, 0, int | float)
         if not self.share < 1:
-            raise ValueError(f"share must be below 1, not {self.share}: some of a group has to be sampled anew.")
+            raise ValueError(f"share must be below 1, not {self.share}: some of a group has to be newly sampled.")
         if self.choice not in get_args(Choice):
             raise ValueError(f"choice must be one of {', '.join(get_args(Choice))}, not {self.choice!r}.")
 
@@ -113,7 +113,7 @@ class Replay(Plugin):
         return ReplayMemory(self)
 
     def most(self, num_fresh: int) -> int:
-        """Return how many may join so many members that have been sampled anew."""
+        """Return how many may join so many members that have been newly sampled."""
         return min(self.members, math.floor(self.share * num_fresh / (1 - self.share) + 1e-9))
 
     def choose(self, known: Sequence[Success], number: int, request: Request) -> Sequence[Success]:

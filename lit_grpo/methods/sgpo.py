@@ -47,7 +47,7 @@ class Phases(PromptRule):
     The first visits are the profile, in which all are asked. Then, where a share p has passed, prompts above ``easy``
     are dropped, of those that nobody has passed a share ``unsolved`` is asked at each visit, and the others are asked
     in the phase of their bucket: 2, 4 or 8, the smallest power of 2 that is at least ``1 / p``, 8 for all beyond it.
-    A phase lasts for ``batches`` batches, or until one has no prompt of its bucket. Behind the last phase the first
+    A phase lasts for ``batches`` batches, or until one has no prompt of its bucket. After the last phase the first
     comes again, so that a prompt whose bucket has changed meanwhile has its turn. A batch that mostly holds first
     visits counts to no phase.
 

@@ -17,7 +17,7 @@ from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation
 from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.sharding import class_of, compute, whole
 from lit_grpo.policy.weights import PolicyWeights, digest
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 REWARDS = {
     "exact_match": "lit_grpo.rewards.ExactMatch",

@@ -13,8 +13,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_grpo.files import replace_file
-from lit_grpo.terminal import first_line
+from lit_grpo.process.files import replace_file
+from lit_grpo.process.terminal import first_line
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.tensorboard import hyperparameters, layout, scalars, tag
 from lit_grpo.training.run_folder import RunConfig, is_first_rank, versions

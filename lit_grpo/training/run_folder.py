@@ -15,7 +15,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_grpo.terminal import on_one_line
+from lit_grpo.process.terminal import on_one_line
 
 
 @dataclass(frozen=True)

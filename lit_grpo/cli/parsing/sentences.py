@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lit_grpo.terminal import visible
+from lit_grpo.process.terminal import visible
 from lit_grpo.tools.migration import TRL
 
 CONFIG = ("--config", "-c")

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, hidden_states
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ import torch
 
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, hidden_states, in_evaluation
 from lit_grpo.policy.architecture.logits import logit_map, token_logits
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,12 +10,12 @@ import torch
 
 from lit_grpo.policy.architecture.attention import AttentionCall, OwnAttention, attention_calls
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, context_length, hidden_states
+from lit_grpo.process.terminal import first_line
 from lit_grpo.rollout.slots.attention import INSTEAD, use_slot_attention
 from lit_grpo.rollout.slots.forward import compute_dtype, decode_step, prefill
 from lit_grpo.rollout.slots.fused import FusedDecoder
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.shelves import KVLayer, KVShape
-from lit_grpo.terminal import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.policy.loading import embeddings, eos_token_ids
-from lit_grpo.terminal import on_one_line
+from lit_grpo.process.terminal import on_one_line
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import WIDTH, Finding
 from lit_grpo.types import Prompt

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lit_grpo.terminal import visible
+from lit_grpo.process.terminal import visible
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 

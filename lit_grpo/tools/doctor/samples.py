@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from lit_grpo.policy.loading import eos_token_ids
+from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.terminal import on_one_line
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import disturb, undone

@@ -9,7 +9,7 @@ import torch
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, hidden_states
 from lit_grpo.policy.sharding import compute
-from lit_grpo.terminal import first_line
+from lit_grpo.process.terminal import first_line
 from lit_grpo.update.prefix.layout import PackedGroup
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lit_grpo.budgets.lessons import LESSON, LessonCount
-from lit_grpo.terminal import visible
+from lit_grpo.process.terminal import visible
 from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.tools.dashboard.report.folder import RunRecords
 from lit_grpo.tools.dashboard.specification import Panel, Section, explain, sections
