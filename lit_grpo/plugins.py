@@ -41,7 +41,7 @@ class Listener:
         """The last member of a group has ended."""
 
     def idle(self) -> Answer | None:
-        """Nothing is left to decode; a listener that has more to ask, or waits for rewards that decide it, does so now."""
+        """Nothing is left to decode: a listener that has more to ask for does so now."""
 
     def end(self, failed: bool) -> None:
         """The rollout is over, or has ``failed``: what was told of it is void."""

@@ -398,7 +398,7 @@ def run_beside(policy: str, output: Path, mode: str, **trainer_options: Any) -> 
         generator=SlotsBeside(lag=0, num_slots=6),
     )
     recorder, scheduling = StepRecorder(), Scheduling()
-    plugins = [] if mode == "synchronous" else [mode]
+    plugins = chosen(None if mode == "synchronous" else mode)
     callbacks = (RolloutScheduler(plugins=plugins), WeightSync(), recorder, scheduling)
     options = {"max_steps": 4, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
     make_trainer(*callbacks, **options).fit(module, datamodule=data)
