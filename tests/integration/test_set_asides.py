@@ -18,7 +18,6 @@ from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
 from lit_grpo.rollout.slots import prompts as prompts_module
-from lit_grpo.rollout.slots import queries as queries_module
 from lit_grpo.rollout.slots.generator import KEPT_SHARE, SlotGenerator
 from lit_grpo.rollout.slots.kv.memory import KVBudget
 from lit_grpo.scheduling.plans.plan import PLANS
@@ -144,7 +143,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
     place: str,
 ) -> None:
     generator, calls = make(policy, tokenizer, 6), 0
-    modules = {"prefill": prompts_module, "decode_step": queries_module, "sample_tokens": slots_module}
+    modules = {"prefill": prompts_module, "decode_step": slots_module, "sample_tokens": slots_module}
     module = modules[place]
     original = getattr(module, place)
 
@@ -169,7 +168,7 @@ def test_when_memory_runs_out_the_budget_shrinks_and_the_rollout_completes(
 
 
 def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed, original, calls = make(policy, tokenizer, 12), queries_module.decode_step, 0
+    undisturbed, original, calls = make(policy, tokenizer, 12), slots_module.decode_step, 0
     steps = RolloutLoop(undisturbed).collect(PROMPTS, 60, SAMPLING, seed=0)[1].num_steps
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +179,7 @@ def test_one_shortage_that_passes_costs_few_steps(policy: Any, tokenizer: Any, m
         return original(*args, **kwargs)
 
     generator = make(policy, tokenizer, 12)
-    monkeypatch.setattr(queries_module, "decode_step", failing)
+    monkeypatch.setattr(slots_module, "decode_step", failing)
     _, stats = RolloutLoop(generator).collect(PROMPTS, 60, SAMPLING, seed=0)
     assert generator.budget is not None and generator.budget.tokens == generator.budget.granted_tokens
     assert stats.num_steps < 1.1 * steps
@@ -213,7 +212,7 @@ def test_memory_that_does_not_reach_for_one_completion_alone_is_an_error(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     generator = make(policy, tokenizer, 1)
-    monkeypatch.setattr(queries_module, "decode_step", failing)
+    monkeypatch.setattr(slots_module, "decode_step", failing)
     with pytest.raises(torch.OutOfMemoryError):
         RolloutLoop(generator).collect(PROMPTS, 2, SAMPLING, seed=0)
 
