@@ -23,7 +23,7 @@ from lit_grpo.rollout.rules import check_estimator, check_generator, check_resum
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import PREDICTION_POINTS, Points, ProbeChoice, make_predictor
-from lit_grpo.scheduling.plans.plan import BLIND, check_probe, make_plan
+from lit_grpo.scheduling.plans.plan import check_probe, find_plan
 from lit_grpo.types import Key, Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.arriving import check_arriving
 
@@ -41,8 +41,8 @@ class RolloutScheduler(pl.Callback):
         plan: ``short_last`` decodes in the order of arrival and keeps the short ones for the end, so that slots and
             memory are in use to the last; ``lpt`` decodes the longest first, ``sjf`` the shortest first, ``fcfs`` in
             the order of arrival; ``balanced`` and ``infinite_sampling`` deal lists of about equal length onto the
-            slots, as even as an ``epsilon`` asks for (``balanced:epsilon=0.05``; 0.02 by default); ``full_group``,
-            ``micro_rounds`` and ``fixed_slot`` are baselines.
+            slots, as even as an ``epsilon`` asks for (``balanced:epsilon=0.05``; 0.02 by default). A plan of your own,
+            a :class:`lit_grpo.scheduling.plans.Plan`, is its class path.
         predict_lengths: Learn the lengths of completions from the policy's hidden states and from earlier visits of
             the same prompts.
         prediction_points: After how many tokens the policy's hidden state is looked at; 0 is the prompt's end. By
@@ -87,10 +87,7 @@ class RolloutScheduler(pl.Callback):
         self.mode, self._turns = mode, make_mode(mode)
         self.allocation, self.replace_flat, self.replay = allocation, replace_flat, replay
         self._budget = Budget(allocation, replace_flat, replay)
-        try:
-            make_plan(plan, LengthPredictor(), num_slots=1)
-        except ValueError as error:
-            raise ValueError(f"rollout.plan {plan}: {error}") from None
+        self._follows_lengths = find_plan(plan, "rollout.plan").follows_lengths
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)
         self.probe_tokens = probe_tokens
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
@@ -362,7 +359,7 @@ class RolloutScheduler(pl.Callback):
 
     def _choose_points(self) -> None:
         """Choose the points of the next rollout."""
-        if self._lengths is None or self._choice is None or self.plan in BLIND:
+        if self._lengths is None or self._choice is None or not self._follows_lengths:
             return
         if self._pruner is not None and self._pruner.head.proven:
             self._points = (self._pruner.at,)  # so that nobody goes on whom a comparison could stop
