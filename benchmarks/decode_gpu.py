@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.baseline_plans import FULL_GROUP
 from benchmarks.decode_systems import LARGE_NOISE, NOISE, Run, Steps, Work, generate, naive, ours
 from benchmarks.make_tiny import make_tokenizer
 from benchmarks.random_policies import QWEN3_1_7B, QWEN3_7M, kv_bytes, random_qwen3
@@ -78,7 +79,7 @@ def _all_systems(work: Work, bytes_per_s: float) -> dict[str, Figures]:
         "default, larger error": ours(work, "short_last", noise=LARGE_NOISE),
         "first come": ours(work, "fcfs", steps["first come"]),
         "naive micro groups": naive(work),
-        "full group": ours(whole, "full_group", steps["full group"]),
+        "full group": ours(whole, FULL_GROUP, steps["full group"]),
         "generate": generate(whole),
     }
     figures: dict[str, Figures] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.baseline_plans import MICRO_ROUNDS
 from benchmarks.rollouts import ForetoldLengths, kv_tokens, roll_out, slots
 from lit_grpo.tools.simulation.traces import noisy
 from lit_grpo.types import Key, Prompt, SamplingParams
@@ -94,11 +95,11 @@ def _rounds(work: Work) -> list[list[Key]]:
 def naive(work: Work) -> Run:
     """Return rounds on our generator, whose rows all go on to the end of the longest, as in a padded batch.
 
-    The plan ``micro_rounds`` by itself would leave out the rows that have ended, and take less time.
+    The plan ``MicroRounds`` by itself would leave out the rows that have ended, and take less time.
     """
     kept = {key: max(work.lengths[k] for k in keys) for keys in _rounds(work) for key in keys}
     generator = slots(work.policy, work.tokenizer, work.num_rows, kept)
-    rounds = partial(roll_out, generator, work.prompts, work.group_size, work.sampling, "micro_rounds")
+    rounds = partial(roll_out, generator, work.prompts, work.group_size, work.sampling, MICRO_ROUNDS)
     return _timed(lambda: rounds()[1].num_steps)
 
 

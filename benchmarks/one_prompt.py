@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from benchmarks.rollouts import KnownLengths, slots
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.stats import RolloutStats
@@ -39,9 +40,9 @@ class System:
 
 
 SYSTEMS = (
-    System("full group, shared prompt", "full_group", lengths="none"),
-    System("naive micro groups", "micro_rounds", lengths="none"),
-    System("fixed slots", "fixed_slot", lengths="none"),
+    System("full group, shared prompt", FULL_GROUP, lengths="none"),
+    System("naive micro groups", MICRO_ROUNDS, lengths="none"),
+    System("fixed slots", FIXED_SLOT, lengths="none"),
     System("first come", "fcfs", lengths="none"),
     System("+ shortest first", "sjf"),
     System("+ grouping", "infinite_sampling"),
@@ -108,7 +109,7 @@ class Runner:
         told: dict[Key, float] | None = None,
     ) -> None:
         self.system, self.group_size, self.limit, self.told = system, group_size, limit, told
-        self.num_slots = group_size if system.plan == "full_group" else num_slots
+        self.num_slots = group_size if system.plan == FULL_GROUP else num_slots
         self.generator = slots(policy, tokenizer, self.num_slots, lengths)
         points = [point for point in POINTS if point < limit]
         self.predictor = LengthPredictor(points, num_scalars=2, max_tokens=limit)

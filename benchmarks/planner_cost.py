@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from benchmarks.random_policies import QWEN3_31M, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import lengths_of, roll_out, slots
@@ -35,7 +36,8 @@ def main(options: Options) -> int:
     num_jobs, repeats = (2_000, 1) if options.quick else (100_000, 5)
     trace = load_trace(f"lognormal_heavy:prompts={num_jobs // 50},group=50")
     jobs, lengths = trace.jobs, lengths_of(trace, 0.35)
-    cases = [(name, slots) for name in PLANS for slots in ((num_jobs,) if name == "full_group" else (4, 256))]
+    plans = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *PLANS)
+    cases = [(name, slots) for name in plans for slots in ((num_jobs,) if name == FULL_GROUP else (4, 256))]
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
     for repeat in range(repeats):
         note(f"repeat {repeat + 1} of {repeats}")
@@ -49,7 +51,7 @@ def main(options: Options) -> int:
             "<=",
             MOST_SECONDS,
         )
-        for name in PLANS
+        for name in plans
     ]
     for policy, share in _shares(options).items():
         claims.append(Claim(f"share of scheduling in the time of a rollout, {policy}", share, "<=", 0.02))

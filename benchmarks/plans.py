@@ -7,9 +7,9 @@ Figures are steps over the lower bound, means over families, workloads and seeds
 their own, and more of them. Lengths recorded in the demo have rows of their own and are part of no mean and no claim:
 with few long completions on few slots there is little to win, and naive rounds are much nearer to the bound.
 
-The paper is Infinite Sampling, arXiv 2506.22950; its baseline is naive micro groups (``micro_rounds``), and it
+The paper is Infinite Sampling, arXiv 2506.22950; its baseline is naive micro groups (``MicroRounds``), and it
 reports 45% fewer steps than those. Claims on that are made on all workloads and on the one like the paper's own (one
-prompt, a group of 32 on 8 slots). ``full_group`` would need a slot for each completion, and is no plan for these
+prompt, a group of 32 on 8 slots). ``FullGroup`` would need a slot for each completion, and is no plan for these
 workloads.
 """
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import KnownLengths, lengths_of, replayed
 from lit_grpo.scheduling.bounds import slot_bound
@@ -34,7 +35,7 @@ RECORDED_SLOTS = (8, 32)
 RECORDED_BATCHES = 32  # spread evenly over the run
 NOISES: dict[str, float | None] = {"true": 0.0, "0.35": 0.35, "0.7": 0.7, "nothing": None}
 PREDICTIONS = (*NOISES, "misleading")
-BLIND = ("micro_rounds", "fixed_slot", "fcfs")
+BLIND = (MICRO_ROUNDS, FIXED_SLOT, "fcfs")
 FOLLOWING = ("sjf", "lpt", "short_last", "balanced", "infinite_sampling")
 PLANS = (*BLIND, *FOLLOWING)
 WORTHLESS = ("fcfs", "lpt", "short_last")  # compared on misleading predictions with more seeds
@@ -113,7 +114,7 @@ def main(options: Options) -> int:
 
 def _claims(figures: Figures, worthless: Figures, paper: str) -> list[Claim]:
     """Figures of the plans that keep the slots full, then the paper's, on all workloads and the one like its own."""
-    naive, naive_paper = figures.mean("micro_rounds", "true"), figures.mean("micro_rounds", "true", paper)
+    naive, naive_paper = figures.mean(MICRO_ROUNDS, "true"), figures.mean(MICRO_ROUNDS, "true", paper)
     claims: list[Claim] = []
     for plan in ("lpt", "short_last"):
         for case, limit in (("true", 1.03), ("0.35", 1.06)):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 from benchmarks.rollouts import lengths_of, replayed
 from lit_grpo.scheduling.bounds import memory_bound
@@ -22,7 +23,7 @@ from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 NOISES = (0.35, 0.7)
 NUM_SLOTS = 64
 BUDGETS = (0.5, 0.75, 1.0)
-PLANS = ("micro_rounds", "fixed_slot", "fcfs", "sjf", "lpt", "short_last", "balanced", "infinite_sampling")
+PLANS = (MICRO_ROUNDS, FIXED_SLOT, "fcfs", "sjf", "lpt", "short_last", "balanced", "infinite_sampling")
 WORKLOADS = ((32, 16), (64, 32))  # prompts x group
 
 

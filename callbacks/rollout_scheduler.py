@@ -34,8 +34,8 @@ class RolloutScheduler(pl.Callback):
         plan: ``short_last`` decodes in the order of arrival and keeps the short ones for the end, so that slots and
             memory are in use to the last; ``lpt`` decodes the longest first, ``sjf`` the shortest first, ``fcfs`` in
             the order of arrival; ``balanced`` and ``infinite_sampling`` deal lists of about equal length onto the
-            slots, as even as an ``epsilon`` asks for (``balanced:epsilon=0.05``; 0.02 by default); ``full_group``,
-            ``micro_rounds`` and ``fixed_slot`` are baselines.
+            slots, as even as an ``epsilon`` asks for (``balanced:epsilon=0.05``; 0.02 by default). A plan of your own,
+            a :class:`lit_grpo.scheduling.plans.Plan`, is its class path.
         predict_lengths: Learn the lengths of completions from the policy's hidden states and from earlier visits of
             the same prompts.
         prediction_points: After how many tokens the policy's hidden state is looked at; 0 is the prompt's end. By

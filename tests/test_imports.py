@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "optim": set(),
     "policy": UTILITIES,
     "scheduling": {"types"},
-    "scheduling.plans": {"types", "scheduling"},
+    "scheduling.plans": {"types", "settings", "scheduling"},
     "scheduling.lengths": {"types", "budgets", "scheduling"},
     "rewards": UTILITIES,
     "rollout.weights": {*UTILITIES, "policy"},

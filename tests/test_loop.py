@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import Leftovers, ReleaseRule
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.scheduling.jobs import Lengths as JobLengths
+from lit_grpo.scheduling.plans.plan import PLANS, Plan
 from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 
@@ -244,7 +246,12 @@ def test_a_plan_that_hands_out_nothing_is_an_error_and_not_a_hang(monkeypatch: p
         def admit(self, free_slots: int, fits: Any = None) -> list[Job]:
             return []
 
-    monkeypatch.setitem(PLANS, "stingy", Stingy)
+    @dataclass(frozen=True)
+    class StingyPlan(Plan):
+        def queue(self, lengths: JobLengths, num_slots: int) -> Queue:
+            return Stingy(lengths, num_slots)
+
+    monkeypatch.setitem(PLANS, "stingy", StingyPlan())
     with pytest.raises(RuntimeError, match="Stingy hands out nothing while 3 jobs wait and no slot decodes"):
         RolloutLoop(FakeGenerator(2, LENGTHS), plan="stingy").collect(prompts("a"), 3, SAMPLING, seed=0)
 

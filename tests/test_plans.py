@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.scheduling.plans.plan import PLANS, make_plan
 from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.tools.simulation.known import KnownLengths
+
+ALL = (FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *PLANS)
 
 
 def jobs(prompt_id: str, count: int) -> list[Job]:
@@ -135,7 +139,7 @@ def test_later_jobs_are_sorted_in() -> None:
     assert samples(plan.admit(2)) == [2, 0]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("full_group", "micro_rounds")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in (FULL_GROUP, MICRO_ROUNDS)])
 def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
     plan, _ = made(name, [5, 9, 2, 9, 7], 5)
     admitted = plan.admit(2)
@@ -146,7 +150,7 @@ def test_what_was_set_aside_comes_before_all_others(name: str) -> None:
 
 
 def test_micro_rounds_wait_until_the_last_of_a_round_has_finished() -> None:
-    plan, waiting = made("micro_rounds", [1] * 5, 2)
+    plan, waiting = made(MICRO_ROUNDS, [1] * 5, 2)
     assert samples(plan.admit(2)) == [0, 1]
     plan.finish(waiting[0], 3)
     assert plan.admit(1) == []
@@ -158,14 +162,14 @@ def test_micro_rounds_wait_until_the_last_of_a_round_has_finished() -> None:
 
 
 def test_a_full_group_needs_as_many_slots_as_jobs() -> None:
-    plan, _ = made("full_group", [1] * 4, 4)
+    plan, _ = made(FULL_GROUP, [1] * 4, 4)
     assert samples(plan.admit(4)) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"5 jobs wait for 4 slots: give it 5 slots, or take another plan\.$"):
-        made("full_group", [1] * 5, 4)
+        made(FULL_GROUP, [1] * 5, 4)
 
 
 def test_a_full_group_needs_memory_for_all_of_it() -> None:
-    plan, waiting = made("full_group", [1] * 4, 4)
+    plan, waiting = made(FULL_GROUP, [1] * 4, 4)
     with pytest.raises(ValueError, match="there is memory for 3 of 4 jobs"):
         plan.admit(4, lambda job: job is not waiting[3])
 
@@ -200,7 +204,7 @@ def test_more_slots_than_lanes_are_filled_too() -> None:
     assert sorted(samples(plan.admit(4))) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str) -> None:
     plan, waiting = made(name, [9, 7, 5, 3], 4)
     asked: list[Job] = []
@@ -209,7 +213,7 @@ def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str
         asked.append(job)
         return len(asked) < 2
 
-    if name == "full_group":
+    if name == FULL_GROUP:
         with pytest.raises(ValueError, match="memory for 1 of 4"):
             plan.admit(4, only_one)
         return
@@ -221,23 +225,23 @@ def test_the_first_that_does_not_fit_ends_the_admission_and_stays_next(name: str
     assert name in ("balanced", "infinite_sampling") or rest[0] == asked[1]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
     rng = random.Random(1)
     for _ in range(10):
-        num_slots = 200 if name == "full_group" else rng.randint(1, 6)
+        num_slots = 200 if name == FULL_GROUP else rng.randint(1, 6)
         everything = [job for number in range(8) for job in jobs(f"p{number}", rng.randint(1, 6))]
         lengths = KnownLengths(everything, np.array([rng.randint(1, 90) for _ in everything]))
         plan = make_plan(name, lengths, num_slots)
         unseen, active, finished = list(everything), [], []
         while len(finished) < len(everything):
-            least = num_slots if name == "fixed_slot" and len(unseen) == len(everything) else 0
+            least = num_slots if name == FIXED_SLOT and len(unseen) == len(everything) else 0
             arriving = rng.randint(least, len(unseen))
             plan.add(unseen[:arriving])
             del unseen[:arriving]
             free = num_slots - len(active)
             before = len(plan)
-            admitted = plan.admit(free, (lambda job: rng.random() < 0.8) if name != "full_group" else lambda job: True)
+            admitted = plan.admit(free, (lambda job: rng.random() < 0.8) if name != FULL_GROUP else lambda job: True)
             assert len(admitted) <= free and len(plan) == before - len(admitted)
             active += admitted
             assert len({job.key for job in active + finished}) == len(active) + len(finished)
@@ -253,7 +257,7 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
 
 
 def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() -> None:
-    plan, waiting = made("fixed_slot", [9, 1, 9, 1, 9], 2)  # lists 0, 2, 4 and 1, 3
+    plan, waiting = made(FIXED_SLOT, [9, 1, 9, 1, 9], 2)  # lists 0, 2, 4 and 1, 3
     assert samples(plan.admit(2)) == [0, 1]
     plan.finish(waiting[1], 1)
     assert samples(plan.admit(1)) == [3]
@@ -264,7 +268,7 @@ def test_a_fixed_slot_keeps_to_the_list_that_was_dealt_to_it_and_then_idles() ->
 
 
 def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> None:
-    plan = make_plan("fixed_slot", NoLengths(), 2)
+    plan = make_plan(FIXED_SLOT, NoLengths(), 2)
     first, second = jobs("a", 3), jobs("b", 2)
     plan.add(first)
     assert plan.admit(2) == first[:2]
@@ -276,7 +280,7 @@ def test_fixed_slots_deal_a_later_group_onto_the_slots_whose_turn_it_is() -> Non
 
 
 def test_what_a_fixed_slot_set_aside_comes_back_in_its_own_slot_before_all_others() -> None:
-    plan, waiting = made("fixed_slot", [1] * 6, 3)  # lists 0, 3 and 1, 4 and 2, 5
+    plan, waiting = made(FIXED_SLOT, [1] * 6, 3)  # lists 0, 3 and 1, 4 and 2, 5
     plan.admit(3)
     plan.set_aside(waiting[2])
     plan.finish(waiting[0], 1)
@@ -287,10 +291,10 @@ def test_what_a_fixed_slot_set_aside_comes_back_in_its_own_slot_before_all_other
 
 def test_fixed_slots_are_no_more_than_the_jobs() -> None:
     sentence = (
-        r"^The plan fixed_slot deals 3 jobs onto 4 slots, .*: lower the number of slots to 3, or take another plan\.$"
+        r"^The plan FixedSlot deals 3 jobs onto 4 slots, .*: lower the number of slots to 3, or take another plan\.$"
     )
     with pytest.raises(ValueError, match=sentence):
-        made("fixed_slot", [1] * 3, 4)
+        made(FIXED_SLOT, [1] * 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -307,29 +311,49 @@ def test_epsilon_says_when_lists_are_even_enough(spec: str, first: set[int]) -> 
     assert set(samples(made(spec, [3, 3, 2, 2, 2], 2)[0].admit(2))) == first
 
 
-@pytest.mark.parametrize("epsilon", ["0", "1", "-0.1", "nan"])
+@pytest.mark.parametrize("epsilon", ["0", "1", "2", "-0.1", "nan", "small"])
 def test_an_epsilon_that_is_no_fraction_is_refused(epsilon: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"^The plan's epsilon is .*: give a fraction between 0 and 1, such as 0\.02\.$"
-    ):
+    with pytest.raises(ValueError, match=rf"^plan balanced:epsilon={epsilon}: epsilon (is|must be) .*{epsilon}"):
         make_plan(f"balanced:epsilon={epsilon}", NoLengths(), 4)
 
 
-def test_options_that_a_plan_does_not_have_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^The plan lpt has no option 'epsilon': leave it out \(its options: none\)\.$"
-    ):
+def test_fields_that_a_plan_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^plan lpt:epsilon=0\.1: it has no field 'epsilon'; it has none\.$"):
         make_plan("lpt:epsilon=0.1", NoLengths(), 4)
-    with pytest.raises(ValueError, match=r"^The plan balanced has no option 'delta': .* \(its options: epsilon\)\.$"):
+    with pytest.raises(ValueError, match=r"^plan balanced:delta=0\.1: it has no field 'delta'; it has epsilon\.$"):
         make_plan("balanced:delta=0.1", NoLengths(), 4)
-    with pytest.raises(ValueError, match=r"^The plan balanced sets epsilon to 'small': give a number\.$"):
-        make_plan("balanced:epsilon=small", NoLengths(), 4)
 
 
 def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
-    with pytest.raises(
-        ValueError, match=r"^There is no plan 'ltp': take one of full_group, micro_rounds, fixed_slot, fcfs,"
-    ):
+    with pytest.raises(ValueError, match=r"^plan ltp: there is none; give one of fcfs, .*, or the class path of a"):
         make_plan("ltp", NoLengths(), 4)
     with pytest.raises(ValueError, match=r"^The number of slots is 0: a plan needs 1 or more\.$"):
         make_plan("balanced", NoLengths(), 0)
+
+
+OWN = """
+from dataclasses import dataclass
+
+import numpy as np
+
+from lit_grpo.scheduling.plans import ByLength
+
+
+@dataclass(frozen=True)
+class MiddleFirst(ByLength):
+    middle: float = 100
+
+    def order(self, estimates, num_slots):
+        return np.argsort(np.abs(estimates - self.middle), kind="stable")
+"""
+
+
+def test_a_plan_of_ones_own_is_given_by_its_class_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_plans.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert samples(made("my_plans.MiddleFirst:middle=6", [5, 9, 2, 90, 7], 2)[0].admit(5)) == [0, 4, 1, 2, 3]
+    assert samples(made("my_plans.MiddleFirst", [5, 9, 2, 90, 7], 2)[0].admit(5)) == [3, 1, 4, 0, 2]
+    with pytest.raises(ValueError, match=r"^plan my_plans\.MiddleFirst:end=1: it has no field 'end'; it has middle\.$"):
+        make_plan("my_plans.MiddleFirst:end=1", NoLengths(), 2)
+    with pytest.raises(ValueError, match=r"^plan my_plans\.ByWeight: it cannot be loaded"):
+        make_plan("my_plans.ByWeight", NoLengths(), 2)

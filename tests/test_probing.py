@@ -18,14 +18,14 @@ from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths
 from lit_grpo.scheduling.lengths import Outcome
 from lit_grpo.scheduling.lengths.probe import ProbeChoice, count_steps, time_slices
-from lit_grpo.scheduling.plans.plan import BLIND, PLANS
+from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.scheduling.plans.probing import Probing
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import load_trace
 from lit_grpo.types import Key, SamplingParams
 
-FOLLOWING = sorted(set(PLANS) - BLIND)
+FOLLOWING = sorted(name for name, plan in PLANS.items() if plan.follows_lengths)
 
 
 class Told(NoLengths):

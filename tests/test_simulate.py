@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP
 from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.tools.commands.simulate import main
 
@@ -33,15 +34,17 @@ def write_trace(path: Path) -> Path:
     return path
 
 
-def test_all_plans_that_apply_are_told_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_plans_that_have_a_name_are_told_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--trace", SMALL, "--slots", "4"])
     printed = capsys.readouterr().out
-    assert list(rows(printed)) == [name for name in PLANS if name != "full_group"]
+    assert list(rows(printed)) == list(PLANS)
     assert "8 completions" in printed and "4 slots" in printed
-    main(["--trace", SMALL, "--slots", "8"])
-    assert list(rows(capsys.readouterr().out)) == list(PLANS)
-    main(["--trace", SMALL, "--slots", "9"])
-    assert list(rows(capsys.readouterr().out)) == [name for name in PLANS if name != "fixed_slot"]
+
+
+def test_a_plan_is_given_by_its_class_path_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--trace", SMALL, "--slots", "8", "--plans", FULL_GROUP, "fcfs"])
+    table = rows(capsys.readouterr().out)
+    assert list(table) == [FULL_GROUP, "fcfs"] and table[FULL_GROUP] == table["fcfs"]
 
 
 def test_batches_of_a_recorded_trace_are_decoded_one_after_the_other(
@@ -133,10 +136,13 @@ def test_a_picture_of_one_batch_of_several_says_so(
     ("arguments", "sentence"),
     [
         ("--trace lognormal", "'lognormal' is neither a file nor a family of traces: the families are lognormal_mild"),
-        ("--plans ltp", "There is no plan 'ltp': take one of full_group, micro_rounds, fixed_slot, fcfs, sjf, lpt,"),
-        ("--plans balanced:epsilon=2", "The plan's epsilon is 2.0: give a fraction between 0 and 1, such as 0.02."),
-        ("--plans fixed_slot --slots 999", "The plan fixed_slot deals 512 jobs onto 999 slots, of which some would"),
-        ("--plans full_group", "The plan full_group decodes everything at once, and 512 jobs wait for 64 slots: give"),
+        ("--plans ltp", "--plans ltp: there is none; give one of fcfs, sjf, lpt, short_last, balanced, infinite_sampl"),
+        ("--plans balanced:epsilon=2", "--plans balanced:epsilon=2: epsilon is 2; give a fraction between 0 and 1"),
+        (f"--plans {FIXED_SLOT} --slots 999", "The plan FixedSlot deals 512 jobs onto 999 slots, of which some would"),
+        (
+            f"--plans {FULL_GROUP}",
+            "The plan FullGroup decodes everything at once, and 512 jobs wait for 64 slots: g",
+        ),
         ("--noise -0.5", "argument --noise: -0.5 is no spread: give 0 or more, none or recorded."),
         ("--noise much", "argument --noise: 'much' is no number: give 0 or more, none or recorded."),
         ("--noise recorded", "lognormal_heavy has rows without predicted: give --noise a number or none."),

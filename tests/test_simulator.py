@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.flight import RETRY_STEPS
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
@@ -20,7 +21,7 @@ from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace, load_trace
 from lit_grpo.types import Key
 
-REFILLING = [name for name in PLANS if name != "full_group"]
+REFILLING = (MICRO_ROUNDS, FIXED_SLOT, *PLANS)
 
 
 def hand_made(lengths: list[int], groups: list[int] | None = None, prompts: list[int] | None = None) -> Trace:
@@ -156,7 +157,7 @@ def test_a_small_case_by_hand() -> None:
     assert [tuple(span) for _, span in first_come.spans] == [(1, 0, 1, 0), (1, 1, 3, 0), (0, 0, 4, 0), (1, 3, 6, 0)]
     assert first_come.bubble_ratio == pytest.approx(2 / 12)
     assert first_come.mean_completion == 3.5
-    rounds = run("micro_rounds", trace, Engine(2))
+    rounds = run(MICRO_ROUNDS, trace, Engine(2))
     assert rounds.ends.tolist() == [4, 1, 6, 7]
     assert run("lpt", trace, Engine(2)).steps == 5 == slot_bound(trace.lengths, 2)
     assert run("sjf", trace, Engine(2)).ends.tolist() == [6, 1, 2, 4]
@@ -182,14 +183,14 @@ def test_the_youngest_is_set_aside_when_tokens_run_out_and_goes_on_later() -> No
 
 def test_golden_steps_of_all_plans() -> None:
     trace = load_trace("lognormal_heavy:prompts=8,group=16,max_tokens=512,seed=7")
-    first_come = {"micro_rounds": 2162, "fixed_slot": 1127, "fcfs": 921}
+    first_come = {MICRO_ROUNDS: 2162, FIXED_SLOT: 1127, "fcfs": 921}
     assert slot_bound(trace.lengths, 16) == 599
     steps = {name: run(name, trace, Engine(16)).steps for name in REFILLING}
     assert steps == first_come | {"sjf": 938, "lpt": 605, "short_last": 605, "balanced": 605, "infinite_sampling": 605}
     lengths = lengths_of(trace, 0.35, seed=7)
     steps = {name: run(name, trace, Engine(16), lengths).steps for name in REFILLING}
     assert steps == first_come | {"sjf": 941, "lpt": 609, "short_last": 612, "balanced": 630, "infinite_sampling": 749}
-    assert run("full_group", trace, Engine(128), lengths).steps == trace.lengths.max()
+    assert run(FULL_GROUP, trace, Engine(128), lengths).steps == trace.lengths.max()
 
 
 def test_keeping_the_short_for_the_end_needs_no_more_steps_than_longest_first_and_less_memory() -> None:

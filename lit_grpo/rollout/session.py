@@ -22,7 +22,7 @@ from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.lengths import LengthPredictor
 from lit_grpo.scheduling.lengths.probe import PREDICTION_POINTS, Points, ProbeChoice, make_predictor
-from lit_grpo.scheduling.plans.plan import BLIND, check_probe, make_plan
+from lit_grpo.scheduling.plans.plan import check_probe, find_plan
 from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RolloutSession:
 
     Args:
         plugins: By name, as :func:`lit_grpo.methods.make_plugins` returns them.
-        plan: What :func:`lit_grpo.scheduling.plans.plan.make_plan` takes.
+        plan: What :func:`lit_grpo.scheduling.plans.plan.find_plan` takes.
         predict_lengths: Whether lengths of completions are learnt.
         prediction_points: After how many tokens the policy's hidden state is looked at.
         min_correlation: From which rank correlation on predictions are followed.
@@ -118,10 +118,7 @@ class RolloutSession:
         min_correlation: float = 0.2,
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
     ) -> None:
-        try:
-            make_plan(plan, LengthPredictor(), num_slots=1)
-        except ValueError as error:
-            raise ValueError(f"rollout.plan {plan}: {error}") from None
+        self._follows_lengths = find_plan(plan, "rollout.plan").follows_lengths
         LengthPredictor(prediction_points or PREDICTION_POINTS, min_correlation=min_correlation)  # checks both
         self.plugins = dict(plugins or {})
         self.plan, self.predict_lengths = plan, predict_lengths
@@ -305,7 +302,7 @@ class RolloutSession:
 
     def _choose_points(self) -> None:
         """Choose at how many tokens the next rollout brings all completions together."""
-        if self.lengths is None or self._choice is None or self.plan in BLIND:
+        if self.lengths is None or self._choice is None or not self._follows_lengths:
             return
         gathering = [worker.point for worker in self.workers.values() if worker.gathers and worker.point is not None]
         if gathering:

@@ -14,6 +14,7 @@ from forks import VLLM
 from quick_runs import check_result, run_quick
 
 from benchmarks import report
+from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.one_prompt import SYSTEMS
 from benchmarks.report import Claim, Options, finish, need, parse_options
 from benchmarks.vllm_plan import Sizes, _simulated
@@ -146,7 +147,7 @@ def test_planning_benchmarks_measure_every_plan(name: str, tmp_path: Path) -> No
     result, _ = run_quick(name, tmp_path / "result.json")
     check_result(result, name)
     measured = {row["plan"] for row in result["rows"]} if name == "planner_cost" else result["rows"][0].keys()
-    assert set(PLANS) - {"full_group"} <= measured
+    assert {MICRO_ROUNDS, FIXED_SLOT, *PLANS} <= measured
 
 
 @pytest.mark.nightly

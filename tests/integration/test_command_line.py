@@ -319,8 +319,43 @@ def test_the_plan_does_not_change_what_is_learned(folder: Path) -> None:
     slots = ("--model.generator=slots", "--model.generator.num_slots=5")
     short = ("--trainer.max_steps=2", "--data.validation=null")
     fit("--run.name=lpt", "--rollout.plan=lpt", *slots, *short)
-    fit("--run.name=rounds", "--rollout.plan=micro_rounds", "--rollout.predict_lengths=false", *short)
+    rounds = "--rollout.plan=benchmarks.baseline_plans.MicroRounds"
+    fit("--run.name=rounds", rounds, "--rollout.predict_lengths=false", *short)
     one, other = weights("lpt"), weights("rounds")
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+OWN_PLAN = """
+from dataclasses import dataclass
+
+from lit_grpo.scheduling.plans import Plan, Queue
+
+
+class LastComeFirst(Queue):
+    def _arrange(self, jobs, estimates):
+        super()._arrange(jobs[::-1], None)
+
+
+@dataclass(frozen=True)
+class Reversed(Plan):
+    note: str = "unused.txt"
+
+    def queue(self, lengths, num_slots):
+        with open(self.note, "a") as file:
+            file.write(f"{num_slots} ")
+        return LastComeFirst(lengths, num_slots)
+"""
+
+
+def test_a_plan_from_outside_the_package_is_named_in_yaml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_plans.py").write_text(OWN_PLAN)
+    (folder / "own.yaml").write_text("rollout: {plan: 'own_plans.Reversed:note=made.txt'}\n")
+    monkeypatch.syspath_prepend(folder)
+    slots = ("--model.generator=slots", "--model.generator.num_slots=5")
+    fit("--run.name=usual", *slots)
+    fit("--run.name=own", "--config=own.yaml", *slots)
+    assert set((folder / "made.txt").read_text().split()) == {"5"}
+    one, other = weights("usual"), weights("own")
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
@@ -514,7 +549,7 @@ BAD_INPUT = {
     "subset of no size": (["--model.selection.rule", "random"], "needs the number of rollouts to keep of each group"),
     "unknown plan": (
         ["--rollout.plan", "fastest"],
-        "rollout.plan fastest: There is no plan",
+        "rollout.plan fastest: there is none; give one of fcfs",
     ),
     "points out of order": (["--rollout.prediction_points", "[8, 4]"], "points must be ascending"),
     "point beyond the limit": (["--rollout.prediction_points", "[0, 16]"], "16"),

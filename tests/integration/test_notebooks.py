@@ -22,7 +22,10 @@ def pictures(notebook: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_with_small_outputs_and_runs(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_is_kept_with_small_outputs_and_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS[0].parents[1]))  # of benchmarks.baseline_plans
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]  # in order, in one go

@@ -12,6 +12,7 @@ from conftest import random_policy, table_rows
 from hand_made import relative_error
 from test_learner import gradient_of
 
+from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.listeners import Stepped
@@ -100,13 +101,13 @@ def test_estimates_that_know_the_limit_admit_no_more_than_fits(
     assert samples(groups) == samples(expected)
 
 
-@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("plan", sorted((FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *PLANS)))
 def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     policy: Any, tokenizer: Any, expected: list[RolloutGroup], plan: str
 ) -> None:
     rng = random.Random(plan)
-    slots = 12 if plan == "full_group" else rng.randint(1, 9)
-    budget = None if plan == "full_group" else rng.randint(150, 600)
+    slots = 12 if plan == FULL_GROUP else rng.randint(1, 9)
+    budget = None if plan == FULL_GROUP else rng.randint(150, 600)
     controller = RolloutLoop(make(policy, tokenizer, slots, budget), plan=plan)
     if rng.random() < 0.5:
         controller.lengths.estimate = lambda jobs: torch.rand(len(jobs)).mul(100).double().numpy()  # pyright: ignore

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import random_policy, table_rows
 
+from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.rollouts import ForcedGenerator
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
@@ -39,7 +40,7 @@ def make_trace(seed: int) -> Trace:
 
 
 @pytest.mark.parametrize("kv_tokens", table_rows([None, 1000, 420, 200], [420]))
-@pytest.mark.parametrize("plan", [name for name in PLANS if name != "full_group"])
+@pytest.mark.parametrize("plan", (MICRO_ROUNDS, FIXED_SLOT, *PLANS))
 def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, plan: str, kv_tokens: int | None) -> None:
     num_set_aside = check(policy_folder, plan, kv_tokens)
     assert num_set_aside > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
@@ -91,7 +92,7 @@ def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(
     generator = ForcedGenerator(lengths, 3)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     generator.load_weights(policy.named_parameters(), 0)
-    loop = RolloutLoop(generator, plan="micro_rounds")
+    loop = RolloutLoop(generator, plan=MICRO_ROUNDS)
     _, stats = loop.collect([Prompt("0", (5,) * 3, "")], 5, SamplingParams(max_tokens=LIMIT), seed=0)
     assert stats.num_steps == 4 + 3  # the first step of a round is that of the prompt
     assert computed == [2, 1, 1, 1, 1]

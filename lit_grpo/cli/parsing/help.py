@@ -121,7 +121,7 @@ def _kind_and_default(action: argparse.Action) -> list[str]:
     if action.dest in FIELDS:
         default = DEFAULTS.get(action.dest, {}).get("class_path")
         names = {path: name for name, path in FIELDS[action.dest].items()}
-        return ["|".join([*FIELDS[action.dest], "CLASS"]), f"= {names.get(default, 'null')}"]
+        return ["|".join([*FIELDS[action.dest], "CLASS"]), f"= {names.get(str(default), 'null')}"]
     kind = type_name(getattr(action, "_typehint", action.type))
     return [kind, f"= {_value(action.default)}"]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-
 import numpy as np
 
 from lit_grpo.scheduling.jobs import Job, Lengths
 from lit_grpo.scheduling.plans.grouping import balanced_lanes
-from lit_grpo.scheduling.plans.queue import Queue, anything_fits
+from lit_grpo.scheduling.plans.queue import Queue
 from lit_grpo.types import Key
 
 
@@ -18,7 +15,7 @@ class Lanes(Queue):
 
     A plan is not told which slot is free: it is the one whose job has finished. When a lane runs dry, its slot takes
     the next job of the lane with the most tokens left, so that no slot idles while work waits. What was set aside
-    comes first, in any free slot. Lanes are dealt out anew, over all slots alike, when jobs are added or estimates
+    comes first, in any free slot. Lanes are dealt out again, over all slots alike, when jobs are added or estimates
     change.
 
     With ``longest_first=False`` this is the two-stage plan of Infinite Sampling (arXiv 2506.22950): balanced global
@@ -34,10 +31,8 @@ class Lanes(Queue):
         epsilon: What the largest lane may exceed the smallest possible by, relative to it, where that can be had.
     """
 
-    def __init__(self, lengths: Lengths, num_slots: int, longest_first: bool = True, epsilon: float = 0.02) -> None:
+    def __init__(self, lengths: Lengths, num_slots: int, longest_first: bool, epsilon: float) -> None:
         super().__init__(lengths, num_slots)
-        if not 0 < epsilon < 1:
-            raise ValueError(f"The plan's epsilon is {epsilon}: give a fraction between 0 and 1, such as 0.02.")
         self._longest_first = longest_first
         self._epsilon = epsilon
         self._jobs: list[Job] = []
@@ -92,61 +87,3 @@ class Lanes(Queue):
         super()._started(job)
         if self._idle:  # else there are more slots than lanes
             self._lane_of[job.key] = self._idle.pop()
-
-
-class FixedSlots(Queue):
-    """Each slot has a list of its own, dealt out beforehand in the order of arrival; one that runs dry idles.
-
-    The "fixed-slot" mode of Infinite Sampling (arXiv 2506.22950) as we read it: the text that we have does not define
-    it. Jobs are dealt round robin, those of a later group onto the slots whose turn it is. No slot takes from another's
-    list, and lengths play no part. What was set aside goes back to the front of its slot's list, and slots that wait
-    for it are filled first.
-
-    Args:
-        lengths: Not followed.
-        num_slots: Lists that the jobs are dealt onto.
-    """
-
-    def __init__(self, lengths: Lengths, num_slots: int) -> None:
-        super().__init__(lengths, num_slots)
-        self._lists: list[deque[Job]] = [deque() for _ in range(num_slots)]
-        self._num_dealt = 0
-        self._idle = list(range(num_slots))
-        self._slot_of: dict[Key, int] = {}  # of jobs that were handed out
-
-    def add(self, jobs: Iterable[Job]) -> None:
-        """Deal jobs; a ValueError where the first ones are fewer than the slots."""
-        jobs = list(jobs)
-        super().add(jobs)
-        if jobs and self._num_dealt + len(jobs) < self._num_slots:
-            raise ValueError(
-                f"The plan fixed_slot deals {len(jobs)} jobs onto {self._num_slots} slots, of which some would never "
-                f"decode: lower the number of slots to {len(jobs)}, or take another plan."
-            )
-        for job in jobs:
-            self._lists[self._num_dealt % self._num_slots].append(job)
-            self._num_dealt += 1
-
-    def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:
-        """Hand out the next job of the list of each idle slot; the first that does not fit ends the admission."""
-        admitted: list[Job] = []
-        for slot in [slot for slot in self._idle if self._lists[slot]][:free_slots]:
-            if not fits(self._lists[slot][0]):
-                break
-            job = self._lists[slot].popleft()
-            del self._waiting[job.key]
-            self._idle.remove(slot)
-            self._slot_of[job.key] = slot
-            admitted.append(job)
-        return admitted
-
-    def set_aside(self, job: Job) -> None:
-        """Let a job wait again, before all others of its slot."""
-        slot = self._slot_of.pop(job.key)
-        self._lists[slot].appendleft(job)
-        self._waiting[job.key] = job
-        self._idle.insert(0, slot)
-
-    def finish(self, job: Job, num_tokens: int) -> None:
-        """Free the slot that the job was decoded in."""
-        self._idle.append(self._slot_of.pop(job.key))

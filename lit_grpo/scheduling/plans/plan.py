@@ -2,75 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 
 from lit_grpo.scheduling.jobs import Lengths
-from lit_grpo.scheduling.plans.lanes import FixedSlots, Lanes
-from lit_grpo.scheduling.plans.queue import (
-    FullGroup,
-    MicroRounds,
-    Queue,
-    longest_first,
-    short_last,
-    shortest_first,
-)
+from lit_grpo.scheduling.plans.lanes import Lanes
+from lit_grpo.scheduling.plans.queue import Queue
+from lit_grpo.settings import by_name, check_number
 
-PLANS: dict[str, Callable[..., Queue]] = {
-    "full_group": FullGroup,
-    "micro_rounds": MicroRounds,
-    "fixed_slot": FixedSlots,
-    "fcfs": Queue,
-    "sjf": partial(Queue, order=shortest_first),
-    "lpt": partial(Queue, order=longest_first),
-    "short_last": partial(Queue, order=short_last),
-    "balanced": Lanes,
-    "infinite_sampling": partial(Lanes, longest_first=False),
+HELD_BACK = 0.75
+"""Tokens that :class:`ShortLast` keeps for the end, relative to ``slots x longest``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """In the order of arrival, whatever is thought of lengths.
+
+    A plan of your own is a dataclass of this kind that makes a queue of its own, or one of the kind :class:`ByLength`
+    that orders. Its fields are its settings, and it is given by its class path, as in ``my_plans.MyPlan:field=3``.
+    """
+
+    follows_lengths: ClassVar[bool] = False
+
+    def queue(self, lengths: Lengths, num_slots: int) -> Queue:
+        """Return what the jobs of one rollout wait in.
+
+        Args:
+            lengths: What is thought of the lengths; where they are not informative, all plans hand out in the order of
+                arrival.
+            num_slots: Slots there are.
+        """
+        return Queue(lengths, num_slots)
+
+
+@dataclass(frozen=True)
+class ByLength(Plan):
+    """In an order by expected length, over all jobs that wait."""
+
+    follows_lengths: ClassVar[bool] = True
+
+    def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
+        """Return the numbers of the jobs that wait, int64, shape (jobs,), the next one first.
+
+        Args:
+            estimates: Tokens expected of each, float64, shape (jobs,), in the order of arrival.
+            num_slots: Slots to be filled.
+        """
+        raise NotImplementedError
+
+    def queue(self, lengths: Lengths, num_slots: int) -> Queue:
+        """Return a queue that is kept in this order."""
+        return Queue(lengths, num_slots, self.order)
+
+
+@dataclass(frozen=True)
+class ShortestFirst(ByLength):
+    """The shortest first: the least mean completion time, and the longest are left for the end (SJF)."""
+
+    def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
+        """Order by length."""
+        return np.argsort(estimates, kind="stable")
+
+
+@dataclass(frozen=True)
+class LongestFirst(ByLength):
+    """The longest first: ends at most 4/3 - 1/(3 slots) times as late as the best order does, if lengths are true.
+
+    LPT, Graham 1969.
+    """
+
+    def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
+        """Order by length, descending."""
+        return np.argsort(-estimates, kind="stable")
+
+
+@dataclass(frozen=True)
+class ShortLast(ByLength):
+    """In the order of arrival; but the shortest are kept for the end, longest first.
+
+    Longest first wins its steps at the very end, where short jobs fill the slots that are free while long ones are
+    decoded. Before that the order does not matter to the slots, but it does to memory: all of the longest jobs at once
+    hold the most KV tokens that there can be, and where those are limited they leave slots idle, while the short ones
+    later leave memory idle. So this takes as many steps as longest first where memory is no limit and fewer where it
+    is, holds fewer KV tokens, and has groups whole earlier. What is kept is measured in the tokens that all slots
+    decode in the time of the longest job. Where that is all there is, this is longest first.
+    """
+
+    def order(self, estimates: np.ndarray, num_slots: int) -> np.ndarray:
+        """Order by arrival, then the short ones."""
+        # Among equals the later arrival comes first here, and so waits longer.
+        ascending = np.lexsort((-np.arange(len(estimates)), estimates))
+        limit = HELD_BACK * num_slots * estimates.max()
+        count = int(np.searchsorted(np.cumsum(estimates[ascending]), limit, side="right"))
+        return np.concatenate([np.sort(ascending[count:]), ascending[:count][::-1]])
+
+
+@dataclass(frozen=True)
+class Balanced(Plan):
+    """Lists of about equal length, one for each slot, each decoded longest first (:class:`Lanes`).
+
+    Args:
+        epsilon: What the longest list may exceed the shortest possible by, relative to it.
+    """
+
+    epsilon: float = 0.02
+    follows_lengths: ClassVar[bool] = True
+    longest_first: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number("epsilon", self.epsilon, 0, int | float)
+        if not 0 < self.epsilon < 1:
+            raise ValueError(f"epsilon is {self.epsilon}; give a fraction between 0 and 1, such as 0.02.")
+
+    def queue(self, lengths: Lengths, num_slots: int) -> Queue:
+        """Return the lists."""
+        return Lanes(lengths, num_slots, self.longest_first, self.epsilon)
+
+
+@dataclass(frozen=True)
+class InfiniteSampling(Balanced):
+    """Lists of about equal length, each decoded shortest first: the two stages of arXiv 2506.22950, as we read it."""
+
+    longest_first: ClassVar[bool] = False
+
+
+PLANS: dict[str, Plan] = {
+    "fcfs": Plan(),
+    "sjf": ShortestFirst(),
+    "lpt": LongestFirst(),
+    "short_last": ShortLast(),
+    "balanced": Balanced(),
+    "infinite_sampling": InfiniteSampling(),
 }
-"""How a plan is made, by name, of the lengths that it follows and the slots that it fills."""
 
-BLIND = frozenset({"full_group", "micro_rounds", "fixed_slot", "fcfs"})
-"""Plans that hand out in the order of arrival, whatever is thought of lengths."""
 
-OPTIONS = {"balanced": ("epsilon",), "infinite_sampling": ("epsilon",)}
-"""What can be set of a plan."""
+def find_plan(spec: str, setting: str = "plan") -> Plan:
+    """Return the plan of a spec.
+
+    Args:
+        spec: One of ``PLANS`` or the class path of a :class:`Plan`; after a colon its fields, as in
+            ``balanced:epsilon=0.05``.
+        setting: What the user has set, for messages.
+
+    Raises:
+        ValueError: There is no such plan or field, or a value does not fit.
+    """
+    return by_name(setting, spec, PLANS, Plan)
 
 
 def make_plan(spec: str, lengths: Lengths, num_slots: int) -> Queue:
-    """Return a new plan.
-
-    Args:
-        spec: One of ``PLANS``. ``full_group``, ``micro_rounds`` and ``fixed_slot`` (a list for each slot, dealt out
-            beforehand by arrival) are baselines; ``fcfs`` refills in the order of arrival; ``sjf`` takes the shortest
-            first, ``lpt`` the longest; ``short_last`` takes them in the order of arrival and keeps the short ones for
-            the end, longest first; ``balanced`` deals lists of about equal length onto the slots;
-            ``infinite_sampling`` does so and decodes each list shortest first. The last two take an ``epsilon``, as in
-            ``balanced:epsilon=0.05``: what the longest list may exceed the best possible by.
-        lengths: What is thought of the lengths; where they are not informative, all plans hand out in the order of
-            arrival.
-        num_slots: Slots there are.
-    """
-    name, _, settings = spec.partition(":")
-    if name not in PLANS:
-        raise ValueError(f"There is no plan {name!r}: take one of {', '.join(PLANS)}.")
+    """Return what the jobs of one rollout wait in, by the plan of a spec; see :func:`find_plan` and :class:`Plan`."""
     if num_slots < 1:
         raise ValueError(f"The number of slots is {num_slots}: a plan needs 1 or more.")
-    return PLANS[name](lengths, num_slots, **_parse_options(name, settings))
-
-
-def _parse_options(name: str, settings: str) -> dict[str, float]:
-    """Return the options that a spec sets; a ValueError for others, and for what is no number."""
-    options: dict[str, float] = {}
-    for part in filter(None, settings.split(",")):
-        option, _, value = part.partition("=")
-        if option not in OPTIONS.get(name, ()):
-            known = ", ".join(OPTIONS.get(name, ())) or "none"
-            raise ValueError(f"The plan {name} has no option {option!r}: leave it out (its options: {known}).")
-        try:
-            options[option] = float(value)
-        except ValueError:
-            raise ValueError(f"The plan {name} sets {option} to {value!r}: give a number.") from None
-    return options
+    return find_plan(spec).queue(lengths, num_slots)
 
 
 def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool) -> tuple[int, ...]:
@@ -86,7 +172,8 @@ def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool)
         raise ValueError(
             f"probe_tokens must be auto, 0 for no probe, or ascending numbers of tokens from 1 on, not {probe_tokens}."
         )
-    if plan in BLIND or (len(points) == 1 and not predict_lengths):
-        why = f"the plan {plan} does not follow lengths" if plan in BLIND else "predict_lengths is false"
+    follows = find_plan(plan).follows_lengths
+    if not follows or (len(points) == 1 and not predict_lengths):
+        why = "predict_lengths is false" if follows else f"the plan {plan} does not follow lengths"
         raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
     return points

@@ -23,7 +23,7 @@ class Probing:
     end. The tokens are needed anyway; what it costs is taking jobs out of their slots and back.
 
     Args:
-        plan: The name of the plan.
+        plan: As in :func:`lit_grpo.scheduling.plans.make_plan`.
         lengths: What is thought of the lengths; the plan follows it.
         num_slots: Slots there are.
         points: Numbers of tokens, ascending.

@@ -1,4 +1,4 @@
-"""Plans with one queue: in the order of arrival, by length, or in rounds."""
+"""What waits to be decoded, in order."""
 
 from __future__ import annotations
 
@@ -14,35 +14,6 @@ Order = Callable[[np.ndarray, int], np.ndarray]
 
 NARROW = 0.75
 """Share of the slots that are in use where memory counts as the limit."""
-HELD_BACK = 0.75
-"""Tokens that :func:`short_last` keeps for the end, relative to ``slots x longest``."""
-
-
-def shortest_first(estimates: np.ndarray, num_slots: int) -> np.ndarray:
-    """Order that has the least mean completion time, and leaves the longest for the end (SJF)."""
-    return np.argsort(estimates, kind="stable")
-
-
-def longest_first(estimates: np.ndarray, num_slots: int) -> np.ndarray:
-    """Order that ends at most 4/3 - 1/(3 slots) times as late as the best does, if they are true (LPT, Graham 1969)."""
-    return np.argsort(-estimates, kind="stable")
-
-
-def short_last(estimates: np.ndarray, num_slots: int) -> np.ndarray:
-    """Order of arrival; but the shortest are kept for the end, longest first.
-
-    Longest first wins its steps at the very end, where short jobs fill the slots that are free while long ones are
-    decoded. Before that the order does not matter to the slots, but it does to memory: all of the longest jobs at once
-    hold the most KV tokens that there can be, and where those are limited they leave slots idle, while the short ones
-    later leave memory idle. So this takes as many steps as longest first where memory is no limit and fewer where it
-    is, holds fewer KV tokens, and has groups whole earlier. What is kept is measured in the tokens that all slots
-    decode in the time of the longest job. Where that is all there is, this is longest first.
-    """
-    # Among equals the later arrival comes first here, and so waits longer.
-    ascending = np.lexsort((-np.arange(len(estimates)), estimates))
-    limit = HELD_BACK * num_slots * estimates.max()
-    count = int(np.searchsorted(np.cumsum(estimates[ascending]), limit, side="right"))
-    return np.concatenate([np.sort(ascending[count:]), ascending[:count][::-1]])
 
 
 def anything_fits(job: Job) -> bool:
@@ -55,7 +26,7 @@ class Queue:
 
     A plan only orders: it never drops, splits or repeats a job.
 
-    Jobs are put in order when there are new ones, and anew when ``lengths.revision`` changes: that costs one estimate
+    Jobs are put in order when there are new ones, and again when ``lengths.revision`` changes: that costs one estimate
     of all that wait and a sort; handing out costs the same however many wait. Where memory refuses a job while a
     quarter of the slots or more are idle, only as many slots count for the order from then on as are in use, until
     there are new jobs.
@@ -146,41 +117,3 @@ class Queue:
     def _started(self, job: Job) -> None:
         """Note that a job is being handed out."""
         self._num_active += 1
-
-
-class MicroRounds(Queue):
-    """Naive micro groups: rounds in the order of arrival; a new one starts when the longest of the last is done.
-
-    The baseline of Infinite Sampling (arXiv 2506.22950). No slot is refilled within a round, but in real decoding the
-    rows that have finished are left out of the computation until it ends: later steps of a round are of fewer rows. So
-    in time, though not in steps, it is a stronger baseline than a padded ``generate`` of each round, which computes
-    all rows to the last step.
-    """
-
-    def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:
-        """Hand out the next round, or nothing where a job of the last one is unfinished."""
-        return [] if self._num_active else super().admit(free_slots, fits)
-
-
-class FullGroup(MicroRounds):
-    """Everything at once, as ``generate`` on a whole batch does: a baseline whose memory grows with the group."""
-
-    def add(self, jobs: Iterable[Job]) -> None:
-        """Take jobs; a ValueError where they are more than the slots."""
-        super().add(jobs)
-        if len(self) > self._num_slots:
-            raise ValueError(
-                f"The plan full_group decodes everything at once, and {len(self)} jobs wait for {self._num_slots} "
-                f"slots: give it {len(self)} slots, or take another plan."
-            )
-
-    def admit(self, free_slots: int, fits: Callable[[Job], bool] = anything_fits) -> list[Job]:
-        """Hand out everything; a ValueError where memory does not hold it."""
-        begins, total = not self._num_active, len(self)
-        admitted = super().admit(free_slots, fits)
-        if begins and len(admitted) < min(total, free_slots):
-            raise ValueError(
-                f"The plan full_group decodes everything at once, and there is memory for {len(admitted)} of "
-                f"{total} jobs: give it more, or take another plan."
-            )
-        return admitted

@@ -14,7 +14,7 @@ import numpy as np
 
 from lit_grpo.scheduling.bounds import memory_bound, slot_bound
 from lit_grpo.scheduling.jobs import LearntLengths
-from lit_grpo.scheduling.plans.plan import BLIND, PLANS
+from lit_grpo.scheduling.plans.plan import PLANS, find_plan
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
 from lit_grpo.tools.simulation.step_cost import StepCost
@@ -153,8 +153,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--plans",
         nargs="+",
         metavar="PLAN",
-        help=f"Plans: {', '.join(PLANS)}; balanced and infinite_sampling with an option, as in balanced:epsilon=0.05. "
-        "Default: all that apply.",
+        help=f"Plans: {', '.join(PLANS)}; balanced and infinite_sampling with an option, as in balanced:epsilon=0.05; "
+        "or the class path of a plan of your own. Default: all that are named.",
     )
     add(
         "--probe_tokens",
@@ -211,26 +211,16 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     batches = trace.batches()
     for batch in batches:
         engine.check(batch)
-    plans = options.plans or _plans_that_apply(batches, engine)
+    plans = {name: find_plan(name, "--plans") for name in options.plans or PLANS}
     known = [(batch, _lengths(batch, options.noise, seed)) for seed, batch in enumerate(batches)]
     bound = sum(_bound(batch, engine) for batch in batches)
     outcomes = []
-    for name in plans:
-        points = () if name in BLIND else options.probe_tokens
+    for name, plan in plans.items():
+        points = options.probe_tokens if plan.follows_lengths else ()
         schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
         behind = f" behind {', '.join(map(str, points))} tokens" if points else ""
         outcomes.append(Outcome(name + behind, bound, schedules))
     return outcomes
-
-
-def _plans_that_apply(batches: Sequence[Trace], engine: Engine) -> list[str]:
-    """All plans but those that would refuse so few slots or so many."""
-    sizes = [len(batch) for batch in batches]
-    applies = {
-        "full_group": max(sizes) <= engine.num_slots and engine.kv_tokens is None,
-        "fixed_slot": min(sizes) >= engine.num_slots,
-    }
-    return [name for name in PLANS if applies.get(name, True)]
 
 
 def _lengths(trace: Trace, noise: Noise, seed: int) -> LearntLengths:

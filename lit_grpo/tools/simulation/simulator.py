@@ -235,7 +235,7 @@ def simulate(
 
     Args:
         trace: What is decoded; everything waits from the start.
-        plan: The name of a plan.
+        plan: As in :func:`lit_grpo.scheduling.plans.make_plan`.
         engine: What decodes.
         lengths: What is thought of the lengths; nothing by default.
         points: As in :class:`RolloutLoop`.
