@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import forks  # pyright: ignore[reportMissingImports]
 import pytest
 import torch
 from conftest import table_rows  # pyright: ignore[reportMissingImports]
@@ -91,7 +90,7 @@ def test_a_rank_that_cannot_write_leaves_the_checkpoint_before_and_nobody_waits(
 def fit(folder: Path, name: str, *arguments: str, kill_at: int = 0) -> tuple[int, str]:
     command = [sys.executable, "-m", "lit_grpo", "fit", "--config", "config.yaml", "--run.name", name, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KILL_AT": str(kill_at), "PYTHONPATH": str(ROOT)}
-    run = forks.run(command, 180, cwd=folder, env=environment)
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False)
     return run.returncode, run.stdout + run.stderr
 
 
