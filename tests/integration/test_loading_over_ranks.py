@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import table_rows
 from safetensors.torch import load_file, save_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,7 +81,7 @@ def test_a_rank_that_does_not_read_the_policy_never_holds_it_whole(tmp_path: Pat
     assert max(each["held"] for each in told) < 0.75 * whole, (told, whole)
 
 
-@pytest.mark.parametrize("broken", table_rows(["weights", "folder"], ["weights"]))
+@pytest.mark.parametrize("broken", ["weights", pytest.param("folder", marks=pytest.mark.nightly)])
 def test_what_one_rank_finds_wrong_ends_both_with_one_sentence(
     broken: str, tmp_path: Path, policy_folder: Path
 ) -> None:

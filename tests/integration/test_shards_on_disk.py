@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import table_rows  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -124,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
     return tmp_path
 
 
-@pytest.mark.parametrize("asynchronous", table_rows(["false", "true"], ["true"]))
+@pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.nightly), "true"])
 def test_two_ranks_that_are_killed_as_they_save_go_on_bit_for_bit(folder: Path, asynchronous: str) -> None:
     name, beside = f"killed-{asynchronous}", ("--checkpoint.asynchronous", asynchronous)
     code, said = fit(folder, name, *beside, kill_at=2)
