@@ -190,8 +190,6 @@ def _be(task: Mapping[str, Any], files: Sequence[int]) -> None:
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # as it is when Lightning is imported
     if task.get("unbuffered"):
         sys.stdout.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
-    elif os.isatty(1):
-        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     if _nest():
         _run(task["words"], task.get("first"))
 

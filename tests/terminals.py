@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyte
-from forks import Forked
 from rich.cells import cell_len
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -53,7 +53,9 @@ def run_on_terminal(
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     environment |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
-    process = Forked([sys.executable, *arguments], stdin=slave, stdout=slave, stderr=slave, cwd=folder, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdin=slave, stdout=slave, stderr=slave, cwd=folder, env=environment
+    )
     os.close(slave)
     screen = pyte.HistoryScreen(columns, lines, history=10_000, ratio=0.5)
     stream = pyte.ByteStream(screen)
