@@ -19,31 +19,31 @@ from lit_grpo.update.metrics import GapLimits
 from .rollout_scheduler import RolloutScheduler
 
 EXACT_GAP, ROUNDED_GAP = 0.05, 2.0
-"""Nats that a token's log-prob may be off: where both sides compute alike in float32, and where one of them rounds."""
+"""How far a token's log-prob may be off, in nats: if both sides compute alike in float32, and if one of them rounds."""
 
 
 class WeightSync(pl.Callback):
     """Hand the policy's weights over before the first rollout and after every update, and prove that they arrived.
 
-    The generator must hold every tensor of the policy, with the content that was sent (a digest of each is compared),
-    and answer with the policy's version. Then every engine scores some hundred given tokens, whose log-probs must be
-    the policy's (see :class:`lit_grpo.rollout.proof.SyncProof`). Otherwise the run stops, and the generator refuses to
-    sample. A generator that decodes on the policy itself has nothing to score. The log-probs that a batch was sampled
-    with are compared with the policy's again before the first step on it.
+    The generator must hold every tensor of the policy with the content that was sent (digests are compared), and answer
+    with the policy's version. Then every engine scores some hundred given tokens, whose log-probs must be the policy's
+    (see :class:`lit_grpo.rollout.proof.SyncProof`). If not, the run stops, and the generator refuses to sample. A
+    generator without weights of its own scores nothing. Before the first step on a batch, the log-probs that it was
+    sampled with are compared with the policy's.
 
     Args:
         max_logprob_gap: How far, in nats and on average, the log-probs of a batch's tokens may be from the policy's. A
             sampler in bfloat16 beside a policy in float32 stays below a tenth of this.
         max_token_gap: How far, in nats, the log-prob of one token may be from the policy's; one token in a thousand may
-            be further off, and none 20 times as far. Like ``max_logprob_gap`` it counts for completions that were
-            sampled from their first token by the present version, and where ``model.objective.correction`` is set it
-            warns and does not stop. ``auto`` is 0.05 where the generator decodes with the policy's own weights in
-            float32, where gaps are about 1e-5, and 2 elsewhere, for bfloat16 and engines with other kernels.
+            be further off, and none 20 times as far. Like ``max_logprob_gap`` it applies to completions that the
+            present version sampled from their first token. With ``model.objective.correction`` a larger gap only warns.
+            ``auto`` is 0.05 where the generator decodes with the policy's own weights in float32, since gaps are then
+            about 1e-5, and 2 elsewhere, for bfloat16 and engines with other kernels.
         max_relative_gap: How far the log-probs of the given tokens may be from the policy's on average, relative to
             their spread. In bfloat16 it is about 0.01, in float32 1e-6.
-        max_gap_growth: How many times as large as at all syncs before the rounding error may be that would explain it.
-            Weights that lack one small update show here. Where it is larger, all weights are sent once more, and then
-            it may be twice this.
+        max_gap_growth: How much the rounding error that would explain the gap may grow, as a multiple of the largest at
+            earlier syncs. It shows weights that lack one small update. If it grows more, all weights are sent once
+            more, and then it may be twice as large.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WeightSync(pl.Callback):
         pl_module.log_dict(self._sync(trainer, pl_module))
 
     def _sync(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, float]:
-        """Send all weights, and once more where the proof is not good; return what to log."""
+        """Send all weights, and again if the proof is not good; return what to log."""
         assert isinstance(module, GRPOModule)
         generator = module.generator
         rest(module.policy)
@@ -113,7 +113,7 @@ class WeightSync(pl.Callback):
         return metrics
 
     def _send(self, module: GRPOModule) -> dict[str, float]:
-        """Hand the weights over, and compare what the generator holds then."""
+        """Send the weights, and check what the generator holds afterwards; return what to log."""
         start = time.perf_counter()
         generator, version = module.generator, module.policy_version
         weights = generator.weights()
@@ -128,7 +128,7 @@ class WeightSync(pl.Callback):
         }
 
     def _prove(self, trainer: pl.Trainer, module: GRPOModule, scorer: Scorer) -> dict[str, float]:
-        """Compare log-probs; where they are too far apart on any rank, all ranks send everything once more."""
+        """Compare log-probs; if they are too far apart on any rank, all ranks send all weights again."""
         proof = self._proof = self._proof or SyncProof(module.tokenizer, self.max_relative_gap, self.max_gap_growth)
         with trainer.precision_plugin.forward_context():
             gap = proof.measure(scorer, module.policy)

@@ -63,3 +63,10 @@ def test_it_takes_eight_bytes_a_token_and_little_more() -> None:
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size / len(kept) < 8 * 100 + 200
+
+
+def test_the_digest_of_a_prompt_is_that_of_what_the_policy_reads() -> None:
+    prompt = Prompt("a", (2, 3, 4), "text", {"answer": "7"})
+    assert prompt.digest == Prompt("b", (2, 3, 4), "another text", visit=1).digest
+    others = [Prompt("a", token_ids, "text") for token_ids in ((2, 3), (3, 2, 4), (2, 3, 4, 0), (2**31, 3, 4), ())]
+    assert len({prompt.digest, *(other.digest for other in others)}) == 6

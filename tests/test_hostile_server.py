@@ -144,7 +144,7 @@ COMPLETIONS: dict[str, tuple[Callable[[Hostile], None], str]] = {
     ),
     "another state": (
         lambda self: self.answer(b"", headers={STATE_HEADER: "process:1"}),
-        r"began anew, or somebody else has changed its weights",
+        r"was restarted, or somebody else has changed its weights",
     ),
     "JSON that breaks off": (lambda self: self.stream(b'data: {"choices": [{"tok\n\n'), r"sends '.*JSONDecodeError"),
     "an event without a choice": (lambda self: self.stream(b'data: {"choices": []}\n\n'), r"IndexError"),

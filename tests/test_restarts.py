@@ -61,10 +61,10 @@ def test_a_rollout_does_not_go_on_with_a_policy_that_has_changed_since_it_was_se
 
     monkeypatch.setattr(generator, "load_weights", load)
     arrives = "a"
-    generator._begin_anew([], "It has died.")
+    generator._resume_lost([], "It has died.")
     arrives = "b"
     with pytest.raises(GenerationError, match=r"It has died\. No vLLM server is left; start them again"):
-        generator._begin_anew([], "It has died.")
+        generator._resume_lost([], "It has died.")
 
 
 # ---- looks -----------------------------------------------------------------------------------------
@@ -210,17 +210,17 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
     arrivals = [Arrival(stream.ticket, Chunk([5], [-1.0], None)), Arrival(stream.ticket, Chunk([6], [-1.0], "stop"))]
     generator._pump = SimpleNamespace(arrivals=lambda timeout_s: [arrivals.pop(0)])  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(3):
-        generator._begin_anew([], "It has died.")
+        generator._resume_lost([], "It has died.")
     generator._receive(StepEvents(num_active=1))  # a token is not enough
     with pytest.raises(GenerationError, match=r"It has died\. No vLLM server is left; start them again and resume"):
-        generator._begin_anew([], "It has died.")
+        generator._resume_lost([], "It has died.")
     events = StepEvents(num_active=1)
     generator._receive(events)
     assert [completion.token_ids_T.tolist() for completion in events.finished] == [[5, 6]]
     for _ in range(3):  # it makes progress
-        generator._begin_anew([], "It has died.")
+        generator._resume_lost([], "It has died.")
     with pytest.raises(GenerationError):
-        generator._begin_anew([], "It has died.")
+        generator._resume_lost([], "It has died.")
 
 
 def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
@@ -249,6 +249,6 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
     generator._receive(events)
     assert events.message == (
         "http://one broke off. Its 1 completions go on from there on the 1 servers that are left. "
-        "http://two broke off. Its 2 completions go on from there on a server that began anew."
+        "http://two broke off. Its 2 completions go on from there on a server that was started again."
     )
     assert len(asked) == asked_before + 1  # the first on the second, before that was lost too

@@ -117,7 +117,7 @@ def test_somebody_elses_change_is_noticed_by_the_next_call(guard: Guard, loop: E
     guard._num_changes += 1
     assert client.answers() and not client.is_ours()
     for call in (lambda: client.post("/start_weight_update"), lambda: client.get("/weight_info")):
-        with pytest.raises(ServerError, match="began anew, or somebody else has changed its weights"):
+        with pytest.raises(ServerError, match="was restarted, or somebody else has changed its weights"):
             call()
     client.take()  # anew, with nothing known
     client.post("/start_weight_update")
@@ -143,8 +143,8 @@ def test_tokens_of_changed_weights_are_not_taken(guard: Guard, loop: EventLoop, 
     failure = sample(client, loop)
     assert isinstance(failure, ServerError) and "somebody else has changed its weights" in str(failure)
     assert "somebody else" in str(sample(client, loop))
-    app.status = 404  # of a server that began anew, and calls its model otherwise
-    assert "began anew" in str(sample(client, loop))
+    app.status = 404  # of a server that was restarted, and has another name for its model
+    assert "was restarted" in str(sample(client, loop))
     client.release()
 
 

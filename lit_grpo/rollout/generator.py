@@ -1,4 +1,4 @@
-"""The contract between the rollout loop and whatever decodes completions."""
+"""The contract between the rollout loop and the generators that decode completions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ weights, or with new ones."""
 class Capacity:
     """What a generator can take at this moment.
 
-    ``slots`` completions are decoded at a time at most; ``free_slots`` more can be submitted now. ``kv_tokens`` is the
-    memory for keys and values in tokens, ``None`` where it is no limit, ``kv_tokens_in_use`` what is taken of it, and
-    ``layout`` how it is set apart. A generator that ``evicts`` finds room by itself where it becomes scarce; from any
-    other requests are taken away before a step that would not fit.
+    At most ``slots`` completions are decoded at a time; ``free_slots`` more can be submitted now. ``kv_tokens`` is the
+    memory for keys and values in tokens, ``None`` where it is not a limit, ``kv_tokens_in_use`` how much of it is
+    taken, and ``layout`` how it is divided among completions. A generator that ``evicts`` makes room by itself when
+    memory becomes scarce; from any other the loop takes requests away before a step that would not fit.
     """
 
     slots: int
@@ -42,11 +42,11 @@ class Capacity:
 
 @dataclass
 class Observation:
-    """What the policy shows of some completions when they have come to ``num_tokens`` tokens.
+    """Features of some completions when they have ``num_tokens`` tokens.
 
-    With 0 tokens it is what it shows of prompts, which all their completions share: ``keys`` are then the first two
-    parts of a request's key. ``features`` (float32, a row for each of ``keys``) are the last hidden state, the mean
-    log-prob so far and the entropy of the next token.
+    With 0 tokens they are features of prompts, which all completions of a prompt share: ``keys`` are then the first two
+    parts of a request's key. ``features`` (float32) has a row for each of ``keys``. From a generator with the ability
+    ``hidden_states`` a row is the last hidden state, the mean log-prob so far and the entropy of the next token.
     """
 
     keys: Sequence[Key] | Sequence[GroupKey]
@@ -56,12 +56,12 @@ class Observation:
 
 @dataclass
 class StepEvents:
-    """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the finished.
+    """What a step brought: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
 
-    ``num_steps`` is above 1 where nothing but tokens came for some decode steps. ``set_aside`` are requests that had to
-    leave for want of memory, with the prefixes from which they go on once they are submitted again. ``message`` is for
-    the user, where something went otherwise than planned. ``prefilled_tokens`` are those of the prompts that went
-    through the policy in it, where the generator knows.
+    ``num_steps`` is above 1 if the generator took several decode steps in which nothing finished. ``set_aside`` are
+    requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.
+    ``message`` tells the user what went wrong, if anything. ``prefilled_tokens`` counts the prompt tokens that went
+    through the policy, if the generator knows.
     """
 
     num_active: int = 0
@@ -110,17 +110,17 @@ class Decoder(Protocol):
         ...
 
     def release(self, prompts: Iterable[Prompt]) -> None:
-        """Say that no more requests for these prompts will come, so nothing need be kept for them."""
+        """Say that no more requests for these prompts will come, so that nothing is kept for them."""
         ...
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
-        """Stop these requests and hand them back, with all they have come to as their prefixes."""
+        """Stop these requests and hand them back, with their tokens so far as their prefixes."""
         ...
 
 
 @runtime_checkable
 class Generator(Decoder, Protocol):
-    """Decodes with a policy's weights, which it is sent.
+    """Decodes with the weights of a policy.
 
     The life of a generator: ``start`` once, then ``load_weights`` before the first rollout and after
     every policy update, ``submit``/``step`` in between, and ``close`` at the end.
@@ -139,7 +139,7 @@ class Generator(Decoder, Protocol):
     abilities: frozenset[str]
 
     def start(self, policy: PolicySpec) -> None:
-        """Get ready to decode for ``policy``; raises ``ValueError`` for a model it cannot decode."""
+        """Get ready to decode for ``policy``; raise a ``ValueError`` for a model that it cannot decode."""
         ...
 
     def weights(self) -> PolicyWeights:
@@ -163,11 +163,11 @@ class Generator(Decoder, Protocol):
         ...
 
     def distrust(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again: the weights have proved to be wrong."""
+        """Refuse to sample until ``load_weights`` succeeds again: the weights were found to be wrong."""
         ...
 
     def sleep(self) -> dict[str, float]:
-        """Give back what memory can be given back until the next ``load_weights``; return metrics of it by name."""
+        """Give back memory until the next ``load_weights``, if that is possible; return metrics by name."""
         ...
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Scorer(Generator, Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return the log-probs, at temperature 1, of all tokens after the first of each sequence.
 
-        They follow each other in one tensor (N) for each engine, by its name.
+        The result has one tensor (N) for each engine by its name: the log-probs of one sequence after another.
 
         Raises:
             WeightSyncError: Requests are in flight, or no engine answers.
@@ -195,4 +195,4 @@ class Scorer(Generator, Protocol):
 
 
 class GenerationError(RuntimeError):
-    """Nothing is left that could decode."""
+    """No engine is left that could decode."""

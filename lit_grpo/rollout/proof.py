@@ -1,4 +1,4 @@
-"""Given tokens, scored on both sides: whether a generator computes with the policy's weights."""
+"""The proof that a generator computes with the policy's weights: both sides score the same given tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NUM_TOKENS, _MOST_TOKENS_EACH = 512, 256
 
 
 class Gap(NamedTuple):
-    """How far an engine's log-probs are from the policy's, on average: in nats, and ``relative`` to their spread.
+    """How far an engine's log-probs are from the policy's on average, in ``nats`` and ``relative`` to their spread.
 
-    ``rounding`` is the relative error of the policy's embeddings that would have moved its log-probs as far.
+    ``rounding`` is the relative error of the policy's embeddings that would move its log-probs as far.
     """
 
     engine: str
@@ -38,24 +38,24 @@ class Gap(NamedTuple):
 class SyncProof:
     """Compares the log-probs that every engine of a generator gives to some given tokens with the policy's.
 
-    The tokens are drawn from the whole vocabulary, once for all syncs. So they are unlikely ones, and all that a model
-    computes shows in their log-probs; those of tokens that it has sampled itself are near 0 whatever it computes. The
-    same tokens at every sync also make for about the same rounding errors: the syncs before tell how far apart the two
-    sides may be. How much of rounding errors reaches the log-probs changes as the policy learns, by a factor of ten and
-    more; so gaps are compared by what a small relative change of its embeddings does to its log-probs at that moment.
+    The tokens are drawn from the whole vocabulary, once for all syncs. So they are unlikely tokens, and any error of a
+    model shows in their log-probs; the log-probs of tokens that it has sampled itself are near 0 even with an error.
+    The same tokens have about the same rounding errors at every sync, so earlier syncs tell how large a gap may be. How
+    far rounding errors move the log-probs changes by a factor of ten and more as the policy learns. So a gap is
+    measured by the relative change of the embeddings that would move the policy's log-probs as far at that moment.
 
     Args:
-        tokenizer: Says which tokens there are.
+        tokenizer: The tokens are drawn from its vocabulary.
         max_gap: The largest relative gap at any sync.
-        max_growth: The largest rounding as a multiple of the largest so far; twice that where all has been sent again.
+        max_growth: The largest rounding as a multiple of the largest so far; twice that after all was sent again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_gap: float, max_growth: float) -> None:
         self.tokenizer, self.max_gap, self.max_growth = tokenizer, max_gap, max_growth
-        self._largest = math.inf  # of the syncs that were good
+        self._largest = math.inf  # rounding of the syncs that were good
 
     def measure(self, scorer: Scorer, policy: PreTrainedModel) -> Gap:
-        """Return the gap of the engine that is furthest off."""
+        """Return the gap of the engine with the largest one."""
         sequences = given_tokens(self.tokenizer, min(scorer.longest_sequence, context_length(policy)))
         expected_N = given_logprobs(policy, sequences)
         spread = max(float(expected_N.std()), _LEAST_SPREAD)
@@ -66,7 +66,7 @@ class SyncProof:
         return Gap(worst, gaps[worst], gaps[worst] / spread, gaps[worst] / max(moved, _LEAST_SPREAD))
 
     def accepts(self, gap: Gap) -> bool:
-        """Whether a sync is good, which the next are then compared with."""
+        """Whether a sync is good; later syncs are then compared with it."""
         if not (gap.relative <= self.max_gap and gap.rounding <= self.max_growth * self._largest):
             return False
         known = max(gap.rounding, _ROUNDING)
@@ -74,32 +74,28 @@ class SyncProof:
         return True
 
     def check(self, gap: Gap, version: int) -> None:
-        """Check the gap of a sync that was not good the first time.
-
-        Raises:
-            WeightSyncError: It is too large.
-        """
+        """Raise a WeightSyncError if the gap is still too large after all weights were sent again."""
         limit = 2 * self.max_growth * self._largest
         if not (gap.relative <= self.max_gap and gap.rounding <= limit):
             raise WeightSyncError(
                 f"After the sync of version {version} the log-probs that {gap.engine} gives to given tokens differ "
                 f"from the policy's by {gap.nats:.3g} nats on average, {gap.relative:.3g} of their spread and as a "
                 f"rounding error of {gap.rounding:.3g} makes them, where {self.max_gap:.3g} and {limit:.3g} are "
-                "allowed: its weights are not the policy's, or it computes otherwise. The limits are "
+                "allowed: its weights are not the policy's, or it computes something else. The limits are "
                 f"weight_sync.max_relative_gap and twice max_gap_growth ({self.max_growth}) times the largest so far."
             )
 
 
 _LEAST_SPREAD = 0.01
-"""In nats; a policy that finds all tokens about equally likely has none of its own."""
+"""In nats; for a policy to which all tokens are about equally likely, whose own spread is 0."""
 _ROUNDING = 5e-7
-"""Four times float32's; smaller ones differ from each other by more than a factor."""
+"""Four times that of float32; the ratio of two smaller ones is noise."""
 _SHAKE = 0.01
-"""The relative change of the embeddings by which is measured how far log-probs move; bfloat16 has it too."""
+"""The relative change of the embeddings with which log-probs are moved; large enough for bfloat16."""
 
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
-    """Draw sequences of ordinary tokens, always the same, of at most ``longest`` tokens."""
+    """Draw sequences of at most ``longest`` tokens, without special tokens; they are the same each time."""
     added: Mapping[str, int] = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
     special = {*tokenizer.all_special_ids, *added.values()}
     ids = [number for number in range(len(tokenizer)) if number not in special]
@@ -109,7 +105,7 @@ def given_tokens(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[
 
 
 def _shaken_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The policy's log-probs with embeddings that are a little off, always in the same way."""
+    """Return the policy's log-probs with a little noise in its embeddings, which is the same each time."""
     generator = torch.Generator().manual_seed(0)
 
     def shake(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
@@ -125,7 +121,7 @@ def _shaken_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]
 
 @torch.no_grad()
 def given_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The policy's log-probs of all tokens after the first of each of B sequences of T tokens; shape B (T - 1)."""
+    """Return the policy's log-probs of all tokens after the first of each of B sequences, shape B (T - 1)."""
     was_training = policy.training
     policy.eval()
     ids_BT = torch.tensor(sequences, device=policy.device)

@@ -1,7 +1,7 @@
-"""Sampling whose random numbers depend on the sample and its position, and on nothing else.
+"""Sampling whose random numbers depend only on the sample and the position of the token.
 
-A token's random number is a hash of (seed, prompt id, visit, path, position). Which slot decodes
-a completion, beside which others, and in which order therefore cannot change it.
+A token's random number is a hash of (seed, prompt id, visit, path, position). So neither the slot that decodes a
+completion, nor the other completions, nor their order can change it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BLOCK = 512  # tokens of a large vocabulary
 
 
 def request_key(request: Request) -> int:
-    """Hash what identifies a request to an unsigned 64-bit integer."""
+    """Hash a request's key and seed to an unsigned 64-bit integer."""
     prompt_id, visit, path = request.key
     text = repr((request.seed, prompt_id, visit, *path)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def uniform(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
-    """Return float64 numbers in [0, 1), one a row, from uint64 keys and token positions (SplitMix64)."""
+    """Return a float64 number in [0, 1) for each row from its uint64 key and token position (SplitMix64)."""
     bits = keys_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
     bits = (bits ^ (bits >> np.uint64(30))) * _MULTIPLIERS[0]
     bits = (bits ^ (bits >> np.uint64(27))) * _MULTIPLIERS[1]
@@ -37,14 +37,14 @@ def uniform(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to ``device`` without waiting until it has done what it was given before."""
+    """Copy to ``device`` without waiting for the work that it still has to do."""
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 def to_host(
     tokens_B: torch.Tensor, logprobs_B: torch.Tensor, entropies_B: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Copy what :func:`sample_tokens` returns, all of it at once, because a copy waits for the device."""
+    """Copy what :func:`sample_tokens` returns in one piece, because every copy waits for the device."""
     parts = (tokens_B.int().view(torch.float32), logprobs_B, entropies_B)
     tokens, logprobs, entropies = torch.stack(parts).cpu().numpy()
     return tokens.view(np.int32).astype(np.int64), logprobs, entropies
@@ -83,11 +83,11 @@ def sample_tokens(
 
 
 def _draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """Draw a token a row.
+    """Draw a token for each row.
 
-    From a large vocabulary a block is drawn first, by the sums of the blocks, and then a token of it. So float64 is
-    needed for some hundred numbers a row and not for V, and rounding changes each token's probability by a share of
-    itself, however small that is.
+    From a large vocabulary a block of tokens is drawn first, by the sums of the blocks, and then a token of the block.
+    So float64 is needed for some hundred numbers a row instead of V, and the rounding error of each token's probability
+    is relative to that probability.
     """
     num_tokens = probs_BV.shape[-1]
     if num_tokens <= 2 * _BLOCK:
@@ -106,7 +106,10 @@ def _draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(cumulative_BN: torch.Tensor, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where each row passes its random number's share of all its mass, and that share; of NaN, any place."""
+    """Return where each row's cumulative mass passes the share that its random number asks for, and that share.
+
+    For a row of NaN it is any place.
+    """
     share_B1 = (uniform_B * cumulative_BN[:, -1]).unsqueeze(-1)
     index_B1 = torch.searchsorted(cumulative_BN, share_B1, right=True)
     return index_B1.clamp_(max=cumulative_BN.shape[-1] - 1), share_B1

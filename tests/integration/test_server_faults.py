@@ -318,7 +318,7 @@ def test_a_rollout_whose_last_server_dies_goes_on_once_one_is_started_again(
     tokens, messages = collect(generator, kill)
     assert tokens == expected
     assert any("(0 restarts are left)" in message for message in messages), messages
-    assert any("go on from there on a server that began anew." in message for message in messages), messages
+    assert any("go on from there on a server that was started again." in message for message in messages), messages
     assert len(pids(generator)) == 1 and generator.capacity().slots == 2  # the other had no restart left
     sync(generator, policy, 3)
     assert collect(generator) == (expected, [])

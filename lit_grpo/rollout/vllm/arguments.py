@@ -1,4 +1,4 @@
-"""What vLLM needs before an engine or a server can start, and what a request is to it."""
+"""What vLLM needs before an engine or a server can start, and a request in vLLM's terms."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ if TYPE_CHECKING:
 
 TESTED_VERSIONS = ("0.32",)
 _KNOWN_VERSIONS = (0, 24), (0, 33)
-"""The first and the last whose weight transfer ours is made for (``lit_grpo.rollout.vllm.worker.transfer``)."""
+"""The first and the last whose weight transfer ``lit_grpo.rollout.vllm.worker.transfer`` is made for."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # what goes wrong is raised
     "VLLM_CONFIGURE_LOGGING": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower beside a trainer
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with its default binding the CPU build is far slower next to a trainer
 }
-_ODD = 0x9E3779B97F4A7C15  # sends numbers of tokens far from each other
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
+_ODD = 0x9E3779B97F4A7C15  # makes seeds for neighbouring numbers of tokens differ in many bits
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
-_INSTEAD = "take adapters: merged"
+_CPU_SHARE = 0.4
+"""Of a machine's memory, for keys and values of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
 _warned_of: set[str] = set()
 
 
+# ---- the installed vLLM -----------------------------------------------------------------------------------
+
+
 def require_vllm() -> None:
-    """Make sure that vLLM is there, without importing it.
+    """Make sure that vLLM is installed, without importing it.
 
     Raises:
         ValueError: It is not installed, or too old.
@@ -58,81 +62,37 @@ def require_vllm() -> None:
     version = _installed_version()
     if _release(version) < _KNOWN_VERSIONS[0]:
         raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
-    if not version.startswith(TESTED_VERSIONS) and version not in _warned_of:
-        _warned_of.add(version)
-        warnings.warn(
-            f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}.", stacklevel=2
+    if not version.startswith(TESTED_VERSIONS):
+        _warn_once(
+            version, f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}."
         )
 
 
-def check_version(what: str, version: str) -> None:
-    """Check that a server's weight transfer is known.
-
-    Args:
-        what: Which one runs it.
-        version: What it says of vLLM.
-
-    Raises:
-        ValueError: It is not.
-    """
+def check_version(server: str, version: str) -> None:
+    """Raise a ValueError if the weight transfer of the version of vLLM that a ``server`` runs is not known."""
     first, last = _KNOWN_VERSIONS
     if not first <= _release(version) <= last:
         raise ValueError(
-            f"{what} runs vLLM {version}, whose weight transfer lit_grpo does not know; start it with one from "
+            f"{server} runs vLLM {version}, whose weight transfer lit_grpo does not know; start it with one from "
             f"{first[0]}.{first[1]} to {last[0]}.{last[1]}, best with {TESTED_VERSIONS[-1]}."
         )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def check_ray(devices: list[str] | None, urls: list[str] | None) -> None:
-    """Refuse servers in actors where they cannot be.
-
-    Raises:
-        ValueError: Ray is not installed, or servers are said to be elsewhere.
-    """
-    if util.find_spec("ray") is None:
-        raise ValueError("ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.")
-    for name, value, remedy in (
-        ("devices", devices, "Ray gives actors theirs: set num_gpus in ray, and leave devices out"),
-        ("urls", urls, "urls names servers that run already: leave one of them out"),
-    ):
-        if value is not None:
-            raise ValueError(f"{name} is {value}, and ray is given too; {remedy}.")
-
-
-def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
-    """Check that vLLM can decode for us on a CPU.
-
-    Args:
-        config: The text configuration of the policy.
-        arguments: The user's, of an engine or of servers.
-
-    Raises:
-        ValueError: It has no attention for heads of this size, or no log-probs of tokens behind drafts.
-    """
-    if arguments.get("speculative_config") is not None:
-        raise ValueError(
-            "speculative_config is given, but on CPUs vLLM's log-probs of tokens behind a draft are NaN (seen with "
-            "0.32 and method ngram), and tokens are learned with the log-probs that they were sampled with; leave it "
-            "out."
-        )
-    size = _head_size(config)
-    if _installed_version().startswith(TESTED_VERSIONS) and size not in _CPU_HEAD_SIZES:
-        raise ValueError(
-            f"The policy's attention heads have {size} dimensions, for which vLLM has no attention on CPUs (it has for "
-            f"{', '.join(map(str, _CPU_HEAD_SIZES))}); take lit_grpo.rollout.slots.SlotGenerator, or another policy."
-        )
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def all_draw_by_position(answers: Iterable[bool]) -> bool:
+    """Return whether all workers draw random numbers by position; say once where they do not."""
+    if keyed := all(answers):
+        return keyed
+    _warn_once(
+        "draws",
+        "This vLLM does not let lit_grpo draw random numbers by position: a completion that goes on after a break is "
+        "sampled right, but its tokens are not those that it would have had without the break. Leave out "
+        f"worker_extension_cls, or take vLLM {', '.join(TESTED_VERSIONS)}.",
+    )
+    return keyed
 
 
 def import_vllm() -> None:
-    """Import vLLM for an engine in this process, and make our weight transfer known to it.
+    """Import vLLM for an engine in this process, and register our weight transfer.
 
     Raises:
         ValueError: It is not installed.
@@ -146,25 +106,44 @@ def import_vllm() -> None:
     register()
 
 
-_CPU_SHARE = 0.4
-"""Of a machine's memory, for keys and values of servers on its CPU; vLLM's own 0.92 fails beside a trainer."""
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """Start an engine without warnings of deprecated names in vLLM, and restore what the start changes.
+
+    An engine seeds the random states of this process, and sets torch's number of threads.
+    """
+    python_state, numpy_state, num_threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_num_threads(num_threads)
 
 
-def server_environment(num_servers: int = 1) -> dict[str, str]:
-    """Return the environment of a server process, one of ``num_servers`` that share this machine."""
-    environment = _QUIET | ({} if torch.cuda.is_available() else _cpu_server(num_servers))
-    return {**environment, **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+def _installed_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "of an unknown version"
 
 
-def _cpu_server(num_servers: int) -> dict[str, str]:
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single worker runs in the engine's process, not in one of its own
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_servers)),
-    }
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _warn_once(subject: str, sentence: str) -> None:
+    if subject not in _warned_of:
+        _warned_of.add(subject)
+        warnings.warn(sentence, stacklevel=3)
+
+
+# ---- arguments of engines and servers ---------------------------------------------------------------------
 
 
 def engine_arguments(dtype: str, num_slots: int, on_gpu: bool) -> dict[str, Any]:
-    """Return the arguments of an engine that begins with no weights, and takes them from us."""
+    """Return the arguments of an engine that begins without weights, and gets them from the policy."""
     return {
         "load_format": "dummy",
         "dtype": dtype,
@@ -182,44 +161,28 @@ def server_arguments(dtype: str, num_slots: int, num_servers: int = 1) -> dict[s
     """Return the arguments of a server with such an engine, one of ``num_servers`` that share this machine."""
     on_gpu = torch.cuda.is_available()
     share = {} if on_gpu else {"gpu_memory_utilization": _CPU_SHARE / num_servers}
-    return (
-        engine_arguments(dtype, num_slots, on_gpu)
-        | share
-        | {
-            "generation_config": "vllm",  # no sampling defaults of the model's
-            "stream_interval": 8,  # tokens a chunk
-            "disable_uvicorn_access_log": True,
-        }
-    )
+    serving = {
+        "generation_config": "vllm",  # without sampling defaults of the model's
+        "stream_interval": 8,  # tokens a chunk
+        "disable_uvicorn_access_log": True,
+    }
+    return engine_arguments(dtype, num_slots, on_gpu) | share | serving
 
 
-def all_draw_by_position(answers: Iterable[bool]) -> bool:
-    """Return whether all workers draw random numbers by position; say once where they do not."""
-    if keyed := all(answers):
-        return keyed
-    if "draws" not in _warned_of:
-        _warned_of.add("draws")
-        warnings.warn(
-            "This vLLM does not let lit_grpo draw random numbers by position: a completion that goes on after a break "
-            "is sampled right, but otherwise than without it. Leave out worker_extension_cls, or take vLLM "
-            f"{', '.join(TESTED_VERSIONS)}.",
-            stacklevel=2,
-        )
-    return keyed
-
-
-def _installed_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return "of an unknown version"
+def server_environment(num_servers: int = 1) -> dict[str, str]:
+    """Return the environment of a server process, one of ``num_servers`` that share this machine."""
+    own = dict(_QUIET)
+    if not torch.cuda.is_available():
+        own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker runs in the engine's process
+        own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_servers))
+    return {**own, **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
     """Return the ``dtype`` among engine arguments; ``None`` where it is the policy's own.
 
     Raises:
-        ValueError: It is no floating point type that weights come in.
+        ValueError: It is not a floating point type that weights come in.
     """
     name = arguments.get("dtype")
     if name is None:
@@ -230,7 +193,7 @@ def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
-    """Say that the two sides compute in different types."""
+    """Say that policy and engine compute in different types."""
     if dtype is not None and dtype != policy.dtype:
         warnings.warn(
             f"vLLM computes in {dtype} and the policy's weights are {policy.dtype}; sync/logprob_gap and "
@@ -240,11 +203,7 @@ def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
 
 
 def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
-    """Check engine arguments.
-
-    Raises:
-        ValueError: vLLM does not know one of them, or it would change what is sampled or told of it.
-    """
+    """Raise a ValueError if vLLM does not know an engine argument, or if it would change what is sampled."""
     known = [field.name for field in dataclasses.fields(engine_args)]
     for name in arguments:
         if name not in known:
@@ -260,82 +219,97 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
         raise ValueError("engine_args.kv_transfer_config keeps keys and values of old weights; leave it out.")
 
 
+def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
+    """Check that vLLM can decode on a CPU.
+
+    Args:
+        config: The text configuration of the policy.
+        arguments: The user's, of an engine or of servers.
+
+    Raises:
+        ValueError: It has no attention for heads of this size, or no log-probs of tokens that follow drafts.
+    """
+    if arguments.get("speculative_config") is not None:
+        raise ValueError(
+            "speculative_config is given, but on CPUs vLLM's log-probs of tokens after a draft are NaN (seen with "
+            "0.32 and method ngram), and tokens are learned with the log-probs that they were sampled with; leave it "
+            "out."
+        )
+    size = _head_size(config)
+    if _installed_version().startswith(TESTED_VERSIONS) and size not in _CPU_HEAD_SIZES:
+        raise ValueError(
+            f"The policy's attention heads have {size} dimensions, for which vLLM has no attention on CPUs (it has for "
+            f"{', '.join(map(str, _CPU_HEAD_SIZES))}); take lit_grpo.rollout.slots.SlotGenerator, or another policy."
+        )
+
+
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values that a token takes in a decoder with this text configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
 
 
-@contextlib.contextmanager
-def quiet_start() -> Iterator[None]:
-    """Start an engine: without warnings of deprecated names that vLLM looks up, and with this process as it was.
+def _head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
-    An engine seeds the random states for itself, and sets torch's number of threads.
-    """
-    states = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_num_threads(states[2])
+
+# ---- adapters ---------------------------------------------------------------------------------------------
 
 
 def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's arguments for decoding with the policy's adapters.
 
     Args:
-        adapters: What is to be decoded with.
+        adapters: The policy's.
         given: The user's own arguments.
 
     Raises:
-        ValueError: The policy has no adapters, vLLM cannot decode with them, or ``given`` does not go with them.
+        ValueError: The policy has no adapters, vLLM cannot decode with them, or an argument in ``given`` conflicts.
     """
+    instead = "take adapters: merged"
     if adapters is None:
-        raise ValueError(f"adapters is alone, but the policy has none; set model.lora, or {_INSTEAD}.")
+        raise ValueError(f"adapters is alone, but the policy has none; set model.lora, or {instead}.")
     if adapters.elsewhere is not None:
         raise ValueError(
             f"adapters is alone, but model.lora trains {adapters.elsewhere!r}, and vLLM takes adapters of linear "
-            f"layers below the head only; leave it out of lora.target_modules, or {_INSTEAD}."
+            f"layers below the head only; leave it out of lora.target_modules, or {instead}."
         )
-    own = lora_arguments(_max_rank(adapters.rank, given.get("max_lora_rank")))
+    rank, max_rank = adapters.rank, given.get("max_lora_rank")
+    if rank > _RANKS[-1]:
+        raise ValueError(
+            f"adapters is alone, but model.lora.r is {rank} and vLLM takes at most {_RANKS[-1]}; lower it, or "
+            f"{instead}."
+        )
+    if max_rank is not None and int(max_rank) < rank:
+        raise ValueError(
+            f"max_lora_rank among vLLM's arguments is {max_rank}, but model.lora.r is {rank}; leave it out, and it "
+            "will follow."
+        )
+    own = lora_arguments(int(max_rank or min(known for known in _RANKS if known >= rank)))
     for name in {*own, "worker_extension_cls"} - {"max_lora_rank"}:
         if name in given:
-            raise ValueError(f"vLLM's argument {name} is set by adapters: alone; take it out, or {_INSTEAD}.")
+            raise ValueError(f"vLLM's argument {name} is set by adapters: alone; take it out, or {instead}.")
     return own
 
 
 def lora_arguments(max_rank: int) -> dict[str, Any]:
-    """Return the arguments of an engine or server that takes one adapter after another."""
+    """Return the arguments of an engine or server that takes one adapter at a time."""
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": max_rank}
 
 
-def _max_rank(rank: int, given: int | None) -> int:
-    if rank > _RANKS[-1]:
-        raise ValueError(
-            f"adapters is alone, but model.lora.r is {rank} and vLLM takes at most {_RANKS[-1]}; lower it, or "
-            f"{_INSTEAD}."
-        )
-    if given is not None and int(given) < rank:
-        raise ValueError(
-            f"max_lora_rank among vLLM's arguments is {given}, but model.lora.r is {rank}; leave it out, and it will "
-            "follow."
-        )
-    return int(given or min(known for known in _RANKS if known >= rank))
+# ---- requests ---------------------------------------------------------------------------------------------
 
 
 def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a request, all that a server might have defaults of among them.
+    """Return vLLM's sampling parameters of a request, including all that a server might have defaults for.
 
-    The seed follows from what identifies the request, so that its random numbers do not depend on what else is
-    decoded beside it.
+    The seed is a hash of the request's key, so the random numbers do not depend on what else is decoded.
 
     Args:
         request: What is asked for.
-        num_begun: How many tokens of it are there, and count as prompt for vLLM.
-        eos_ids: What ends it.
-        keyed: Whether vLLM draws by seed and position. Otherwise a seed serves one stretch of tokens alone.
+        num_begun: How many of its tokens are there already; for vLLM they are a part of the prompt.
+        eos_ids: The tokens that end it.
+        keyed: Whether vLLM draws by seed and position. If not, every stretch of tokens gets a seed of its own.
     """
     sampling = request.sampling
     seed = request_key(request) if keyed else request_key(request) + num_begun * _ODD
@@ -354,18 +328,14 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
         "stop": list(sampling.stop),
         "include_stop_str_in_output": bool(sampling.stop),
         "stop_token_ids": list(eos_ids),
-        "ignore_eos": True,  # of the engine's own; these are the policy's
+        "ignore_eos": True,  # those of the engine; stop_token_ids are those of the policy
         "logprobs": 0,  # of the sampled token alone
         "skip_special_tokens": False,
     }
 
 
 def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
-    """Check that a request can be decoded alone.
-
-    Raises:
-        ValueError: It is longer than the model's context, or than what there is memory for.
-    """
+    """Raise a ValueError if a request is too long for the model's context, or for the memory of an idle engine."""
     prompt_id, length, most = request.prompt.prompt_id, len(request.prompt.token_ids), request.sampling.max_tokens
     if not length:
         raise ValueError(f"Prompt {prompt_id!r} has no tokens; a completion needs at least one.")
@@ -386,5 +356,5 @@ def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
 
 
 def finish_reason(vllm_reason: str | None) -> FinishReason:
-    """Translate vLLM's reason."""
+    """Return the reason for which vLLM ended a completion: ``stop``, ``length``, or ``abort`` for all others."""
     return "stop" if vllm_reason == "stop" else "length" if vllm_reason == "length" else "abort"

@@ -34,23 +34,18 @@ from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.budget import MemoryBudget
 
+_OVER_DEVICES = ("tensor", "pipeline", "data", "prefill_context")  # ways to spread an engine
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
-_OVER_DEVICES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-)
-_of_ranks: list[Any] = []  # the engine of this rank, one of several; vLLM ends the ranks' process group with it
+_of_ranks: list[Any] = []  # the engine of this rank, if it is one of several: it ends with the ranks' process group
 
 
 class VLLMGenerator(EngineGenerator):
     """Decode with a vLLM engine in this process, on the policy's device.
 
-    Each completion is a request of its own, and no more are in the engine than it decodes at a time: the plan decides
-    what comes next, not the engine's queue. Prompts are prefilled once a group (prefix caching). The engine begins
-    with no weights; every sync reloads all of them in place, or brings new LoRA adapters. Of several ranks each has an
-    engine of its own, which decodes that rank's prompts.
+    Each completion is a request of its own. The engine gets no more requests than it decodes at a time, so the plan
+    decides what comes next, and not the engine's queue. Prompts are prefilled once a group (prefix caching). The engine
+    begins without weights; every sync reloads all of them in place, or brings new LoRA adapters. Of several ranks each
+    has an engine of its own for its prompts.
 
     Args:
         num_slots: How many completions are decoded at a time (vLLM's ``max_num_seqs``).
@@ -59,7 +54,7 @@ class VLLMGenerator(EngineGenerator):
         sleep_level: What the engine gives back while the policy is updated, on a GPU: 0 nothing, 1 keys and values,
             with the weights moved to the host, 2 both dropped.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
-            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA. ``auto`` is
+            ``alone``: the base weights travel once, then only adapters, which vLLM applies by itself. ``auto`` is
             ``alone``, but ``merged`` on a CPU, where vLLM then decodes three times as fast, with sleep level 2, where
             keys and values are kept over a sync, and where vLLM does not take the adapters.
         engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
@@ -83,16 +78,16 @@ class VLLMGenerator(EngineGenerator):
         self.sleep_level = sleep_level
         self._engine: Any = None
         self._keyed = False  # it draws random numbers by position
-        self._is_half_stepped = False  # a step broke off, and the engine may have half of it
-        self._asleep: set[str] = set()  # what has been given back
-        self._holds_base = False  # the weights that adapters alone stand beside
+        self._is_half_stepped = False  # a step broke off, so the engine may have done half of it
+        self._asleep: set[str] = set()  # the memory that has been given back
+        self._holds_base = False  # the base weights, for adapters that travel alone
         self._num_adapters = 0
-        self._adapter: Any = None  # vLLM's name of the one to decode with
+        self._adapter: Any = None  # vLLM's request for the adapter to decode with
 
     # ---- life -------------------------------------------------------------------------------------
 
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
-        """Start an engine; one of another generator in this process ends, and decodes again after another start."""
+        """Start an engine, after ending that of another generator in this process, which then needs another start."""
         require_vllm()
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
@@ -100,7 +95,7 @@ class VLLMGenerator(EngineGenerator):
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
         arguments = {"model": str(self._folder.path), **self._own_arguments(policy), **lora, **self.arguments}
-        with quiet_start(), _rank_told(policy.device), torch.inference_mode(False):  # its tensors are written to again
+        with quiet_start(), _rank_told(policy.device), torch.inference_mode(False):  # a sync writes to its tensors
             import_vllm()
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -133,7 +128,7 @@ class VLLMGenerator(EngineGenerator):
         }
 
     def _kv_bytes(self, policy: PolicySpec) -> int:
-        """The budget, and where it is ``auto`` no more than all slots can use."""
+        """Return the budget; where it is ``auto``, no more than all slots can use."""
         allowed = self.kv_memory.bytes(free_bytes(policy.device), policy.update_bytes)
         if self.kv_memory.kind != "auto":
             return allowed
@@ -178,7 +173,7 @@ class VLLMGenerator(EngineGenerator):
     def _exchange(self, folder: Path, version: int) -> dict[str, str]:
         """Take new adapters by a name of their own."""
         if not self._holds_base:
-            raise WeightSyncError("Adapters arrived, but the weights that they stand beside have not.")
+            raise WeightSyncError("Adapters arrived, but the base weights have not.")
         self._num_adapters += 1
         with self._awake():
             from vllm.lora.request import LoRARequest
@@ -211,7 +206,7 @@ class VLLMGenerator(EngineGenerator):
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Take weights, with their memory back before, and that of keys and values after."""
+        """Take weights: wake their memory before, and the memory of keys and values after."""
         self._wake("weights")
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -234,7 +229,7 @@ class VLLMGenerator(EngineGenerator):
         self._holds_base = False
 
     def sleep(self) -> dict[str, float]:
-        """On a GPU, give back what ``sleep_level`` says; what stays with the process is measured."""
+        """On a GPU, give back what ``sleep_level`` says, and measure what the process still uses."""
         is_busy = len(self._streams) > 0 or self._is_half_stepped
         if not self._engine.vllm_config.model_config.enable_sleep_mode or self._asleep or is_busy:
             return {}
@@ -255,7 +250,7 @@ class VLLMGenerator(EngineGenerator):
             self._asleep.remove(part)
 
     def close(self) -> None:
-        """End what is in flight, and sleep; the engine goes with this object, or serves another ``start``."""
+        """End what is in flight, and sleep. The engine ends with this object, or serves another ``start``."""
         super().close()
         if self._engine is not None:
             self.sleep()
@@ -274,7 +269,7 @@ class VLLMGenerator(EngineGenerator):
 
         params = SamplingParams(**self._fields(stream, self._keyed), output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=stream.prompt, cache_salt=stream.salt)
-        # An engine short of memory sets aside those of the highest priority number: the youngest.
+        # An engine short of memory sets aside the requests with the highest priority number: the youngest.
         ticket = stream.ticket
         assert ticket is not None
         self._engine.add_request(str(ticket), prompt, params, priority=ticket, lora_request=self._adapter)
@@ -283,21 +278,21 @@ class VLLMGenerator(EngineGenerator):
         self._stop([str(self._streams.take_ticket(stream)) for stream in streams])
 
     def _stop(self, request_ids: Iterable[str]) -> None:
-        """Let the engine forget requests; one with half a step in it is asked for nothing any more."""
+        """Let the engine forget requests, unless it broke off in a step: then it is left alone."""
         if (ids := list(request_ids)) and not self._is_half_stepped:
             self._engine.abort_request(ids)
 
     def _step_engine(self) -> list[Any]:
-        """Let the engine take a step; one that breaks off, by an interrupt too, makes the engine unfit.
+        """Let the engine take a step; after one that breaks off, by an interrupt too, it is not used again.
 
-        vLLM's scheduler counts what it schedules as computed before it is: the keys and values of a prompt that no
-        step has computed would be found by the next request with the same prompt.
+        vLLM's scheduler counts what it schedules as computed before the step. So the next request with the same prompt
+        would find keys and values that no step has computed.
         """
         try:
             return self._engine.step()
         except BaseException:
             self._is_half_stepped = True
-            self._made_for = ""  # the next start makes another
+            self._made_for = ""  # so that the next start makes another engine
             self.distrust()
             raise
 
@@ -311,12 +306,8 @@ class VLLMGenerator(EngineGenerator):
 
 
 def _check_one_device(arguments: Mapping[str, Any]) -> None:
-    """Check that the engine is to decode on the policy's device alone.
-
-    Raises:
-        ValueError: It is not.
-    """
-    for name in _OVER_DEVICES:
+    """Raise a ValueError unless the engine is to decode on the policy's device alone."""
+    for name in (f"{way}_parallel_size" for way in _OVER_DEVICES):
         if int(arguments.get(name) or 1) > 1:
             raise ValueError(
                 f"engine_args.{name} is {arguments[name]}, but an engine in this process decodes on its policy's "
@@ -336,9 +327,9 @@ def _prompt_logprobs(output: Any) -> list[float]:
 
 @contextmanager
 def _rank_told(device: torch.device) -> Iterator[None]:
-    """Tell vLLM, in the way of torchrun, which rank this is: of several each starts an engine, all at the same time.
+    """Tell vLLM which rank this is, as torchrun does. All ranks start their engines at the same time.
 
-    It then makes its groups within the ranks' process group, in which each engine is alone with itself.
+    vLLM then makes its groups within the ranks' process group, and each group has one engine.
     """
     told = {"RANK": str(Ranks().own), "LOCAL_RANK": str(device.index or 0)}
     before = {name: os.environ.get(name) for name in told}
@@ -353,10 +344,10 @@ def _rank_told(device: torch.device) -> Iterator[None]:
 
 
 def _end_engines() -> None:
-    """End all engines of this process: two of them share state, and one that ends takes it from the other.
+    """End all engines of this process: two engines share state, and the end of one would take it from the other.
 
     Raises:
-        ValueError: One is of several ranks, whose process group would end with it.
+        ValueError: This is one of several ranks, whose process group would end with the engine.
     """
     if _of_ranks:
         raise ValueError(
@@ -367,4 +358,4 @@ def _end_engines() -> None:
     for generator in list(_with_engine):
         generator._end_engine()
     _with_engine.clear()
-    gc.collect()  # those whose generators are gone
+    gc.collect()  # ends the engines of generators that are gone

@@ -141,7 +141,7 @@ class Server:
             ValueError: It serves another model, samples in another way, or belongs to another run.
         """
         self.adapter = ""
-        self._forget()
+        self._leave()
         client = self.client
         try:
             client.take()
@@ -179,10 +179,14 @@ class Server:
     def lose(self) -> None:
         """Leave it out, until a look finds it well again."""
         self.up = False
-        self._forget()
+        self._leave()
 
-    def _forget(self) -> None:
+    def forget_weights(self) -> None:
+        """Assume that it holds no weights of the policy."""
         self.version, self.holds_base = -1, False
+
+    def _leave(self) -> None:
+        self.forget_weights()
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -217,7 +221,7 @@ class Server:
             info: Where the weights are, as fields of :class:`lit_grpo.rollout.vllm.worker.transfer.Update`.
             version: Of the policy.
         """
-        self.version, self.holds_base = -1, False
+        self.forget_weights()
         with self._paused():
             self.client.post("/start_weight_update", {})
             self.client.post("/update_weights", {"update_info": info})
@@ -453,7 +457,8 @@ class Fleet:
         """
         self._look()
         for server in self.alive:
-            server.up = server.holds_base
+            if not server.holds_base:
+                server.lose()
         if self.point is None:
             return _agreed(self._ask_all(lambda server: server.exchange(str(folder), version)))
         files = [
@@ -478,7 +483,7 @@ class Fleet:
     def forget_weights(self) -> None:
         """Assume that no server holds weights of the policy."""
         for server in self._servers:
-            server.version, server.holds_base = -1, False
+            server.forget_weights()
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
         """Return the log-probs of all tokens after the first of each sequence, by each server's name.

@@ -1,4 +1,4 @@
-"""What vLLM's generators have in common: requests that an engine of its own decodes, and weights that travel to it."""
+"""What the generators with vLLM have in common: engines with weights of their own decode the requests."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from lit_grpo.types import Key, Prompt, Request
 
 
 class Room(NamedTuple):
-    """The most tokens of a request, and the KV tokens of each engine, in blocks; ``None`` where one does not tell."""
+    """The most tokens of a request, and each engine's memory in KV tokens, in blocks; ``None`` if it does not tell."""
 
     context: int
     kv_tokens: Sequence[int | None]
     block: int
 
     def figure(self, over: Callable[[Iterable[int]], int]) -> int | None:
-        """Return a figure over the KV tokens of all engines; ``None`` where it is not known."""
+        """Return ``min`` or ``sum`` over the KV tokens of all engines; ``None`` where an engine does not tell."""
         known = [tokens for tokens in self.kv_tokens if tokens is not None]
         return over(known) if known and len(known) == len(self.kv_tokens) else None
 
 
 class EngineGenerator(Versioned, ABC):
-    """Hands requests to engines with a memory of their own, and takes in what they sample.
+    """Hands requests to engines, and takes in what they sample.
 
-    What a request has come to is kept here: it can be withdrawn at any time, and goes on from there, on whatever engine
-    and with whatever weights. A token's random numbers depend on its request and its position alone, as far as the
-    engine's version of vLLM lets us see to it (``lit_grpo.rollout.vllm.worker``). Keys and values are shared among
-    requests that began with the same weights: those of each sync are told apart by a salt of its own.
+    The tokens of a request are kept here. So it can be withdrawn at any time, and go on from its last token on another
+    engine or with other weights. A token's random numbers depend on its request and its position alone, if the version
+    of vLLM allows that (``WorkerExtension.draw_by_position``). Each sync has a salt of its own for vLLM's cache of
+    prefixes, so that a request shares keys and values only with requests that began with the same weights.
 
     Args:
         num_slots: How many completions an engine decodes at a time.
@@ -82,14 +82,14 @@ class EngineGenerator(Versioned, ABC):
         self._made_for = ""
         self._arrived: dict[str, str] = {}  # the digests of what engines hold
         self._salt = ""
-        self._salts: dict[Key, str] = {}  # of requests that were stopped
+        self._salts: dict[Key, str] = {}  # of requests that were stopped, whose keys and values are kept
         self._streams = Streams()
 
     # ---- what kinds of engines differ in ----------------------------------------------------------
 
     @abstractmethod
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
-        """Start what decodes, without weights."""
+        """Start engines without weights."""
 
     @abstractmethod
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
@@ -109,19 +109,19 @@ class EngineGenerator(Versioned, ABC):
 
     @abstractmethod
     def _lacks_base(self) -> bool:
-        """Whether the weights that adapters stand beside have to travel."""
+        """Whether the base weights have to travel."""
 
     @abstractmethod
     def _room(self) -> Room:
-        """What there is to decode in."""
+        """Return the engines' limits."""
 
     @abstractmethod
     def _ask(self, stream: Stream) -> None:
-        """Ask an engine for what is to follow; ``stream`` has a new ticket."""
+        """Ask an engine for the tokens to follow; ``stream`` has a new ticket."""
 
     @abstractmethod
     def _withdraw(self, streams: Sequence[Stream]) -> None:
-        """Let engines forget what they have been asked for, and give the tickets back."""
+        """Let engines forget these streams, and give the tickets back."""
 
     @abstractmethod
     def _receive(self, events: StepEvents) -> None:
@@ -130,7 +130,7 @@ class EngineGenerator(Versioned, ABC):
     # ---- life -------------------------------------------------------------------------------------
 
     def start(self, policy: PolicySpec) -> None:
-        """Start what decodes the policy's architecture, without its weights; what runs for the same is kept.
+        """Start engines for the policy's architecture, without its weights; those of the same architecture are kept.
 
         Raises:
             ValueError: vLLM is not installed, or does not take an argument, the model or its adapters.
@@ -145,11 +145,11 @@ class EngineGenerator(Versioned, ABC):
             self._made_for = made_for
         self.abort([stream.request.key for stream in self._streams])
         self._policy = policy
-        self._streams = Streams(policy)
+        self._streams, self._salts = Streams(policy), {}
         self.distrust()
 
     def _adapter_arguments(self, policy: PolicySpec) -> dict[str, Any]:
-        """VLLM's arguments for adapters that travel alone; none where they are merged."""
+        """Return vLLM's arguments for adapters that travel alone; none where they are merged."""
         if self.adapters == "alone":
             return adapter_arguments(policy.adapters, self.arguments)
         suits = torch.cuda.is_available() and self._keeps_base() and not policy.keeps_kv
@@ -163,7 +163,7 @@ class EngineGenerator(Versioned, ABC):
         assert self._policy is not None, "start comes first"
         if self.sends_alone:
             module, lacks_base = self._policy.module, self._lacks_base()
-            if is_scattered(module):  # base weights that one rank needs take all of them
+            if is_scattered(module):  # all ranks have to take part where one needs the base weights
                 lacks_base = bool(Ranks(module.device).max(float(lacks_base)))
             return AdapterWeights(module, with_base=lacks_base, dtype=self.weights_dtype)
         return self._policy.weights(dtype=self.weights_dtype)
@@ -173,8 +173,8 @@ class EngineGenerator(Versioned, ABC):
     ) -> SyncReport:
         """Bring all weights, or adapters, to every engine.
 
-        What is in flight is withdrawn and asked for again from where it is. Keys and values that it is to ``keep`` are
-        those of whole blocks that engines still have; adapters alone never keep any.
+        Requests in flight are withdrawn, and asked for again from their last token. Those that ``keep`` keys and values
+        keep those of whole blocks that an engine still has; with adapters alone none are kept.
         """
         assert self._policy is not None, "start comes first"
         self._expect_weights(len(self._streams), in_flight)
@@ -194,7 +194,7 @@ class EngineGenerator(Versioned, ABC):
     def _load_apart(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
     ) -> SyncReport:
-        """Bring adapters, and before them the weights that they stand beside, where these are among what is sent."""
+        """Bring adapters, and before them the base weights if these are among what is sent."""
         adapters, base = apart(weights, policy)
         if base is None:
             report = SyncReport(changed_share=share_of_elements(adapters, policy))
@@ -246,16 +246,16 @@ class EngineGenerator(Versioned, ABC):
         self._ask(stream)
 
     def _fields(self, stream: Stream, keyed: bool) -> dict[str, Any]:
-        """VLLM's sampling parameters for what is to follow, of one that draws by position (``keyed``) or does not."""
+        """Return vLLM's sampling parameters for the tokens to follow; ``keyed`` where it draws by position."""
         assert self._policy is not None
         return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Show the prompts for the prediction of lengths with the next step."""
+        """Report observations of these prompts with the next step."""
         self._streams.expect(prompts)
 
     def release(self, prompts: Iterable[Prompt]) -> None:
-        """An engine drops the prompts that have not been used for longest, where it needs their memory."""
+        """Do nothing: an engine drops the prompts that were unused for longest when it needs their memory."""
 
     def step(self) -> StepEvents:
         """Take in what has been sampled since the last step."""
@@ -269,7 +269,7 @@ class EngineGenerator(Versioned, ABC):
     def _take(
         self, stream: Stream, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, events: StepEvents
     ) -> None:
-        """Add tokens to a stream, which end it where there is a ``reason``, or a stop string begun in its prefix."""
+        """Add tokens to a stream; they end it if there is a ``reason``, or a stop string that began in its prefix."""
         stopped = self._streams.extend(stream, ids, logprobs, self._version, events)
         if stopped and reason is None:
             self._withdraw([stream])
@@ -277,7 +277,7 @@ class EngineGenerator(Versioned, ABC):
             self._streams.finish(stream, "stop" if stopped else finish_reason(reason), events)
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
-        """Stop these requests and hand them back, with what they have come to as their prefixes."""
+        """Stop these requests and hand them back, with their tokens so far as their prefixes."""
         stopped = self._streams.close(keys)
         self._withdraw([stream for stream in stopped if stream.ticket is not None])
         if self._policy is not None and self._policy.keeps_kv:

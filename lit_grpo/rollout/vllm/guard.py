@@ -1,6 +1,6 @@
-"""What stands before a vLLM server: who may talk to it, whose it is, and how often it has been changed.
+"""The guard of a vLLM server: who may talk to it, which run owns it, and how often it has been changed.
 
-vLLM puts :class:`Guard` before all of its routes (``--middleware``), in the process that answers requests.
+vLLM calls :class:`Guard` before all of its routes (``--middleware``), in the process that answers requests.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lit_grpo.rollout.weights.files import WEIGHTS_PREFIX, is_private
 
 GUARD = "lit_grpo.rollout.vllm.guard.Guard"
 TOKEN_VARIABLE = "LIT_GRPO_SERVER_TOKEN"
-HOST_VARIABLE = "LIT_GRPO_SERVER_HOST"  # the name that it was told to listen on
+HOST_VARIABLE = "LIT_GRPO_SERVER_HOST"  # the name of the address that it listens on
 RUN_HEADER, NAME_HEADER, STATE_HEADER = "lit-grpo-run", "lit-grpo-name", "lit-grpo-state"
 OWNER_PATH = "/lit_grpo/owner"
-LEASE_S = 15.0  # without a word from the run that it belongs to, another may take it
+LEASE_S = 15.0  # after so long without a request of its owner, another run may take it
 
 _SAMPLING = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}  # these change nothing
 _UNCOUNTED = {"/pause", "/resume", "/abort_requests"}  # these change nothing of what tokens are sampled with
@@ -37,7 +37,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def controls(method: str, path: str) -> bool:
-    """Whether a request may change anything: whatever neither looks nor samples."""
+    """Whether a request may change anything: all do that neither look nor sample."""
     return method not in ("GET", "HEAD") and path not in _SAMPLING
 
 
@@ -55,12 +55,12 @@ class Refusal(Exception):
 
 
 class Guard:
-    """Lets through requests with the token of the environment, and changes from the run that owns the server.
+    """Lets through requests with the token of the environment, and changes only from the run that owns the server.
 
     A request names its run in a header. The first run to take the server (``POST`` to ``OWNER_PATH``) owns it until it
-    gives it back (``DELETE``) or has not been heard of for ``LEASE_S``. What is no sampling and no looking is the
-    owner's alone. Each answer carries the server's state: what this process is called, and how many requests have come
-    that may change what it samples with; streamed tokens carry it with every chunk.
+    gives it back (``DELETE``) or sends nothing for ``LEASE_S``. Requests that neither sample nor look are for the owner
+    only. Each answer carries the server's state, and streamed tokens carry it with every chunk: a name of this process,
+    and the number of requests so far that may change what is sampled.
 
     Args:
         app: vLLM's server, as an ASGI application.
@@ -78,7 +78,7 @@ class Guard:
 
     @property
     def state(self) -> str:
-        """This process, and how many changes it has seen."""
+        """A name of this process, and how many changes it has seen."""
         return f"{self._process}:{self._num_changes}"
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -105,7 +105,7 @@ class Guard:
     # ---- who --------------------------------------------------------------------------------------
 
     def _admit(self, scope: Message) -> tuple[str, str]:
-        """Return the run that asks, if it says so, and what it calls itself to people.
+        """Return the run that asks, empty where it does not say so, and its name for people.
 
         Raises:
             Refusal: A page in a browser asks, or somebody without the token.
@@ -139,7 +139,7 @@ class Guard:
     # ---- whose ------------------------------------------------------------------------------------
 
     def _own(self, method: str, run: str, name: str) -> dict[str, Any]:
-        """Take the server for a run (``POST``), give it back (``DELETE``), or tell whose it is.
+        """Take the server for a run (``POST``), give it back (``DELETE``), or tell whether the run owns it.
 
         Raises:
             Refusal: It belongs to another run.
@@ -169,10 +169,10 @@ class Guard:
     # ---- what -------------------------------------------------------------------------------------
 
     async def _check_change(self, path: str, run: str, receive: Receive) -> Receive:
-        """Look at a change of its owner's; return what reads the request again.
+        """Check a request of the owner that changes the server; return what reads it again.
 
         Raises:
-            Refusal: It comes from another run, or names files or functions that are none of ours.
+            Refusal: It comes from another run, or names files or functions that are not lit_grpo's.
         """
         self._check_owner(run)
         body = b""
@@ -207,17 +207,13 @@ class Guard:
         try:
             await self._app(scope, receive, stating)
         except Exception as error:
-            if not started:  # or it would be answered behind our back
+            if not started:  # an answer by vLLM would not carry the state
                 await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"}, self.state)
             raise
 
 
 def _check_body(path: str, body: bytes) -> None:
-    """Check the files and functions that a request names.
-
-    Raises:
-        Refusal: They are none of ours.
-    """
+    """Refuse a request that names files or functions that are not lit_grpo's."""
     try:
         content = json.loads(body) if body else {}
     except ValueError:
@@ -242,7 +238,7 @@ def _check_body(path: str, body: bytes) -> None:
 
 
 def _strings(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """All texts in a JSON value, each with the name of its field."""
+    """Yield all texts in a JSON value, each with the name of its field."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             yield from _strings(value, key)
@@ -254,7 +250,7 @@ def _strings(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this is a private folder of weights, or lies in one, not by way of a link."""
+    """Whether this is a private folder of weights, or a file in one that is not a link."""
     folder = path if path.name.startswith(WEIGHTS_PREFIX) else path.parent
     return (
         path.is_absolute()

@@ -1,4 +1,4 @@
-"""What we say to a vLLM server over HTTP, in the thread of an event loop, and the completions that stream in."""
+"""The client of a vLLM server: HTTP requests in the thread of an event loop, and the completions that stream in."""
 
 from __future__ import annotations
 
@@ -36,26 +36,30 @@ from lit_grpo.rollout.vllm.guard import (
 _LOOK_S = 5.0  # in which a server that is well answers
 _BEAT_S = LEASE_S / 5
 _PATIENCE = 5  # time-outs without progress, of a server that says that it is well
-_TELL_S = 5.0  # of silence after which the user hears what is waited for
-_ENGINE_PATH = "/is_paused"  # which the engine answers, where the front end alone answers /health
+_TELL_S = 5.0  # of silence after which the user is told what is waited for
+_COMPLETIONS = "/v1/completions"
+_ENGINE_PATH = "/is_paused"  # which the engine answers; /health is answered by the front end alone
 _MAX_ANSWER, _MAX_LINE = 2**28, 2**24  # bytes
-_MAX_LINES_AFTER = 16  # of a completion's last token
-_SURE = 1e-3  # what rounding may put a log-prob above 0
+_MAX_LINES_AFTER = 16  # after the last token of a completion
+_SURE = 1e-3  # how far rounding may put a log-prob above 0
+_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError)  # of answers that are not vLLM's
 _T = TypeVar("_T")
 
 
 class ServerError(RuntimeError):
     """A server does not answer, or answers with an error.
 
-    ``hung`` where it did nothing for too long, and ``nonsense`` where it answered what no vLLM server answers.
+    ``hung`` says that it did nothing for too long, and ``nonsense`` that it answered what no vLLM server answers.
     """
 
-    hung = nonsense = False
+    def __init__(self, sentence: str, hung: bool = False, nonsense: bool = False) -> None:
+        super().__init__(sentence)
+        self.hung, self.nonsense = hung, nonsense
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some tokens of a completion, and why it ended where these are its last."""
+    """Some tokens of a completion, and why it ended if these are its last."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -63,7 +67,7 @@ class Chunk:
 
 
 class EventLoop:
-    """Runs coroutines in a thread of its own, from the first of them until it is closed."""
+    """Runs coroutines in a thread of its own, from the first coroutine until it is closed."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -71,16 +75,15 @@ class EventLoop:
         self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have something closed when the thread ends, which leaves no open connection behind."""
+        """Call ``close`` when the thread ends, so that no connection stays open."""
         self._closes.append(close)
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine; its result comes later."""
+        """Run a coroutine; the future gets its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_run, args=(self._loop, self._closes), name="vllm-servers", daemon=True
-            )
+            arguments = self._loop, self._closes
+            self._thread = threading.Thread(target=_run, args=arguments, name="vllm-servers", daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -89,7 +92,7 @@ class EventLoop:
         return self.begin(coroutine).result()
 
     def close(self) -> None:
-        """Give up what still runs, close what was opened, and end the thread."""
+        """Cancel what still runs, close what was opened, and end the thread."""
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         self._closes = []
         if loop is not None and thread is not None:
@@ -98,38 +101,38 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop, closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Run the loop until it is stopped, then cancel its tasks and close what was opened."""
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(close() for close in closes), return_exceptions=True)
+        await asyncio.sleep(0)  # a transport closes one turn of the loop after it is told to
+
     asyncio.set_event_loop(loop)
     loop.run_forever()
-    loop.run_until_complete(_end(closes))
+    loop.run_until_complete(end())
     loop.close()
 
 
-async def _end(closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Cancel what still runs, and close what was opened."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(close() for close in closes), return_exceptions=True)
-    await asyncio.sleep(0)  # a transport closes in the turn after that in which it is told to
-
-
 class ServerClient:
-    """One server behind a :class:`~lit_grpo.rollout.vllm.guard.Guard`, taken for one run.
+    """A server with a :class:`~lit_grpo.rollout.vllm.guard.Guard`, taken for one run.
 
-    The server's state, as it was after our last change, is compared with that of each answer: tokens that were sampled
-    after somebody else's change, or by a server that began anew, are an error and not taken.
+    Each answer tells the server's state, which is compared with the state after this client's last change. So tokens
+    that were sampled after a change by another run, or by a server that was restarted, are an error and not taken.
 
     Args:
-        url: Where it is.
-        token: What it lets us in with.
-        run: What it is taken for.
-        timeout_s: Seconds without progress after which it is asked whether it is well.
+        url: The address of the server.
+        token: What lets requests in.
+        run: The run that takes the server.
+        timeout_s: Seconds without progress after which the server is asked whether it is well.
         loop: What runs the requests.
 
     Attributes:
-        model: What it calls the weights to sample with.
-        vocab_size: Above all ids of its tokens.
+        model: The server's name for the weights to sample with.
+        vocab_size: A number above the ids of all its tokens.
     """
 
     def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
@@ -141,27 +144,27 @@ class ServerClient:
         self._state = ""
         self._num_heard = 0  # answers and lines
         self._beats: Future[None] | None = None
-        # A server closes connections that have been idle for five seconds, which is no error of its.
+        own_name = quote(f"process {os.getpid()} on {socket.gethostname()}, in {Path.cwd()}", safe=" /,.-_")[:300]
+        certificates = ssl.create_default_context(
+            cafile=os.environ.get("SSL_CERT_FILE"), capath=os.environ.get("SSL_CERT_DIR")
+        )
+        # A server closes connections that have been idle for five seconds, which is not an error.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {token}", RUN_HEADER: run, NAME_HEADER: _own_name()},
+            headers={"Authorization": f"Bearer {token}", RUN_HEADER: run, NAME_HEADER: own_name},
             timeout=httpx.Timeout(None, connect=timeout_s),
             limits=limits,
-            trust_env=False,  # no proxy in between, which would see the token
-            follow_redirects=False,  # nor another host, which would get it
-            verify=_certificates(),
+            trust_env=False,  # a proxy would see the token
+            follow_redirects=False,  # another host would get the token
+            verify=certificates,
         )
         loop.at_end(self._http.aclose)
 
     # ---- whose it is ------------------------------------------------------------------------------
 
     def check_guarded(self) -> None:
-        """Check that the server asks for a token, before it is told ours.
-
-        Raises:
-            ValueError: It does not, or it does not answer.
-        """
+        """Raise a ValueError if the server does not answer, or does not ask for a token; it is not told this run's."""
         unnamed = {"Authorization": "none"}
         try:
             response = self._loop.run(self._request("GET", OWNER_PATH, timeout=self.timeout_s, headers=unnamed))
@@ -169,32 +172,30 @@ class ServerClient:
                 raise self._redirected(response, OWNER_PATH)
         except ServerError as error:
             raise ValueError(f"{error} Start it with python -m lit_grpo serve, or correct urls.") from error
-        guarded = STATE_HEADER in response.headers
-        if guarded and response.status_code != 401:
-            raise ValueError(f"The vLLM server at {self.url} does not let us in: {_message(response)}")
-        if not guarded:
+        if STATE_HEADER not in response.headers:
             raise ValueError(
                 f"The server at {self.url} does not ask for a token, so anybody who reaches it could exchange its "
                 "weights; start it with python -m lit_grpo serve, which puts a guard before it."
             )
+        if response.status_code != 401:
+            raise ValueError(f"The vLLM server at {self.url} does not let us in: {_message(response)}")
 
     def take(self) -> None:
-        """Take the server for our run; where the run that has it no longer speaks, wait until it may be taken.
+        """Take the server for this run; where another run has it and is silent, wait until it may be taken.
 
         Raises:
-            ServerError: It belongs to another run that goes on, or does not let us in.
+            ServerError: It belongs to a run that goes on, or does not let this one in.
         """
         deadline = time.monotonic() + LEASE_S + _BEAT_S
-        heard_s = 0.0
+        silent_s = 0.0  # of the run that has it
         while True:
             response = self._wait(self.patiently(self._request("POST", OWNER_PATH)), OWNER_PATH)
             self._check_guard(response, OWNER_PATH)
             if response.status_code != 409 or time.monotonic() > deadline:
                 break
-            silent_s = self._read(response, OWNER_PATH, lambda answer: float(answer["heard_s"]))
-            if silent_s < heard_s:  # a word since the last time: that run goes on
+            before_s, silent_s = silent_s, self._read(response, OWNER_PATH, lambda answer: float(answer["heard_s"]))
+            if silent_s < before_s:  # that run goes on
                 break
-            heard_s = silent_s
             time.sleep(0.5)
         self._check(response, OWNER_PATH)
         self._state = response.headers[STATE_HEADER]
@@ -202,7 +203,7 @@ class ServerClient:
             self._beats = self._loop.begin(self._beat())
 
     def is_ours(self) -> bool:
-        """Whether it is still ours, and as we left it."""
+        """Whether it still belongs to this run, and is as this run left it."""
         try:
             response = self._loop.run(self._request("GET", OWNER_PATH, timeout=_LOOK_S))
             if not response.is_success or response.headers.get(STATE_HEADER) != self._state:
@@ -218,7 +219,7 @@ class ServerClient:
                 self._loop.run(self._request("DELETE", OWNER_PATH, timeout=_LOOK_S))
 
     def leave(self) -> bool:
-        """Say nothing more to whatever is at its address now; return whether it was taken."""
+        """Send nothing more to whatever is at its address now; return whether it was taken."""
         beats, self._beats = self._beats, None
         if beats is not None:
             beats.cancel()
@@ -234,14 +235,14 @@ class ServerClient:
     # ---- control ----------------------------------------------------------------------------------
 
     def answers(self, timeout_s: float = _LOOK_S) -> bool:
-        """Whether the server is well by its own account: what answers requests, and the engine, each in that time."""
+        """Whether the front end and the engine both say, each within ``timeout_s``, that they are well."""
         return not self._wait(self._ailment(timeout_s), "whether it is well", timeout_s)
 
     def get(self, path: str, read: Callable[[Any], _T] = lambda answer: answer, **query: Any) -> _T:
         """Ask for something; return what ``read`` finds in the decoded answer (``None`` where it is not JSON).
 
         Raises:
-            ServerError: It does not answer, or not what can be read so.
+            ServerError: The server does not answer, or ``read`` cannot read the answer.
         """
         return self._call("GET", path, read, params=query)
 
@@ -257,15 +258,13 @@ class ServerClient:
 
         def read(answer: Any) -> list[list[float]]:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            return [
-                [
-                    float(at[str(token)]["logprob"])
-                    for token, at in zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
-                ]
-                for token_ids, choice in zip(sequences, choices, strict=True)
-            ]
+            scores = []
+            for token_ids, choice in zip(sequences, choices, strict=True):
+                told = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+                scores.append([float(logprobs[str(token)]["logprob"]) for token, logprobs in told])
+            return scores
 
-        return self.post("/v1/completions", body, read)
+        return self.post(_COMPLETIONS, body, read)
 
     def ask_workers(self, method: str, *arguments: str) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
@@ -273,16 +272,18 @@ class ServerClient:
         return self.post("/collective_rpc", body, lambda answer: list(answer["results"]))
 
     def _call(self, method: str, path: str, read: Callable[[Any], _T], **options: Any) -> _T:
-        works = counts(method, path)  # the engine, which answers nothing else meanwhile
+        works = counts(method, path)  # the engine does, and answers nothing else meanwhile
         response = self._wait(
-            self.patiently(self._request(method, path, **options), not works),
+            self.patiently(self._request(method, path, **options), asks_engine=not works),
             path,
-            _PATIENCE * self.timeout_s,
-            max(_TELL_S, self.timeout_s) if works else _TELL_S,
+            limit_s=_PATIENCE * self.timeout_s,
+            tell_s=max(_TELL_S, self.timeout_s) if works else _TELL_S,
         )
         self._num_heard += 1
         self._check_guard(response, path)
-        if not self._follows(response, works):
+        process, _, number = self._state.partition(":")
+        own_change = {f"{process}:{int(number) + 1}"} if works and number else set()
+        if response.headers.get(STATE_HEADER) not in {self._state} | own_change:
             raise self._changed()
         self._state = response.headers[STATE_HEADER]
         self._check(response, path)
@@ -293,13 +294,13 @@ class ServerClient:
         is_json = "json" in response.headers.get("content-type", "") and response.content
         try:
             return read(response.json() if is_json else None)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise self._nonsense(f"answers {path} with {_message(response)!r}, in which {error!r}") from error
 
     def _wait(
         self, work: Coroutine[Any, Any, _T], path: str, limit_s: float | None = None, tell_s: float | None = None
     ) -> _T:
-        """Wait for what the server does, and say so where it takes long."""
+        """Wait for what the server does, and tell the user where that takes long."""
         future, began, tell_s = self._loop.begin(work), time.monotonic(), tell_s or _TELL_S
         while not wait_for([future], timeout=tell_s).done:
             waited_s = time.monotonic() - began
@@ -312,83 +313,15 @@ class ServerClient:
             tell_s = 2 * waited_s
         return future.result()
 
-    def _follows(self, response: httpx.Response, counted: bool) -> bool:
-        """Whether an answer shows our own change, or none, and no other."""
-        process, _, number = self._state.partition(":")
-        expected = {self._state} | ({f"{process}:{int(number) + 1}"} if counted and number else set())
-        return response.headers.get(STATE_HEADER) in expected
-
-    async def _ailment(self, timeout_s: float, asks_engine: bool = True) -> str:
-        """What is wrong with it, if anything, as it shows within so many seconds."""
-        try:
-            if not (await self._request("GET", "/health", timeout=timeout_s)).is_success:
-                return "it says that it is not well"
-        except ServerError:
-            return "it does not answer"
-        try:
-            if asks_engine:
-                await self._request("GET", _ENGINE_PATH, timeout=timeout_s)
-        except ServerError:
-            return "it answers, but its engine does not"
-        return ""
-
-    async def _request(self, method: str, path: str, timeout: float | None = None, **options: Any) -> httpx.Response:
-        """Return the whole answer, which comes within ``timeout`` seconds where there is one."""
-        content = bytearray()
-        try:
-            async with asyncio.timeout(timeout), self._http.stream(method, path, **options) as response:
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > _MAX_ANSWER:
-                        raise self._nonsense(f"answers {path} with more than {_MAX_ANSWER} bytes")
-        except (httpx.HTTPError, TimeoutError) as error:
-            raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
-        told = {"content-encoding", "content-length", "transfer-encoding"}  # of how it travelled
-        headers = [(name, value) for name, value in response.headers.multi_items() if name not in told]
-        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
-
-    def _check_guard(self, response: httpx.Response, path: str) -> None:
-        """Check that it was the server that has answered, and not somebody else at its address."""
-        if response.is_redirect:
-            raise self._redirected(response, path)
-        if STATE_HEADER not in response.headers:
-            raise self._nonsense(
-                f"answers {path} with {_message(response)!r}, as no server of python -m lit_grpo serve does: another "
-                "program, or a proxy, is at its address"
-            )
-
-    def _redirected(self, response: httpx.Response, path: str) -> ServerError:
-        return self._nonsense(
-            f"sends {path} on to {response.headers.get('location', '')[:200]!r}, which is not followed, for the token "
-            "would go there; name the address that answers itself"
-        )
-
-    def _nonsense(self, what: str) -> ServerError:
-        error = ServerError(f"The vLLM server at {self.url} {what}.")
-        error.nonsense = True
-        return error
-
-    def _check(self, response: httpx.Response, path: str) -> None:
-        if response.status_code == 401:
-            raise ServerError(
-                f"The vLLM server at {self.url} does not take this run's token; set {TOKEN_VARIABLE} to the one that "
-                "python -m lit_grpo serve has named."
-            )
-        if not response.is_success:
-            raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}")
-
-    def _changed(self) -> ServerError:
-        return ServerError(f"The vLLM server at {self.url} began anew, or somebody else has changed its weights.")
-
     async def patiently(self, work: Coroutine[Any, Any, _T], asks_engine: bool = True) -> _T:
-        """Wait for what the server does as long as it makes progress with anything, or says that it is well.
+        """Wait for ``work`` as long as the server makes progress with anything, or says that it is well.
 
         Args:
-            work: What waits for it.
-            asks_engine: Whether its engine is asked too, which answers nothing while it takes weights.
+            work: What waits for the server.
+            asks_engine: Whether the engine is asked too, which answers nothing while it takes weights.
 
         Raises:
-            ServerError: It has hung: it does not answer, or has made no progress for several time-outs.
+            ServerError: The server has hung: it does not answer, or has made no progress for several time-outs.
         """
         task = asyncio.ensure_future(work)
         num_silent, num_heard = 0, self._num_heard
@@ -402,15 +335,76 @@ class ServerClient:
                 if task.done():
                     break
                 if ailment or num_silent >= _PATIENCE:
-                    failure = ServerError(
+                    raise ServerError(
                         f"The vLLM server at {self.url} has hung: {num_silent} time-outs of {self.timeout_s:g} s "
-                        f"without progress, and {ailment or 'it says that it is well'}."
+                        f"without progress, and {ailment or 'it says that it is well'}.",
+                        hung=True,
                     )
-                    failure.hung = True
-                    raise failure
             return task.result()
         finally:
             task.cancel()
+
+    async def _ailment(self, timeout_s: float, asks_engine: bool = True) -> str:
+        """Return what is wrong with the server, if anything, as it shows within ``timeout_s``."""
+        try:
+            if not (await self._request("GET", "/health", timeout=timeout_s)).is_success:
+                return "it says that it is not well"
+        except ServerError:
+            return "it does not answer"
+        try:
+            if asks_engine:
+                await self._request("GET", _ENGINE_PATH, timeout=timeout_s)
+        except ServerError:
+            return "it answers, but its engine does not"
+        return ""
+
+    async def _request(self, method: str, path: str, timeout: float | None = None, **options: Any) -> httpx.Response:
+        """Return the whole answer, which has to come within ``timeout`` seconds where that is given."""
+        content = bytearray()
+        try:
+            async with asyncio.timeout(timeout), self._http.stream(method, path, **options) as response:
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > _MAX_ANSWER:
+                        raise self._nonsense(f"answers {path} with more than {_MAX_ANSWER} bytes")
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise ServerError(f"The vLLM server at {self.url} does not answer {path}: {_named(error)}.") from error
+        transfer = {"content-encoding", "content-length", "transfer-encoding"}  # which describe the bytes on the wire
+        headers = [(name, value) for name, value in response.headers.multi_items() if name not in transfer]
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
+
+    # ---- answers that are none --------------------------------------------------------------------
+
+    def _check_guard(self, response: httpx.Response, path: str) -> None:
+        """Check that the guarded server has answered, and not another program at its address."""
+        if response.is_redirect:
+            raise self._redirected(response, path)
+        if STATE_HEADER not in response.headers:
+            raise self._nonsense(
+                f"answers {path} with {_message(response)!r}, as no server of python -m lit_grpo serve does: another "
+                "program, or a proxy, is at its address"
+            )
+
+    def _check(self, response: httpx.Response, path: str) -> None:
+        if response.status_code == 401:
+            raise ServerError(
+                f"The vLLM server at {self.url} does not take this run's token; set {TOKEN_VARIABLE} to the one that "
+                "python -m lit_grpo serve has named."
+            )
+        if not response.is_success:
+            raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}")
+
+    def _redirected(self, response: httpx.Response, path: str) -> ServerError:
+        return self._nonsense(
+            f"sends {path} on to {response.headers.get('location', '')[:200]!r}, which is not followed, for the token "
+            "would go there; name the address that answers itself"
+        )
+
+    def _nonsense(self, what: str) -> ServerError:
+        return ServerError(f"The vLLM server at {self.url} {what}.", nonsense=True)
+
+    def _changed(self) -> ServerError:
+        return ServerError(f"The vLLM server at {self.url} was restarted, or somebody else has changed its weights.")
 
     # ---- completions ------------------------------------------------------------------------------
 
@@ -418,13 +412,13 @@ class ServerClient:
         """Sample a completion of ``prompt``, chunk by chunk.
 
         Raises:
-            ServerError: The server fails, or its weights are others than ours.
-            ValueError: It refuses what it is asked.
+            ServerError: The server fails, or its weights are not those that this run has sent.
+            ValueError: The server refuses the request.
         """
         body = {**fields, "model": self.model, "prompt": prompt, "stream": True, "return_token_ids": True}
         state = ""
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async with self._http.stream("POST", _COMPLETIONS, json=body) as response:
                 await self._check_stream(response)
                 num_left, num_lines_left = int(fields.get("max_tokens") or 2**31), math.inf
                 async for line in self._lines(response):
@@ -446,7 +440,7 @@ class ServerClient:
             raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
 
     async def _check_stream(self, response: httpx.Response) -> None:
-        """Check that a completion is to follow, of our weights."""
+        """Check that a completion follows, sampled with the weights of this run."""
         if response.is_success and response.headers.get(STATE_HEADER) == self._state:
             return
         content = b""
@@ -455,15 +449,15 @@ class ServerClient:
             if len(content) > 500:
                 break
         answer = httpx.Response(response.status_code, headers=response.headers, text=content.decode(errors="replace"))
-        self._check_guard(answer, "/v1/completions")
+        self._check_guard(answer, _COMPLETIONS)
         if answer.headers[STATE_HEADER] != self._state:
             raise self._changed()
-        if answer.status_code in (400, 404, 422):  # what no server would take
+        if answer.status_code in (400, 404, 422):  # every server would refuse the request
             raise ValueError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}")
-        self._check(answer, "/v1/completions")
+        self._check(answer, _COMPLETIONS)
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
-        """The lines of an answer, none of them without end."""
+        """Yield the lines of an answer; one that does not end is an error."""
         begun = b""
         async for part in response.aiter_bytes():
             *lines, begun = (begun + part).split(b"\n")
@@ -474,7 +468,7 @@ class ServerClient:
         yield begun.decode(errors="replace")
 
     def _chunk(self, text: str, num_left: int) -> Chunk:
-        """Read an event of a completion that may have so many more tokens."""
+        """Read an event of a completion that may have ``num_left`` more tokens."""
         try:
             event = json.loads(text)
             if "choices" not in event:
@@ -482,7 +476,7 @@ class ServerClient:
             choice = event["choices"][0]
             reason, token_ids = choice["finish_reason"], list(choice["token_ids"] or [])
             logprobs = list((choice["logprobs"] or {}).get("token_logprobs") or [])
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, in which {error!r}") from error
         if reason not in (None, "stop", "length"):
             raise ServerError(f"The vLLM server at {self.url} broke off a completion: {reason}.")
@@ -503,14 +497,14 @@ class ServerClient:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A chunk of what was asked for with a ticket, or the failure of its server."""
+    """A chunk of the completion with this ticket, or the failure of its server."""
 
     ticket: int
     content: Chunk | ServerError
 
 
 class StreamPump:
-    """Takes in completions from servers. Each is a task in the event loop, known by its ticket."""
+    """Receives completions from servers; each is a task of the event loop, known by its ticket."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._arrivals: SimpleQueue[Arrival | BaseException] = SimpleQueue()
@@ -519,27 +513,28 @@ class StreamPump:
 
     def begin(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
         """Ask a server for a completion."""
-        task = self._tasks[ticket] = self._loop.begin(self._pump(ticket, client, prompt, fields))
+
+        async def read() -> None:
+            finished = False
+            async for chunk in client.stream(prompt, fields):
+                self._arrivals.put(Arrival(ticket, chunk))
+                finished = chunk.finish_reason is not None
+            if not finished:
+                raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
+
+        async def pump() -> None:
+            try:
+                await client.patiently(read())
+            except ServerError as error:
+                self._arrivals.put(Arrival(ticket, error))
+            except Exception as error:  # an error that no server has made is raised by arrivals()
+                self._arrivals.put(error)
+
+        task = self._tasks[ticket] = self._loop.begin(pump())
         task.add_done_callback(lambda _: self._tasks.pop(ticket, None))
 
-    async def _pump(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
-        try:
-            await client.patiently(self._read(ticket, client, prompt, fields))
-        except ServerError as error:
-            self._arrivals.put(Arrival(ticket, error))
-        except Exception as error:  # what is no server's fault is the caller's to see
-            self._arrivals.put(error)
-
-    async def _read(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any]) -> None:
-        finished = False
-        async for chunk in client.stream(prompt, fields):
-            self._arrivals.put(Arrival(ticket, chunk))
-            finished = chunk.finish_reason is not None
-        if not finished:
-            raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
-
     def arrivals(self, timeout_s: float) -> list[Arrival]:
-        """Return what has come in, waiting for something at most ``timeout_s``."""
+        """Return what has come in, after waiting for something at most ``timeout_s``."""
         arrived: list[Arrival] = []
         try:
             item = self._arrivals.get(timeout=timeout_s)
@@ -552,25 +547,15 @@ class StreamPump:
             return arrived
 
     def cancel(self, ticket: int) -> None:
-        """Give a completion up, where it has not ended; its server sees the connection close, and stops."""
+        """Give up a completion that has not ended; its server sees the connection close, and stops."""
         task = self._tasks.pop(ticket, None)
         if task is not None:
             task.cancel()
 
     def close(self) -> None:
-        """Give everything up."""
+        """Give up all completions."""
         for ticket in list(self._tasks):
             self.cancel(ticket)
-
-
-def _own_name() -> str:
-    """Who this run is, to somebody who finds a server taken."""
-    return quote(f"process {os.getpid()} on {socket.gethostname()}, in {Path.cwd()}", safe=" /,.-_")[:300]
-
-
-def _certificates() -> ssl.SSLContext:
-    """Whom to believe a server's name: those of the environment, or else of the system."""
-    return ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE"), capath=os.environ.get("SSL_CERT_DIR"))
 
 
 def _named(error: Exception) -> str:

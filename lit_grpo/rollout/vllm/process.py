@@ -1,4 +1,4 @@
-"""A vLLM server process of ours, on loopback."""
+"""A vLLM server in a process that this one starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,18 @@ _CAUSED = "The above exception was the direct cause of the following exception:"
 
 
 class ServerProcess:
-    """Starts a guarded server that ends with this process, whatever ends it.
+    """Starts a guarded server, which ends with this process however this process ends.
 
-    What it prints goes to a file of its own, which is kept where the server fails.
+    Its output goes to the file ``log``, which is kept if the server fails.
 
     Args:
         model: The folder with configuration and tokenizer.
         arguments: vLLM's server arguments, by their names with underscores.
         environment: Of the process.
-        token: What it lets requests in with.
+        token: What lets requests in.
         host: The address that it listens on.
         port: The port; a free one by default.
         flags: More of vLLM's arguments, as on a command line.
-
-    Attributes:
-        log: The file that takes what it prints.
 
     Raises:
         ValueError: The port is taken.
@@ -63,12 +61,13 @@ class ServerProcess:
         flags: Sequence[str] = (),
     ) -> None:
         port = _free_port(host, port)
-        self._told = (model, arguments, environment, token, host, port, flags)
+        self._start = partial(ServerProcess, model, arguments, environment, token, host, flags=flags)
+        self._port = port
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._token, self._failed = token, False
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--host", host, "--port", str(port), *_flags(arguments), *flags]
-        command += ["--middleware", GUARD]  # behind all others, which makes it the first to be asked
+        command += ["--middleware", GUARD]  # the last one on the command line is the first to be asked
         file, name = tempfile.mkstemp(prefix="lit_grpo_server_", suffix=".log")  # readable by this user alone
         self.log = Path(name)
         try:
@@ -110,13 +109,12 @@ class ServerProcess:
             raise ValueError(self.failure())
 
     def again(self) -> ServerProcess:
-        """Start it anew once it has ended, at another port where its own is taken; it is up later."""
-        self.kill()  # workers that it has left behind
-        model, arguments, environment, token, host, port, flags = self._told
+        """Start it again after its end, without waiting; at another port if its own is taken."""
+        self.kill()  # workers that it has left running
         try:
-            return ServerProcess(model, arguments, environment, token, host, port, flags)
+            return self._start(port=self._port)
         except ValueError:
-            return ServerProcess(model, arguments, environment, token, host, None, flags)
+            return self._start()
 
     def kill(self) -> None:
         """End it and its workers at once; its log is kept."""
@@ -136,7 +134,7 @@ class ServerProcess:
         return f"The vLLM server at {self.url} {how} said: {cause} All of that is in {self.log}."
 
     def _is_ready(self) -> bool:
-        """Whether the process answers, and not another one at its address."""
+        """Whether this process answers, and not another one at its address."""
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
             owner = httpx.get(f"{self.url}{OWNER_PATH}", headers=headers, timeout=2.0, trust_env=False)
@@ -148,12 +146,12 @@ class ServerProcess:
             return False
 
     def stop(self) -> None:
-        """End the server and its workers; its log goes too, unless it has failed."""
+        """End the server and its workers; its log is removed too, unless the server has failed."""
         if not self.runs:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(self.process.pid, number)
-            os.killpg(self.process.pid, signal.SIGCONT)  # one that has been stopped hears nothing else
+            os.killpg(self.process.pid, signal.SIGCONT)  # a process that was stopped receives no other signal
             try:
                 self.process.wait(_STOP_S)
                 break
@@ -164,9 +162,9 @@ class ServerProcess:
 
 
 def root_cause(log: str) -> str:
-    """Return what a log says of why its process ended: the exception from which the others followed.
+    """Return why a process ended by its log: the exception that caused the others.
 
-    What only says that something has failed elsewhere is passed over, in favour of the traceback that tells what.
+    An exception that only says that something failed elsewhere is passed over.
     """
     lines = [_LOG_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
     errors = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
@@ -187,7 +185,7 @@ def root_cause(log: str) -> str:
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:
-    """``{"max_num_seqs": 4, "enforce_eager": True}`` as a command line; what is ``None`` or ``False`` is left out."""
+    """Write ``{"max_num_seqs": 4, "enforce_eager": True}`` as a command line, without ``None`` and ``False``."""
     flags: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -214,7 +212,7 @@ def _free_port(host: str, port: int | None) -> int:
 
 
 def _from_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a process from a thread of its own that lives as long: Linux takes the thread for the parent."""
+    """Start a process from a thread that lives as long as it: for Linux the parent's end is the end of that thread."""
     started: Future[subprocess.Popen[bytes]] = Future()
 
     def run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ import torch
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
-from lit_grpo.rollout.vllm.arguments import check_ray
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
@@ -26,44 +26,43 @@ _RETRIES = 3  # of one completion, as long as its server is well
 class VLLMServerGenerator(EngineGenerator):
     """Decode on one or more vLLM servers, started here on loopback or named by URL.
 
-    A completion goes to the server with the least work ahead, by predicted tokens. A server that dies or hangs is left
-    out, and what it was decoding goes on from there on the others; it comes back with a sync that reaches it, even one
-    that began anew. Processes of ours that have ended are started again. Weights go through files that the servers can
-    read, in shared memory where they are on this machine.
+    A completion goes to the server with the fewest predicted tokens to decode. A server that dies or hangs is left out,
+    and its completions go on from their last tokens on the other servers. It comes back with a sync that reaches it,
+    also after it was restarted. Processes that this run has started, and that have ended, are started again.
 
-    Servers answer to a token alone, and belong to one run at a time. Tokens of a server that began anew, or that
-    another run has changed, are not taken.
+    Servers answer only to requests with their token, and belong to one run at a time. Tokens of a server that was
+    restarted, or that another run has changed, are not taken.
 
     Args:
         num_slots: How many completions each server decodes at a time (vLLM's ``max_num_seqs``).
-        num_servers: How many servers each rank starts; with ``urls`` none are.
+        num_servers: How many servers each rank starts; with ``urls`` it starts none.
         devices: The GPUs of each server that is started, as ``CUDA_VISIBLE_DEVICES`` names them: ``["1", "2,3"]``.
         urls: Servers that run already, each started with ``python -m lit_grpo serve`` as this user (with
-            ``--max-lora-rank`` for adapters alone); the environment variable ``LIT_GRPO_SERVER_TOKEN`` holds their
-            token, which that command names. Of several ranks each takes its share of them.
+            ``--max-lora-rank`` for adapters alone). The environment variable ``LIT_GRPO_SERVER_TOKEN`` holds their
+            token, which that command prints. Of several ranks each takes its share of the servers.
         transfer: What a sync sends: ``full``, all weights, or ``changes``, the elements that differ from those last
-            sent; for these each side keeps a copy of the weights on its host.
+            sent, for which each side keeps a copy of the weights on its host.
         adapters: How LoRA adapters travel: ``merged`` into the weights, all of which travel with every sync; or
-            ``alone``, after weights that travel once, and vLLM decodes with its own support of LoRA. ``auto`` is
+            ``alone``: the base weights travel once, then only adapters, which vLLM applies by itself. ``auto`` is
             ``alone``, but ``merged`` on a CPU, where vLLM then decodes three times as fast, with ``urls`` or
             ``transfer: changes``, where keys and values are kept over a sync, and where vLLM does not take the
             adapters.
-        transport: ``files``; or ``gloo`` or ``nccl``, a process group of torch between each rank and the workers of its
-            servers, for those on other machines: gloo from host to host, NCCL from GPU to GPU, of which no two may be
-            the same.
+        transport: How weights get to servers: in ``files``, or over ``gloo`` or ``nccl``, a process group of torch
+            between each rank and the workers of its servers, which may be on other machines. gloo sends from host to
+            host, and NCCL from GPU to GPU, where each member needs a GPU of its own.
         weights_folder: Where the files are put, readable by all servers; shared memory by default.
         timeout_s: Seconds without an answer, or without a token of any completion, after which a server and its engine
-            are asked whether they are well. It counts as hung where one of them does not answer that in as long, or
-            after five such times. While the engine takes weights it is not asked.
+            are asked whether they are well. The server counts as hung if one of them does not answer in the same time,
+            or if nothing comes for five times as long. While the engine takes weights it is not asked.
         start_timeout_s: Seconds that a server may take to start.
         server_args: Any other argument of vLLM's servers, such as ``dtype`` or ``tensor_parallel_size``.
         restarts: How often in a run servers that were started here are started again: those that have ended, and those
-            that have hung and still do not answer at the next sync. The others decode meanwhile. A sync that finds none
-            up waits for them, ``start_timeout_s`` at most, and so does a rollout whose last server ends: what was open
-            goes on there, as long as the policy is still what had been sent. A policy in shards cannot be sent within a
-            rollout, which then ends the run.
+            that have hung and still do not answer at the next sync. The others decode meanwhile. If no server is up, a
+            sync waits for those that start, ``start_timeout_s`` at most. A rollout whose last server ends waits too,
+            and its completions go on there if the policy is still the one that was sent. A policy in shards cannot be
+            sent within a rollout, so the run then ends.
         ray: Starts each server in an actor of Ray, wherever its cluster has room, with these options of actors, such as
-            ``{num_gpus: 1}``; an actor that dies is not started again. By default servers are processes on this
+            ``{num_gpus: 1}``. An actor that dies is not started again. By default servers are processes on this
             machine.
     """
 
@@ -85,33 +84,48 @@ class VLLMServerGenerator(EngineGenerator):
     ) -> None:
         super().__init__(num_slots, adapters, server_args)
         self.abilities |= {"own_devices"}
-        if num_servers < 1:
-            raise ValueError(f"num_servers must be at least 1, not {num_servers}.")
-        for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
-            if not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}.")
-        if restarts < 0:
-            raise ValueError(f"restarts must be at least 0, not {restarts}: servers that end are then left out.")
-        if transfer not in ("full", "changes"):
-            raise ValueError(f"transfer must be full or changes, not {transfer!r}.")
-        if transport not in ("files", *BACKENDS):
-            raise ValueError(f"transport must be files, gloo or nccl, not {transport!r}.")
-        if weights_folder is not None and transport != "files":
-            raise ValueError(
-                f"weights_folder is where files are put, and transport is {transport}; take transport: files, or leave "
-                "weights_folder out."
-            )
-        if adapters == "alone" and transfer == "changes":
-            raise ValueError(
+        given_urls, given_devices = urls or [], devices or []
+        for is_wrong, sentence in (
+            (num_servers < 1, f"num_servers must be at least 1, not {num_servers}."),
+            (not timeout_s > 0, f"timeout_s must be above 0, not {timeout_s}."),
+            (not start_timeout_s > 0, f"start_timeout_s must be above 0, not {start_timeout_s}."),
+            (restarts < 0, f"restarts must be at least 0, not {restarts}: servers that end are then left out."),
+            (transfer not in ("full", "changes"), f"transfer must be full or changes, not {transfer!r}."),
+            (transport not in ("files", *BACKENDS), f"transport must be files, gloo or nccl, not {transport!r}."),
+            (
+                weights_folder is not None and transport != "files",
+                f"weights_folder is where files are put, and transport is {transport}; take transport: files, or "
+                "leave weights_folder out.",
+            ),
+            (
+                adapters == "alone" and transfer == "changes",
                 "transfer: changes is for weights that travel with every sync, and with adapters: alone they travel "
-                "once; take transfer: full."
-            )
-        if devices is not None and len(devices) != num_servers:
-            raise ValueError(f"devices names the GPUs of {len(devices)} servers, but num_servers is {num_servers}.")
-        if len(set(urls or ())) < len(urls or ()):
-            raise ValueError(f"urls names a server twice: {', '.join(urls or ())}; name each once.")
-        if ray is not None:
-            check_ray(devices, urls)
+                "once; take transfer: full.",
+            ),
+            (
+                devices is not None and len(given_devices) != num_servers,
+                f"devices names the GPUs of {len(given_devices)} servers, but num_servers is {num_servers}.",
+            ),
+            (
+                len(set(given_urls)) < len(given_urls),
+                f"urls names a server twice: {', '.join(given_urls)}; name each once.",
+            ),
+            (
+                ray is not None and find_spec("ray") is None,
+                "ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.",
+            ),
+            (
+                ray is not None and devices is not None,
+                f"devices is {devices}, and ray is given too; Ray gives actors theirs: set num_gpus in ray, and leave "
+                "devices out.",
+            ),
+            (
+                ray is not None and urls is not None,
+                f"urls is {urls}, and ray is given too; urls names servers that run already: leave one of them out.",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(sentence)
         self.weights_folder, self.transport = weights_folder, transport
         self._fleet = Fleet(
             num_slots=num_slots,
@@ -128,8 +142,8 @@ class VLLMServerGenerator(EngineGenerator):
         )
         self._pump: StreamPump | None = None
         self._at: dict[Stream, Server] = {}
-        self._num_anew = 0  # beginnings on a new server since a completion has ended
-        self._num_due = 0.0  # steps that tokens of late stand for
+        self._num_resumed = 0  # rollouts that were resumed on a restarted server since a completion ended
+        self._num_due = 0.0  # the part of a step that tokens have come for, but no step was counted
 
     # ---- life -------------------------------------------------------------------------------------
 
@@ -159,11 +173,11 @@ class VLLMServerGenerator(EngineGenerator):
         self._fleet.forget_weights()
 
     def sleep(self) -> dict[str, float]:
-        """Servers have devices of their own; they stay as they are."""
+        """Do nothing: servers have devices of their own."""
         return {}
 
     def close(self) -> None:
-        """End what is in flight; the servers end with this object, or serve another ``start``."""
+        """End what is in flight. The servers end with this object, or serve another ``start``."""
         super().close()
         if self._pump is not None:
             self._pump.close()
@@ -200,11 +214,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._pump.cancel(self._streams.take_ticket(stream))
 
     def _receive(self, events: StepEvents) -> None:
-        """Wait for tokens, and take all that have come.
-
-        Raises:
-            GenerationError: No server is left, and none could be started again.
-        """
+        """Wait for tokens and take all that have come; a GenerationError if no server is left to decode."""
         assert self._pump is not None
         arrivals: list[Arrival] = []
         while not arrivals:
@@ -220,13 +230,16 @@ class VLLMServerGenerator(EngineGenerator):
             self._take(stream, chunk.token_ids, chunk.logprobs, chunk.finish_reason, events)
             if stream.ticket is None:
                 self._at.pop(stream, None)
-                self._num_anew = 0
+                self._num_resumed = 0
         self._num_due += events.num_tokens / events.num_active
         events.num_steps = int(self._num_due)
         self._num_due -= events.num_steps
 
     def _fail(self, stream: Stream, error: ServerError, events: StepEvents) -> None:
-        """Go on from there: on the same server where only a connection broke, else elsewhere, with all it had."""
+        """Go on with a completion whose server failed.
+
+        It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move.
+        """
         server = self._at[stream]
         if stream.num_failures < _RETRIES and not (error.hung or error.nonsense) and server.is_well():
             stream.num_failures += 1
@@ -239,8 +252,8 @@ class VLLMServerGenerator(EngineGenerator):
             if alive:
                 said += f"on the {alive} servers that are left.{self._fleet.restart(server)}"
             else:
-                self._begin_anew(lost, f"{error}{server.log}")
-                said += "on a server that began anew."
+                self._resume_lost(lost, f"{error}{server.log}")
+                said += "on a server that was started again."
             events.message = f"{events.message} {said}".strip()  # another may have failed in the same step
             if not alive:
                 return
@@ -248,16 +261,16 @@ class VLLMServerGenerator(EngineGenerator):
         for each in lost:
             self._send(each)
 
-    def _begin_anew(self, lost: Sequence[Stream], why: str) -> None:
-        """Bring servers that are started again what the lost ones had, and ask these for what was open.
+    def _resume_lost(self, lost: Sequence[Stream], why: str) -> None:
+        """Send the weights again to servers that were started again, and ask these for the completions that were lost.
 
         Raises:
-            GenerationError: There is none, or the policy is not what was sent any more.
+            GenerationError: There is no such server, or the policy has changed since it was sent.
         """
         assert self._policy is not None
         self._withdraw(lost)
-        self._num_anew += 1
-        if self._num_anew > _RETRIES:
+        self._num_resumed += 1
+        if self._num_resumed > _RETRIES:
             raise GenerationError(f"{why} {_NONE_LEFT}")
         try:
             if is_scattered(self._policy.module):

@@ -1,4 +1,4 @@
-"""Requests that an engine of its own decodes, what they have come to, and what that shows of lengths."""
+"""The requests that engines decode, their tokens so far, and what these tell the prediction of lengths."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _tickets = itertools.count()
 
 
 class TextFeatures:
-    """The policy's input embeddings of a text, averaged over all of it and over its end, and the log-probs so far.
+    """Features of a text: the policy's input embeddings, averaged over all of it and over its end, and log-probs.
 
-    ``points`` are the numbers of tokens at which a completion is looked at; 0 is its prompt.
+    ``points`` are the numbers of tokens at which a completion is observed; 0 is its prompt.
 
     Args:
-        policy: Its embeddings are read where they lie; of shards, as they last travelled.
+        policy: Its embeddings are read in place; those of a policy in shards as they last travelled.
     """
 
     points: tuple[int, ...] = ()
@@ -40,21 +40,21 @@ class TextFeatures:
         self._travelled: torch.Tensor | None = None
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass on the weights that travel to an engine."""
+        """Pass on the weights that travel to an engine, and keep the embeddings of a policy in shards."""
         for name, tensor in weights:
             if name == self._name:
                 self._travelled = tensor.cpu() if is_scattered(self._embeddings) else None
             yield name, tensor
 
     def of_prompts(self, prompts: Sequence[Prompt]) -> list[Observation]:
-        """Observe prompts; the list is empty where they are not to be looked at."""
+        """Observe prompts; the list is empty where 0 is not among ``points``."""
         if 0 not in self.points or not prompts:
             return []
         rows = [self._rows(torch.tensor([prompt.token_ids]), np.zeros((1, 1))) for prompt in prompts]
         return [Observation([(prompt.prompt_id, prompt.visit) for prompt in prompts], 0, np.concatenate(rows))]
 
     def reached(self, num_before: int, num_tokens: int) -> int | None:
-        """Return the last point that a completion has come to since it had ``num_before`` tokens."""
+        """Return the last point that a completion has reached since it had ``num_before`` tokens."""
         return next((point for point in sorted(self.points, reverse=True) if num_before < point <= num_tokens), None)
 
     def of_completions(self, streams: Sequence[Stream], point: int) -> Observation:
@@ -75,15 +75,15 @@ class TextFeatures:
 
 
 class Stream:
-    """A request on its way, with the tokens that it has come to, those of its prefix among them.
+    """A request in flight, and its tokens so far, which begin with its prefix.
 
-    An engine that is asked for what follows knows it by a ``ticket``, which is ``None`` while none is; ``num_begun`` of
-    the tokens were there when it was asked, and it may use keys and values of requests with the same ``salt``.
+    An engine knows it by its ``ticket``, which is ``None`` while no engine has been asked for it; ``num_begun`` of the
+    tokens were there when the engine was asked.
 
     Args:
         request: What is asked for.
-        expected: How many tokens it is thought to come to.
-        salt: See above.
+        expected: How many tokens are expected of it.
+        salt: The engine may use keys and values of requests with the same salt.
     """
 
     def __init__(self, request: Request, expected: float, salt: str) -> None:
@@ -102,9 +102,9 @@ class Stream:
 
     @property
     def so_far(self) -> Request:
-        """The request that goes on from here."""
+        """The request, with its tokens so far as its prefix."""
         prefix = self.request.prefix
-        num_whole = len(self.versions)  # which come last: an interrupt may have left tokens without
+        num_whole = len(self.versions)  # versions are added last, so an interrupt may leave tokens without them
         num_new = num_whole - prefix.num_tokens
         if not num_new:
             return self.request
@@ -114,10 +114,10 @@ class Stream:
 
 
 class Streams:
-    """The requests in flight, in the order in which they came, and what is told of them.
+    """The requests in flight, in the order in which they came, and what a step reports of them.
 
     Args:
-        policy: Whose tokenizer makes texts, and whose embeddings are shown for the prediction of lengths.
+        policy: Its tokenizer makes texts, and its embeddings make features for the prediction of lengths.
     """
 
     def __init__(self, policy: PolicySpec | None = None) -> None:
@@ -135,12 +135,12 @@ class Streams:
         return iter(list(self._streams.values()))
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass on the weights that travel to an engine, from which texts are looked at."""
+        """Pass on the weights that travel to an engine; see :meth:`TextFeatures.watched`."""
         assert self._features is not None
         return self._features.watched(weights)
 
     def open(self, request: Request, expected: float, salt: str) -> Stream:
-        """Begin with a request, from its prefix."""
+        """Begin a request, from its prefix."""
         stream = self._streams[request.key] = Stream(request, expected, salt)
         return stream
 
@@ -151,16 +151,16 @@ class Streams:
     # ---- tickets ----------------------------------------------------------------------------------
 
     def give_ticket(self, stream: Stream) -> None:
-        """Note that an engine is about to be asked for what follows."""
+        """Note that an engine is about to be asked for the tokens to follow."""
         stream.ticket, stream.num_begun = next(_tickets), len(stream.token_ids)
         self._asked[stream.ticket] = stream
 
     def of_ticket(self, ticket: int) -> Stream | None:
-        """Return what an engine talks of; ``None`` where the ticket has been taken back."""
+        """Return the stream with this ticket; ``None`` where the ticket has been taken back."""
         return self._asked.get(ticket)
 
     def take_ticket(self, stream: Stream) -> int:
-        """Note that the engine is to be asked no longer; return its ticket."""
+        """Take the ticket back, since the engine is not to decode this stream any longer; return it."""
         ticket, stream.ticket = stream.ticket, None
         assert ticket is not None
         del self._asked[ticket]
@@ -171,10 +171,10 @@ class Streams:
     def extend(
         self, stream: Stream, token_ids: Sequence[int], logprobs: Sequence[float], version: int, events: StepEvents
     ) -> bool:
-        """Add tokens, up to the end of a stop string that began before the engine was asked; say if there is one.
+        """Add tokens, up to the end of a stop string that began before the engine was asked; return if there is one.
 
         Raises:
-            FloatingPointError: A log-prob is no number.
+            FloatingPointError: A log-prob is NaN.
         """
         if any(math.isnan(logprob) for logprob in logprobs):
             raise FloatingPointError(
@@ -196,7 +196,7 @@ class Streams:
         return end is not None
 
     def _end_of_stop_string(self, stream: Stream, first: int) -> int | None:
-        """The number of tokens, above ``first``, with which a stop string across the engine's beginning is there."""
+        """Return the number of tokens, above ``first``, at which a stop string ends that began before ``num_begun``."""
         begun, stop = stream.num_begun, stream.request.sampling.stop
         if not begun or not stop:
             return None
@@ -213,7 +213,7 @@ class Streams:
         return None
 
     def finish(self, stream: Stream, reason: FinishReason, events: StepEvents) -> None:
-        """End a completion."""
+        """End a completion, and report it."""
         del self._streams[stream.request.key]
         if stream.ticket is not None:
             self.take_ticket(stream)
@@ -221,10 +221,10 @@ class Streams:
         text = self._policy.text_of(stream.token_ids)
         events.finished.append(stream.so_far.ended(reason, text))
 
-    # ---- what is told -----------------------------------------------------------------------------
+    # ---- what a step reports ----------------------------------------------------------------------
 
     def kv_tokens(self, layout: KVLayout) -> int:
-        """Return the KV tokens that all take, prompts once a group."""
+        """Return the KV tokens of all streams, with each group's prompt counted once."""
         if not self._streams:
             return 0
         streams = self._streams.values()
@@ -236,16 +236,16 @@ class Streams:
         return own + sum(layout.prompt(len(prompt.token_ids)) for prompt in prompts.values())
 
     def look_at(self, points: Sequence[int]) -> None:
-        """Show completions from now on that have come to so many tokens; with 0, prompts."""
+        """Observe completions from now on when they reach these numbers of tokens; 0 is for prompts."""
         assert self._features is not None
         self._features.points = tuple(points)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Show these prompts the next time."""
+        """Observe these prompts with the next call of :meth:`observe`."""
         self._unseen += prompts
 
     def observe(self, events: StepEvents) -> None:
-        """Show prompts, and the completions that have come to a point since the last time."""
+        """Report observations of new prompts, and of completions that have reached a point since the last call."""
         assert self._features is not None
         events.observations += self._features.of_prompts(self._unseen)
         events.observations += [self._features.of_completions(streams, p) for p, streams in self._reached.items()]

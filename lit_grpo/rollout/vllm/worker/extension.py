@@ -1,4 +1,4 @@
-"""What a worker of vLLM does for a run beside its own work; vLLM mixes it into its workers."""
+"""Methods that vLLM mixes into its workers, which a run calls."""
 
 from __future__ import annotations
 
