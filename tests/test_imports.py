@@ -8,14 +8,13 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "terminal", "files"}
+UTILITIES = {"types", "trajectory", "memory", "ranks", "budgets", "terminal"}
 TOOLS = {f"tools.{room}" for room in ("commands", "dashboard", "doctor", "migration", "simulation")}
 ROOMS: dict[str, set[str]] = {
     "trajectory": set(),
     "types": {"trajectory"},
     "memory": set(),
     "terminal": set(),
-    "files": set(),
     "process": set(),
     "display": {"terminal", "scheduling"},
     "ranks": set(),
@@ -52,11 +51,11 @@ ROOMS: dict[str, set[str]] = {
     "checks": {"types", "strategies", "policy", "update", "update.logprobs"},
     "settings": set(),
     "resuming": set(),
-    "faults": UTILITIES,
+    "faults": {*UTILITIES, "process"},
     "evaluation": {*UTILITIES, "faults", "metrics", "rewards"},
     "data": {*UTILITIES, "policy"},
     "tasks": {"data"},
-    "tools.dashboard": {"terminal", "budgets", "files"},
+    "tools.dashboard": {"terminal", "budgets", "process"},
     "tools.migration": set(),
     "tools.simulation": {"types", "scheduling", "scheduling.plans", "rollout"},
     "module": {

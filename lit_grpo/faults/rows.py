@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.files import replace_file
+from lit_grpo.process.files import replace_file
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
