@@ -133,7 +133,7 @@ class Outer:
     ("fields", "sentence"),
     [
         (None, "outer is null, but it is a group of fields"),
-        ({"inner": True}, r"outer\.inner is True, but has fields"),
+        ({"inner": True}, r"outer\.inner is True, but it is a group of fields"),
         ({"inner": {"size": None}}, r"outer\.inner\.size is null, but needs a value"),
         ({"inners": [{"size": 2}, {"size": None}]}, r"outer\.inners\[1\]\.size is null"),
         (

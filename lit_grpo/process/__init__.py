@@ -1,1 +1,1 @@
-"""Settings of this process and of those that it starts: how threads wait."""
+"""This process and its machine: how threads wait, and how a file is replaced as a whole."""

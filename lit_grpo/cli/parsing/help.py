@@ -119,7 +119,7 @@ def _kind_and_default(action: argparse.Action) -> list[str]:
     if action.nargs == 0 or action.dest in ("config", "print_config"):
         return []
     if action.dest in FIELDS:
-        default = DEFAULTS.get(action.dest, {}).get("class_path")
+        default = DEFAULTS.get(action.dest, {}).get("class_path", "")
         names = {path: name for name, path in FIELDS[action.dest].items()}
         return ["|".join([*FIELDS[action.dest], "CLASS"]), f"= {names.get(str(default), 'null')}"]
     kind = type_name(getattr(action, "_typehint", action.type))
