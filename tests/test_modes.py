@@ -101,9 +101,9 @@ def test_what_may_be_open_follows_from_how_old_it_may_be() -> None:
 
 def test_generators_say_what_they_can_do() -> None:
     assert SlotGenerator().abilities == {"entropies", "hidden_states"}
-    assert VLLMGenerator().abilities == {"own_weights", "keeps_kv"}
-    assert VLLMGenerator(adapters="alone").abilities == {"own_weights"}
-    assert VLLMServerGenerator().abilities == {"own_weights", "keeps_kv", "own_devices"}
+    assert VLLMGenerator().abilities == {"own_weights", "scores", "keeps_kv"}
+    assert VLLMGenerator(adapters="alone").abilities == {"own_weights", "scores"}
+    assert VLLMServerGenerator().abilities == {"own_weights", "scores", "keeps_kv", "own_devices"}
 
 
 def test_a_mode_that_decodes_beside_updates_needs_a_generator_that_can() -> None:
