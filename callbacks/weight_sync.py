@@ -105,7 +105,7 @@ class WeightSync(pl.Callback):
         try:
             with module.phases.of("weight sync"):
                 metrics = self._send(module)
-                if "own_weights" in generator.abilities:
+                if "scores" in generator.abilities:
                     metrics |= self._prove(trainer, module, cast("Scorer", generator))
         except WeightSyncError:
             generator.distrust()

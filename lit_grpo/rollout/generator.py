@@ -128,8 +128,9 @@ class Generator(Decoder, Protocol):
     ``abilities`` are what it can do beyond decoding, known before ``start``:
 
     - ``own_devices``: it decodes on devices that the policy does not use, so also while the policy is updated.
-    - ``own_weights``: it computes with a copy of the weights. So the weights have to travel to it, and it is a
-      :class:`Scorer`, which proves that they arrived. A generator without this decodes with the policy module itself.
+    - ``own_weights``: it computes with a copy of the weights, which have to travel to it. A generator without this
+      decodes with the policy module itself.
+    - ``scores``: it is a :class:`Scorer`, whose scores of given tokens prove which weights it computes with.
     - ``entropies``: completions come with the mean entropy of the distributions that their tokens were sampled from.
     - ``keeps_kv``: a request that is stopped before a sync can go on after it with the keys and values of the old
       weights, where :class:`lit_grpo.policy.spec.PolicySpec` asks for that.
@@ -176,7 +177,7 @@ class Generator(Decoder, Protocol):
 
 
 class Scorer(Generator, Protocol):
-    """A generator with the ability ``own_weights``: the log-probs that it gives to tokens show whose weights it has."""
+    """A generator with the ability ``scores``: the log-probs that it gives to tokens show which weights it has."""
 
     @property
     def longest_sequence(self) -> int:

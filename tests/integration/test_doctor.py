@@ -61,7 +61,7 @@ ASKS_NOTHING = "{% for message in messages %}{{ message.content }}{% endfor %}"
 class CopyGenerator(SlotGenerator):
     """Decodes on a copy of the policy, which weights travel to."""
 
-    abilities = SlotGenerator.abilities | {"own_weights"}
+    abilities = SlotGenerator.abilities | {"scores"}
 
     def start(self, policy: PolicySpec) -> None:
         self._theirs = policy.module

@@ -422,8 +422,8 @@ def test_what_travelled_is_told(generator: Any, policy: Any) -> None:
 def test_given_tokens_are_scored_as_the_policy_does_by_every_engine(
     generator: Any, policy: Any, tokenizer: Any
 ) -> None:
-    assert ("own_weights" in generator.abilities) != isinstance(generator, SlotGenerator)
-    if "own_weights" not in generator.abilities:
+    assert ("scores" in generator.abilities) != isinstance(generator, SlotGenerator)  # which has no weights of its own
+    if "scores" not in generator.abilities:
         return
     assert generator.longest_sequence == 127
     sequences = given_tokens(tokenizer, generator.longest_sequence)

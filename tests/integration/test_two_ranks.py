@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.rewards import RewardSpec
-from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
@@ -439,7 +438,6 @@ class SlotsApart(SlotGenerator):
     """Decodes with a model of its own, to which the weights travel."""
 
     abilities = SlotGenerator.abilities | {"own_devices", "own_weights"}
-    longest_sequence = 64
     _of: PolicySpec
 
     def start(self, policy: PolicySpec) -> None:
@@ -452,9 +450,6 @@ class SlotsApart(SlotGenerator):
 
     def weights(self) -> PolicyWeights:
         return self._of.weights()
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        return {"the model of its own": given_logprobs(self.policy, sequences)}
 
     def load_weights(self, weights: Any, version: int, in_flight: Any = "refuse") -> SyncReport:
         own = dict(self.policy.named_parameters())

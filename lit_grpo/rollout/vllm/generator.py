@@ -70,7 +70,7 @@ class EngineGenerator(Versioned, ABC):
             raise ValueError(f"adapters must be auto, merged or alone, not {adapters!r}.")
         self.num_slots = num_slots
         self.adapters = adapters
-        self.abilities: frozenset[str] = frozenset({"own_weights"})
+        self.abilities: frozenset[str] = frozenset({"own_weights", "scores"})
         if adapters != "alone":
             self.abilities |= {"keeps_kv"}
         self.sends_alone = False

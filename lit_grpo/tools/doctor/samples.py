@@ -45,8 +45,8 @@ def check_sync(patient: Patient) -> Iterator[Finding]:
         patient.sync.on_train_start(trainer, module)
         seconds = time.perf_counter() - start
     patient.sync.on_train_start(trainer, module)
-    own_weights = "own_weights" in module.generator.abilities
-    how = f"sent and proved in {seconds:.1f} s" if own_weights else "the policy's own tensors"
+    scores = "scores" in module.generator.abilities
+    how = f"sent and proved in {seconds:.1f} s" if scores else "the policy's own tensors"
     yield Finding("pass", "weight sync", f"{how}, every weight changed")
 
 
