@@ -182,11 +182,22 @@ def small_config(family: str, changes: Mapping[str, Any] = {}) -> PreTrainedConf
 
     Args:
         family: The ``model_type``.
-        changes: Fields set otherwise than by default.
+        changes: Fields that are to have other values than by default.
     """
-    return CONFIG_MAPPING[family](
-        **_sizes(CONFIG_MAPPING[family]) | _layers(family) | FAMILIES.get(family, {}) | dict(changes)
-    )
+    sizes: dict[str, Any] = _sizes(CONFIG_MAPPING[family])
+    for more in (_layers(family), FAMILIES.get(family, {}), changes):
+        sizes = _merged(sizes, more)
+    return CONFIG_MAPPING[family](**sizes)
+
+
+def _merged(sizes: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``sizes`` with the fields of ``more``, those of parts of a model within their parts."""
+    inner = {
+        name: _merged(sizes[name], value)
+        for name, value in more.items()
+        if isinstance(value, Mapping) and isinstance(sizes.get(name), Mapping)
+    }
+    return {**sizes, **more, **inner}
 
 
 def _sizes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
