@@ -60,7 +60,16 @@ def told_of_optimizer(optimizer: torch.optim.Optimizer, scheduler: Any) -> Told:
 def told_of_plugins(trainer: Any) -> Told:
     """The plug-ins that a Lightning trainer's callbacks are told of."""
     plugins = next((callback.plugins for callback in trainer.callbacks if hasattr(callback, "plugins")), [])
-    return {PLUGINS: [str(plugin) for plugin in plugins]}
+    return {PLUGINS: [_plugin(plugin) for plugin in plugins]}
+
+
+def _plugin(given: str | Mapping[str, Mapping[str, Any] | None]) -> str:
+    """A plug-in as one word: ``april:max_staleness=3``."""
+    if isinstance(given, str):
+        return given
+    ((name, fields_given),) = given.items()
+    told = ",".join(f"{field}={value}" for field, value in (fields_given or {}).items())
+    return f"{name}:{told}" if told else name
 
 
 def differences(before: Told, now: Told) -> dict[str, str]:

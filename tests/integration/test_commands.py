@@ -250,7 +250,7 @@ def check(name: str, *told: str, said: str) -> None:
                 (*_, last) = csv.DictReader(file)
             assert int(last["step"]) >= int(values["--trainer.max_steps"]) and last["loss"]
             assert is_policy(run / "policy") and str(run) in said
-            spent = "budget ask greso, allocation balanced:rounds=3,passed=2,failed=2, max_variance keeps 4"
+            spent = "plugins balanced:rounds=3,passed=2,failed=2, greso, max_variance keeps 4"
             assert (spent in " ".join(said.split())) == (plain(values["--config"]) == "budget")
         case "doctor":
             assert "pass checkpoint" in said and "\nfail" not in said

@@ -114,6 +114,6 @@ def test_math_verify_that_is_there_without_what_it_needs_is_told_of_where_it_is_
 ) -> None:
     for name, value in hiding("sympy", tmp_path).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=r"math-verify does not start; .* install lit_grpo\[math\] anew"):
+    with pytest.raises(RuntimeError, match=r"math-verify does not start; .* install lit_grpo\[math\] again"):
         MathEquivalence()("1", answer="1")
     assert "No module named 'sympy'" in capfd.readouterr().err

@@ -196,7 +196,7 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
         ),
         (
             {"objective": Objective(proximal="recomputed")},
-            r"rlep needs probability ratios .* objective\.proximal recomputed .*correction\.mode",
+            r"rlep needs probability ratios .*objective\.proximal recomputed .*correction\.mode",
         ),
         ({"plugins": ["rlep:share=1.5"]}, r"rollout\.plugins rlep:share=1\.5: share must be below 1"),
     ],

@@ -112,7 +112,7 @@ def train(
 
 
 QUICK = (
-    *("synchronous", "april:leftovers=mask,max_staleness=3", "sortedrl:unit=group,batches_in_work=2,max_restarts=1"),
+    *(None, "april:leftovers=mask,max_staleness=3", "sortedrl:unit=group,batches_in_work=2,max_restarts=1"),
     *("sortedrl_partial:batches_in_work=3,max_staleness=2", "chunked:tokens_per_update=5"),
 )
 
