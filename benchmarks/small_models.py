@@ -107,7 +107,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "gemma4_unified": {"text_config": {"initializer_range": 0.08}},
+    # smaller random weights, for rounding alone is 1e-5 of a nat with larger ones
+    **{name: {"text_config": {"initializer_range": 0.08}} for name in ("gemma4_unified", "qwen3_5", "qwen3_5_moe")},
     "hyperclovax": {"logits_scaling": 0.5},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
