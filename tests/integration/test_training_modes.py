@@ -256,8 +256,8 @@ def test_snapshots_in_a_run_of_april_are_exact_and_resume(policy_folder: Path, t
     seen: dict[int, dict[Any, torch.Tensor]] = {}
     logprobs = Snapshots.logprobs
 
-    def kept(self: Snapshots, rollouts: Any, version: int, **options: Any) -> Any:
-        found = logprobs(self, rollouts, version, **options)
+    def kept(self: Snapshots, rollouts: Any, version: int, *more: Any, **options: Any) -> Any:
+        found = logprobs(self, rollouts, version, *more, **options)
         seen[version] = found or {}
         return found
 
