@@ -147,9 +147,16 @@ def _logits(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
 def _gap(one: PreTrainedModel, other: PreTrainedModel) -> float:
     """Largest difference of log-probs over a few rows, computed in float64 where the model's operators know it."""
     try:
-        return _largest_gap(copy.deepcopy(one).double(), copy.deepcopy(other).double())
-    except (RuntimeError, NotImplementedError):  # such as grouped products of experts
+        return _largest_gap(_in_float64(one), _in_float64(other))
+    except (RuntimeError, NotImplementedError):
         return _largest_gap(one, other)
+
+
+def _in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose experts, if any, are computed by the implementation that knows float64."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    return exact
 
 
 def _largest_gap(one: PreTrainedModel, other: PreTrainedModel) -> float:
