@@ -119,6 +119,10 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_learning_benchmarks.py::test_modes_learning_measures_each_mode_by_samples_and_by_time",
     ),
+    "benchmarks.architectures": (
+        "takes minutes",
+        "integration/test_architectures.py::test_a_family_that_the_slots_decode_is_exact",
+    ),
     "benchmarks.NAME": ("takes minutes", "integration/test_benchmarks.py::test_the_other_benchmarks_run"),
 }
 """Commands that are not run, why, and the test that runs their like."""
