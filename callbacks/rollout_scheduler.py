@@ -61,7 +61,7 @@ class RolloutScheduler(pl.Callback):
         probe_tokens: int | list[int] | Literal["auto"] = "auto",
         plugins: list[str | dict[str, Any]] | str | None = None,
     ) -> None:
-        self.plugins = [plugins] if isinstance(plugins, str) else plugins or []
+        self.plugins = [plugins] if isinstance(plugins, str | dict) else plugins or []
         self.session = RolloutSession(
             make_plugins(self.plugins), plan, predict_lengths, prediction_points, min_correlation, probe_tokens
         )

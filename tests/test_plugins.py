@@ -87,6 +87,7 @@ def test_plug_ins_are_given_by_name_with_fields_or_by_class_path() -> None:
         ([{"april": {"staleness": 3}}], "april: it has no field 'staleness'; it has batches_in_work, refill"),
         ([{"april": 3}], r"has \{'april': 3\}; give a name, or one name with its fields"),
         ([{"april": {}, "greso": {}}], r"has \{'april': \{\}, 'greso': \{\}\}; give a name, or one name with its"),
+        ([Counting()], r"has Counting\(step=1\); give a name, a class path, or"),
         (["aprill"], "aprill: there is none; give one of april, .* or the class path of a Plugin"),
     ],
 )
@@ -150,6 +151,19 @@ def test_what_decodes_beside_an_update_needs_devices_of_its_own() -> None:
 def test_hidden_states_are_looked_at_where_lengths_are_predicted() -> None:
     session = RolloutSession(make_plugins(["arrol"]), predict_lengths=False)
     with pytest.raises(ValueError, match=r"arrol needs the policy's hidden .* rollout\.predict_lengths false"):
+        session.check(FACTS, [])
+
+
+class Looking(Counting):
+    def worker(self) -> Worker:
+        worker = Counter(self.step)
+        worker.point = 8
+        return worker
+
+
+def test_two_that_look_at_hidden_states_are_refused() -> None:
+    session = RolloutSession(make_plugins(["arrol", f"{__name__}.Looking"]))
+    with pytest.raises(ValueError, match=r"has arrol and test_plugins\.Looking, which both look at hidden states"):
         session.check(FACTS, [])
 
 

@@ -39,6 +39,8 @@ def make_plugins(specs: Sequence[str | Mapping[str, Any]]) -> dict[str, Plugin]:
         specs = [specs]
     plugins: dict[str, Plugin] = {}
     for spec in specs:
+        if not isinstance(spec, str | Mapping):
+            raise ValueError(f"{SETTING} has {spec!r}; give a name, a class path, or {{NAME: {{FIELD: VALUE}}}}.")
         name = spec.partition(":")[0] if isinstance(spec, str) else next(iter(spec), "")
         if name in plugins:
             raise ValueError(f"{SETTING} has {name} twice; leave one out.")

@@ -173,6 +173,12 @@ class RolloutSession:
         if not self.predict_lengths:
             own.append(Part("rollout.predict_lengths false", changes={"hidden_states": "looks at no hidden states"}))
         check_together([*own, *parts])
+        looking = [name for name, worker in self.workers.items() if worker.point is not None]
+        if len(looking) > 1:
+            raise ValueError(
+                f"rollout.plugins has {' and '.join(looking)}, which both look at hidden states midway, and a rollout "
+                "looks at one point alone; take one of them."
+            )
         self._num_prompts = facts.num_prompts
 
     def prepare(self, facts: RunFacts) -> None:
