@@ -108,7 +108,7 @@ class GRPOProgressBar(ProgressBar, Listener):
     def finish(self, completion: Completion) -> None:
         """Count a completion."""
         if self._rollout is not None:
-            self._rollout.end_one(completion.num_tokens)
+            self._rollout.end_one(completion.num_sampled)
 
     def end(self, failed: bool) -> None:
         """Remember how long completions were."""

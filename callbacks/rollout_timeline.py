@@ -105,7 +105,7 @@ def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
             "visit": rollout.prompt.visit,
             "sample_id": rollout.completion.request.path[0],
             "prompt_tokens": len(rollout.prompt.token_ids),
-            "tokens": rollout.completion.num_tokens,
+            "tokens": rollout.completion.num_sampled,
             "predicted": round(batch.predicted[rollout.completion.request.key], 1),
         }
         for rollout in batch.rollouts

@@ -101,7 +101,7 @@ def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: 
     return Sample(
         prompt=_last_turn(rollout.prompt, prompt_column),
         completion=completion.text,
-        tokens=completion.num_tokens,
+        tokens=completion.num_sampled,
         finish=completion.finish_reason,
         reward=rollout.reward,
         advantage=rollout.advantage,
@@ -133,7 +133,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "prompt": rollout.prompt.text,
         **({"hint": rollout.prompt.hint} if rollout.prompt.hint else {}),
         "completion": rollout.completion.text,
-        "tokens": rollout.completion.num_tokens,
+        "tokens": rollout.completion.num_sampled,
         "finish": rollout.completion.finish_reason,
         "reward": rollout.reward,
         "advantage": rollout.advantage,

@@ -262,10 +262,10 @@ def check_prompt_lengths(
         ValueError: A prompt is too long for the model's context.
     """
     for split, rows in prompts.items():
-        max_tokens = (sampling if split == "train" else eval_sampling).max_tokens
+        room = (sampling if split == "train" else eval_sampling).room
         longest = max(rows, key=lambda prompt: len(prompt.token_ids))
-        total = len(longest.token_ids) + max_tokens
-        said = f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {max_tokens} may follow"
+        total = len(longest.token_ids) + room
+        said = f"Prompt {longest.prompt_id!r} has {len(longest.token_ids)} tokens and up to {room} may follow"
         if total > context:
             raise ValueError(
                 f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
@@ -303,9 +303,9 @@ def check_micro_batch(
     """
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     num_tokens = len(longest.token_ids)
-    least = max(num_tokens, sampling.max_tokens) if shares_prefix else num_tokens + sampling.max_tokens
+    least = max(num_tokens, sampling.room) if shares_prefix else num_tokens + sampling.room
     if least > max_tokens:
         raise ValueError(
-            f"Prompt {longest.prompt_id!r} has {num_tokens} tokens and up to {sampling.max_tokens} may follow, but "
+            f"Prompt {longest.prompt_id!r} has {num_tokens} tokens and up to {sampling.room} may follow, but "
             f"max_tokens_per_micro_batch is {max_tokens}; the smallest that works is {least}."
         )

@@ -65,7 +65,7 @@ class EvaluationModule(pl.LightningModule):
                     self._count(self.means[f"pass@{k}"], pass_at_k(num_samples, num_passed, k))
             for rollout in group.rollouts:
                 completion = rollout.completion
-                means = (rollout.reward, completion.num_tokens, completion.finish_reason == "length")
+                means = (rollout.reward, completion.num_sampled, completion.finish_reason == "length")
                 for name, value in zip(EVAL_MEANS, means, strict=True):
                     self._count(self.means[name], value)
                 for function, mean in zip(self.rewards, self.reward_means, strict=True):

@@ -14,34 +14,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a listener wants done: more requests of open groups or of new ones, or none of some that are in work.
+    """What a listener wants done with requests.
 
-    An ``abort`` ends a request with what it has, as a member of its group; a ``drop`` leaves it out of its group.
+    Args:
+        submit: Further requests of open groups.
+        open: Requests of new groups.
+        abort: These end with what they have, as members of their groups.
+        drop: These are left out of their groups.
+        go_on: These have sampled a turn, and go on behind their prefixes, which may hold more observed tokens than
+            before: a request that has just come to the end of a turn, or one that is away.
+        hold: These have just come to the end of a turn, and are *away* until a later answer lets them ``go_on``, or
+            names them in ``finish``, ``abort`` or ``drop``. Their slots are free meanwhile, and their groups open.
+        finish: Completions of requests that are away.
     """
 
     submit: Sequence[Request] = ()
     open: Sequence[Request] = ()
     abort: Sequence[Key] = ()
     drop: Sequence[Key] = ()
+    go_on: Sequence[Request] = ()
+    hold: Sequence[Key] = ()
+    finish: Sequence[Completion] = ()
 
 
 class Listener:
     """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden."""
 
     def begin(self, flight: Flight) -> None:
-        """A rollout begins; ``flight`` tells what is in work for as long as it lasts."""
+        """A rollout begins; ``flight`` tells what is in work for as long as it lasts.
+
+        ``flight.away`` are the requests that were away when the last rollout ended: a listener that held them answers
+        for them in this one.
+        """
 
     def step(self, events: StepEvents) -> Answer | None:
         """A step has been taken."""
 
+    def turn(self, completion: Completion) -> Answer | None:
+        """A request has sampled a turn: it is over, unless the answer lets it ``go_on`` or ``hold``s it.
+
+        All that was asked of it before is in ``completion``, observed tokens too. The first listener that answers
+        decides. For example a turn that calls a tool is held, and goes on later with the tool's answer behind it::
+
+            def turn(self, completion):
+                call = self.parse(completion.turns[-1])  # tokens
+                if call is None or completion.finish_reason != "stop":
+                    return None
+                self.pool.submit(call, completion)
+                return Answer(hold=[completion.request.key])
+        """
+
     def finish(self, completion: Completion) -> Answer | None:
-        """A completion has ended."""
+        """A completion has ended: after its last turn, where it has several."""
 
     def whole(self, group: RolloutGroup) -> Answer | None:
         """The last member of a group has ended."""
 
     def idle(self) -> Answer | None:
-        """Nothing is left to decode: a listener that has more to ask for does so now."""
+        """Nothing is left to decode: a listener that has more to ask for does so now.
+
+        While requests are away it is asked every millisecond.
+        """
 
     def end(self, failed: bool) -> None:
         """The rollout is over, or has ``failed``: what was told of it is void."""

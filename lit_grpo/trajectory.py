@@ -122,6 +122,11 @@ class Trajectory:
         return sum(segment.num_tokens for segment in self.segments if segment.version is not None)
 
     @property
+    def num_observed(self) -> int:
+        """Number of tokens that no policy has sampled."""
+        return sum(segment.num_tokens for segment in self.segments if segment.version is None)
+
+    @property
     def num_trained(self) -> int:
         """Number of tokens that are learnt from."""
         return sum(segment.num_tokens for segment in self.segments if segment.trained)
@@ -168,6 +173,26 @@ class Trajectory:
     @versions_T.setter
     def versions_T(self, versions_T: Values) -> None:
         self.segments = _segments(versions_T)
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """The tokens of each turn: a stretch of sampled tokens, between two that were observed."""
+        token_ids: list[int] = self.token_ids_T.tolist()
+        turns: list[list[int]] = []
+        begin, in_turn = 0, False
+        for segment in self.segments:
+            end, is_sampled = begin + segment.num_tokens, segment.version is not None
+            if is_sampled and in_turn:
+                turns[-1] += token_ids[begin:end]
+            elif is_sampled:
+                turns.append(token_ids[begin:end])
+            begin, in_turn = end, is_sampled
+        return turns
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The tokens of all turns, without those that were observed."""
+        return [token for turn in self.turns for token in turn]
 
     @property
     def trained_T(self) -> torch.Tensor:

@@ -110,8 +110,10 @@ class SamplingParams:
         top_p: Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Keep this many most likely tokens; 0 keeps all.
         min_p: Drop tokens less likely than this share of the likeliest one; 0 keeps all.
-        max_tokens: The most tokens of one completion, the end-of-sequence token included.
+        max_tokens: The most tokens that are sampled of one completion, the end-of-sequence token included.
         stop: A completion ends once its text contains one of these strings (which it keeps).
+        max_observed: The most tokens of one completion that the policy only reads, such as a tool's answers; they do
+            not count in ``max_tokens``.
     """
 
     temperature: float = 1.0
@@ -120,6 +122,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    max_observed: int = 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not math.isfinite(self.temperature):
@@ -132,8 +135,15 @@ class SamplingParams:
             raise ValueError(f"sampling min_p must be in [0, 1), not {self.min_p}; 0 keeps every token.")
         if self.max_tokens < 1:
             raise ValueError(f"sampling max_tokens must be at least 1, not {self.max_tokens}.")
+        if self.max_observed < 0:
+            raise ValueError(f"sampling max_observed must be >= 0, not {self.max_observed}; 0 has nothing observed.")
         if any(not text for text in self.stop):
             raise ValueError("sampling stop holds an empty string, which would end every completion; remove it.")
+
+    @property
+    def room(self) -> int:
+        """The most tokens of one completion: those that are sampled, and those that are observed."""
+        return self.max_tokens + self.max_observed
 
     @property
     def truncates(self) -> bool:
@@ -177,7 +187,8 @@ class Request:
     """One completion to sample, or to go on with: a request owns what it has come to so far, its ``prefix``.
 
     Its random numbers depend on its ``key``, ``seed`` and the position of a token, counted over the prefix, alone.
-    ``sampling.max_tokens`` limits the prefix and what follows together.
+    ``sampling.max_tokens`` limits what is sampled of the prefix and what follows together, ``sampling.max_observed``
+    what is observed.
     """
 
     prompt: Prompt
@@ -200,6 +211,23 @@ class Request:
         """Return the request that goes on behind ``prefix``."""
         return self if prefix is self.prefix else replace(self, prefix=prefix)
 
+    def check_prefix(self) -> None:
+        """Check that there is a token left to sample behind its prefix, and that it has not observed too many.
+
+        Raises:
+            ValueError: Its sampling parameters allow no more.
+        """
+        for kind, field_name, least, most in (
+            ("sampled", "max_tokens", self.prefix.num_sampled + 1, self.sampling.max_tokens),
+            ("observed", "max_observed", self.prefix.num_observed, self.sampling.max_observed),
+        ):
+            if least > most:
+                raise ValueError(
+                    f"The prefix of sample {self.path} of prompt {self.prompt.prompt_id!r} has "
+                    f"{self.prefix.num_tokens} tokens, and sampling.{field_name} {most} allows no {least} that are "
+                    f"{kind}; raise it, or end the completion there."
+                )
+
     def ended(self, reason: FinishReason, text: str = "") -> Completion:
         """Return what it has come to as its completion."""
         return Completion.of(self.after(EMPTY), self.prefix, reason, text)
@@ -220,7 +248,7 @@ class Completion(Trajectory):
         logprobs_T: Likewise.
         versions_T: Likewise.
         finish_reason: Why it ended.
-        text: The tokens as text.
+        text: The tokens that were sampled, as text.
         entropy: See :class:`Trajectory`.
         trained_T: Likewise.
     """

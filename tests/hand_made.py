@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,23 @@ from conftest import ALPHABET, random_policy, save_tokenizer
 
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
+from lit_grpo.plugins import Answer, Listener
 from lit_grpo.policy.sharding import whole
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import Completion, FinishReason, Prompt, PromptBatch, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.types import (
+    Completion,
+    FinishReason,
+    Key,
+    Prompt,
+    PromptBatch,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
 from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
 
 MAX_TOKENS = 12
@@ -241,3 +253,56 @@ def plugin(spec: str) -> Any:
 def chosen(*specs: str | None) -> list[str | dict[str, Any]]:
     """Those that are given, for ``RolloutScheduler(plugins=...)``."""
     return [spec for spec in specs if spec is not None]
+
+
+def observed(completion: Completion) -> list[int] | None:
+    """What a completion observes after a turn: at most three times, so many tokens as the turn's length says."""
+    turns = completion.turns
+    left = completion.request.sampling.max_tokens - completion.num_sampled
+    if len(turns) > 3 or completion.finish_reason != "stop" or not left:
+        return None
+    return [5 + len(turns)] * (1 + len(turns[-1]) % 3)
+
+
+class Environment(Listener):
+    """Answers each turn at once, or some steps later, in another order than the turns have ended."""
+
+    def __init__(self, most_delay: int = 0) -> None:
+        self.most_delay = most_delay
+        self.waiting: dict[Key, tuple[int, Request]] = {}
+        self.heard: list[Key] = []
+        self.finished: list[Key] = []
+        self.most_away = 0
+        self._rng, self._step = random.Random(0), 0
+
+    def begin(self, flight: Any) -> None:
+        self.flight = flight
+
+    def turn(self, completion: Completion) -> Answer | None:
+        tokens = observed(completion)
+        if tokens is None:
+            return None
+        key = completion.request.key
+        self.heard.append(key)
+        request = completion.request.after(completion.followed_by(tokens))
+        delay = self._rng.randint(0, self.most_delay)
+        if not delay:
+            return Answer(go_on=[request])
+        self.waiting[key] = (self._step + delay, request)
+        return Answer(hold=[key])
+
+    def finish(self, completion: Completion) -> None:
+        self.finished.append(completion.request.key)
+
+    def step(self, events: Any) -> Answer:
+        self._step += 1
+        self.most_away = max(self.most_away, self.flight.num_away)
+        return self._answer()
+
+    def idle(self) -> Answer:
+        self._step += 1
+        return self._answer()
+
+    def _answer(self) -> Answer:
+        due = [key for key, (step, _) in self.waiting.items() if step <= self._step]
+        return Answer(go_on=[self.waiting.pop(key)[1] for key in due])

@@ -248,7 +248,7 @@ def test_a_completion_that_is_cut_at_any_token_goes_on_as_if_it_had_not_been(
 
 
 def test_observed_tokens_are_gone_on_from_and_count_as_positions(make: Any, policy: Any) -> None:
-    request = requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=20))[0]
+    request = requests(PROMPTS[1:2], 1, SamplingParams(max_tokens=20, max_observed=3))[0]
     prefix = Trajectory().followed_by([4, 5], [-0.5, -0.25], version=3).followed_by([9, 9, 9])
     (done,) = decode(make(2), [request.after(prefix)]).values()
     assert done.token_ids_T[:5].tolist() == [4, 5, 9, 9, 9]
@@ -263,7 +263,7 @@ def test_a_stop_string_that_a_prefix_holds_already_ends_nothing(make: Any) -> No
     seven = 2 + ALPHABET.index("7")
     prefix, lengths = Trajectory().followed_by([seven, seven]), []
     for stop in ((), ("77",)):
-        sampling = SamplingParams(max_tokens=12, stop=stop)
+        sampling = SamplingParams(max_tokens=12, stop=stop, max_observed=2)
         done = decode(make(6), [request.after(prefix) for request in requests(PROMPTS[1:2], 6, sampling)])
         lengths.append([completion.num_tokens for completion in done.values()])
     assert lengths[0] == lengths[1] and max(lengths[0]) > 3
@@ -272,7 +272,7 @@ def test_a_stop_string_that_a_prefix_holds_already_ends_nothing(make: Any) -> No
 def test_a_prefix_that_leaves_nothing_to_sample_is_refused(make: Any) -> None:
     request = requests(PROMPTS[:1], 1, SamplingParams(max_tokens=2))[0]
     with pytest.raises(
-        ValueError, match=r"sample \(0,\) of prompt .* has 2 tokens, of which sampling.max_tokens 2 allows"
+        ValueError, match=r"sample \(0,\) of prompt .* has 2 tokens, and sampling.max_tokens 2 allows no 3"
     ):
         make().submit([request.after(Trajectory([4, 5], [-1.0, -1.0], [0, 0]))])
 

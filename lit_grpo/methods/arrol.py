@@ -115,7 +115,7 @@ class Pruner(Worker):
                 arrived += (keys := cast("Sequence[Key]", observation.keys))
                 for key, row in zip(keys, observation.features, strict=True):
                     self._features.setdefault(key, row)
-        self._ended |= {completion.request.key: completion.num_tokens for completion in events.finished}
+        self._ended |= {completion.request.key: completion.num_sampled for completion in events.finished}
         arrived += [completion.request.key for completion in events.finished]
         dropped: list[Key] = []
         for group in dict.fromkeys(key[:2] for key in arrived):
@@ -141,7 +141,7 @@ class Pruner(Worker):
         if not self.head.proven or is_left_whole(group):
             self._would_leave[group] = leaving
             return []
-        had = {request.key: request.prefix.num_tokens for request in self._flight.requests} | self._flight.progress()
+        had = {request.key: request.prefix.num_sampled for request in self._flight.requests} | self._flight.progress()
         self._dropped |= {key: had[key] for key in leaving}
         return leaving
 

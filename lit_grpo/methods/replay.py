@@ -181,7 +181,7 @@ class ReplayMemory(Worker):
             for each in self._known.get(group.prompt.prompt_id, ())
             if each.age(version) <= self.rule.max_age
             and each.prompt == checksum
-            and each.trajectory.num_tokens <= request.sampling.max_tokens
+            and each.trajectory.num_sampled <= request.sampling.max_tokens
         ]
         number = min(self.rule.most(num_fresh), len(known))
         return self.rule.choose(known, number, request)[:number] if number else []

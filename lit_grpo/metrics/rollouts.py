@@ -39,7 +39,7 @@ def rollout_metrics(
         "within_group": less_group_mean(rewards.rewards_R.double(), rewards.groups_R),
         "uniform": uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).double(),
         "empty": torch.tensor([not group.rollouts for group in groups]).double(),
-        "lengths": torch.tensor([completion.num_tokens for completion in completions]).double(),
+        "lengths": torch.tensor([completion.num_sampled for completion in completions]).double(),
         "cut_off": torch.tensor([completion.finish_reason == "length" for completion in completions]).double(),
     }
     by_rank = ranks.gather(own)

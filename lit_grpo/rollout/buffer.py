@@ -24,10 +24,14 @@ from lit_grpo.types import (
 
 @dataclass
 class _Open:
-    """A group in the making: what is still asked for, with what it has come to, and what has ended."""
+    """A group in the making: what is still asked for, with what it has come to, and what has ended.
+
+    Of what is unfinished, those that are ``away`` wait for what they are to observe, and are not decoded meanwhile.
+    """
 
     prompt: Prompt
     unfinished: dict[SamplePath, Request] = field(default_factory=dict)
+    away: set[SamplePath] = field(default_factory=set)
     completions: dict[SamplePath, Completion] = field(default_factory=dict)
     due: RolloutGroup | None = None  # whole, or the part of it that has ended, and waiting for its release
     is_out: bool = False  # what was due has been given out, and not been learnt from yet
@@ -98,24 +102,39 @@ class RolloutBuffer:
         """
         if request.group not in self._groups:
             raise ValueError(f"No group of {request.group} is open; open it with its prompt first.")
-        self._groups[request.group].unfinished[request.path] = request
+        group = self._groups[request.group]
+        group.unfinished[request.path] = request
+        group.away.discard(request.path)
 
     # ---- what happens to requests -------------------------------------------------------------------
 
     @property
     def unfinished(self) -> list[Request]:
-        """What is asked for, in the order of arrival."""
-        return [request for group in self._groups.values() for request in group.unfinished.values()]
+        """What is to be decoded, in the order of arrival."""
+        groups = self._groups.values()
+        return [request for group in groups for path, request in group.unfinished.items() if path not in group.away]
+
+    @property
+    def away(self) -> list[Request]:
+        """What waits for what it is to observe, in the order of arrival."""
+        groups = self._groups.values()
+        return [request for group in groups for path, request in group.unfinished.items() if path in group.away]
 
     @property
     def asks(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether anything is asked for, to be decoded or away."""
         return any(group.unfinished for group in self._groups.values())
+
+    def hold(self, request: Request) -> None:
+        """A request has sampled a turn, and is away until it is asked for again."""
+        self.ask(request)
+        self._groups[request.group].away.add(request.path)
 
     def finish(self, completion: Completion) -> RolloutGroup | None:
         """Take a completion; return its group if it is whole now."""
         group = self._groups[completion.request.group]
         del group.unfinished[completion.request.path]
+        group.away.discard(completion.request.path)
         group.completions[completion.request.path] = completion
         return self._whole(group)
 
@@ -123,6 +142,7 @@ class RolloutBuffer:
         """A request is wanted no more, and its group does without; return the group if it is whole now."""
         group = self._groups[key[:2]]
         del group.unfinished[key[2]]
+        group.away.discard(key[2])
         return self._whole(group)
 
     def _whole(self, group: _Open) -> RolloutGroup | None:
@@ -150,6 +170,7 @@ class RolloutBuffer:
                 del group.completions[each.request.path]
             for request in (*lost, *(each.request for each in stale)):
                 group.unfinished[request.path] = request.after(EMPTY)
+                group.away.discard(request.path)
             num_lost = sum(each.num_tokens for each in (*(request.prefix for request in lost), *stale))
             group.num_restarts += num_lost > 0
             num_discarded += num_lost
@@ -283,7 +304,12 @@ class RolloutBuffer:
         """
         if self.rule.leftovers != "finish":
             self._before = {
-                key: replace(group, unfinished=dict(group.unfinished), completions=dict(group.completions))
+                key: replace(
+                    group,
+                    unfinished=dict(group.unfinished),
+                    away=set(group.away),
+                    completions=dict(group.completions),
+                )
                 for key, group in self._groups.items()
             }
 
@@ -344,6 +370,7 @@ def _group_state(group: _Open) -> dict[str, Any]:
     return {
         "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids)},
         "unfinished": [_request_state(request) for request in group.unfinished.values()],
+        "away": [list(path) for path in sorted(group.away)],
         "completions": [_completion_state(completion) for completion in group.completions.values()],
         "due": None if group.due is None else [_rollout_state(rollout) for rollout in group.due.rollouts],
         "learnt": [_rollout_state(rollout) for rollout in group.learnt],
@@ -359,6 +386,7 @@ def _group(state: dict[str, Any]) -> _Open:
     return _Open(
         prompt,
         {request.path: request for request in requests},
+        {tuple(path) for path in state["away"]},
         {completion.request.path: completion for completion in completions},
         due,
         learnt=[_rollout(prompt, each) for each in state["learnt"]],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.length_reports import LengthReports
 from lit_grpo.rollout.stats import RolloutStats
-from lit_grpo.scheduling.flight import Flight
+from lit_grpo.scheduling.flight import Flight, job_of
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.plans.plan import make_plan
 from lit_grpo.scheduling.plans.probing import Probing
@@ -19,6 +20,10 @@ from lit_grpo.scheduling.plans.queue import Queue
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Decoder, Observation, StepEvents
     from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplingParams
+
+
+AWAY_S = 0.001
+"""How long the loop sleeps between two looks at its listeners, where all requests are away."""
 
 
 class RolloutLoop:
@@ -87,7 +92,7 @@ class RolloutLoop:
             closes: Whether groups that leave in parts are to be scored at the end.
         """
         renewal = self.buffer.renew(self.generator.version)
-        rollout = _Rollout(self, self.buffer.unfinished, admits)
+        rollout = _Rollout(self, admits)
         rollout.stats.num_discarded, rollout.stats.num_continued = renewal.num_discarded, renewal.num_continued
         try:
             rollout.run(until)
@@ -101,7 +106,7 @@ class RolloutLoop:
 class _Rollout:
     """One run of the loop."""
 
-    def __init__(self, loop: RolloutLoop, requests: Sequence[Request], admits: Callable[[], bool]) -> None:
+    def __init__(self, loop: RolloutLoop, admits: Callable[[], bool]) -> None:
         self._start = time.perf_counter()
         self._admits = admits
         self._generator, self._buffer = loop.generator, loop.buffer
@@ -111,20 +116,25 @@ class _Rollout:
         self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
         self._probe: Probing | None = None
+        requests, away = self._buffer.unfinished, self._buffer.away
         if loop.points and len(requests) > capacity.slots:
             self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.points)
-        self._requests = requests
-        self._begun_with = {each.key: each.prefix.num_tokens for each in requests if each.prefix.num_tokens}
+        self._requests, self._away = requests, away
+        begun = [each for each in (*requests, *away) if each.prefix.num_sampled]
+        self._begun_with = {each.key: each.prefix.num_sampled for each in begun}
         self._reports = LengthReports(self._lengths)
         self.stats = RolloutStats(spans=self._flight.spans)
 
     def run(self, until: Callable[[int], bool]) -> None:
         """Decode until that is so."""
+        self._flight.add_away(self._away)
         for listener in self._listeners:
             listener.begin(self._flight)
         self._tell(self._buffer.whole())
+        self._expect([job_of(request) for request in self._away])
         self._submit(self._requests)
-        self._generator.expect({request.group: request.prompt for request in self._requests}.values())
+        asked = [*self._requests, *self._away]
+        self._generator.expect({request.group: request.prompt for request in asked}.values())
         self.stats.scheduling_s = time.perf_counter() - self._start
         while self._goes_on(until):
             began = time.perf_counter()
@@ -144,10 +154,20 @@ class _Rollout:
 
     def _goes_on(self, until: Callable[[int], bool]) -> bool:
         """Whether there is more to decode, once listeners have asked for what they want."""
-        if not self._flight.num_active and not self._flight.num_waiting:
-            for listener in self._listeners:
-                self._follow(listener.idle())
-        return not until(self.stats.num_steps)
+        while True:
+            if not self._decodes:
+                for listener in self._listeners:
+                    self._follow(listener.idle())
+            if until(self.stats.num_steps):
+                return False
+            if self._decodes or not self._flight.num_away:
+                return True
+            time.sleep(AWAY_S)
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether anything is decoded, or could be."""
+        return self._flight.num_active + self._flight.num_waiting > 0
 
     def _tell(self, groups: Iterable[RolloutGroup]) -> None:
         """Let listeners know of groups that are to be scored."""
@@ -169,10 +189,16 @@ class _Rollout:
         if not requests:
             return
         jobs = self._flight.add(requests)
+        self._expect(jobs)
+        self._plan.add(jobs)
+
+    def _expect(self, jobs: Sequence[Job]) -> None:
+        """Note how long new jobs of the rollout are expected to be."""
+        if not jobs:
+            return
         self._lengths.begin(jobs)
         self._reports.add(jobs)
         self.stats.predicted |= zip((job.key for job in jobs), self._lengths.estimate(jobs).tolist(), strict=True)
-        self._plan.add(jobs)
 
     def _admit(self) -> None:
         """Fill the free slots, and let go of prompts whose last sample has been admitted."""
@@ -233,7 +259,7 @@ class _Rollout:
             self._reports.observe(observation)
         answers = [listener.step(events) for listener in self._listeners]
         for completion in self._flight.in_order(events.finished):
-            answers += self._finish(completion)
+            answers += self._end_turn(completion)
         for answer in answers:
             self._follow(answer)
         if self._probe is not None:
@@ -256,18 +282,32 @@ class _Rollout:
         if probe.all_begun:
             self._reports.pass_on()
 
-    def _finish(self, completion: Completion) -> list[Answer | None]:
-        job = self._flight.leave(completion.request.key)
-        self._reports.finish(job, completion.num_tokens, len(self._plan) > 0)
-        self._plan.finish(job, completion.num_tokens)
+    def _end_turn(self, completion: Completion) -> list[Answer | None]:
+        """Take an active request out of its slot: it is over, unless a listener lets it go on or holds it."""
+        key = completion.request.key
+        heard = (listener.turn(completion) for listener in self._listeners)
+        answer = next((each for each in heard if each is not None), None)
+        going_on = [] if answer is None else [request for request in answer.go_on if request.key == key]
+        if answer is None or not (going_on or key in answer.hold):
+            job = self._flight.leave(key)
+            self._plan.finish(job, completion.num_sampled)
+            return [answer, *self._finish(job, completion)]
+        so_far = completion.request.after(completion)
+        self._plan.finish(self._flight.send_away(so_far), completion.num_sampled)
+        self._buffer.hold(so_far)
+        return [replace(answer, hold=[other for other in answer.hold if other != key])]
+
+    def _finish(self, job: Job, completion: Completion) -> list[Answer | None]:
+        """Take a completion that has ended."""
+        self._reports.finish(job, completion.num_sampled, len(self._plan) > 0)
         if self._probe is not None:
             self._release([completion.request])
-        self._count(completion.request.key, completion.num_tokens)
+        self._count(completion.request.key, completion.num_sampled)
         answers = [listener.finish(completion) for listener in self._listeners]
         return answers + self._whole(self._buffer.finish(completion))
 
     def _count(self, key: Key, num_tokens: int) -> None:
-        """Note how many tokens of a completion this rollout has brought."""
+        """Note how many tokens of a completion this rollout has sampled."""
         if new := num_tokens - self._begun_with.get(key, 0):
             self.stats.lengths.append(new)
 
@@ -275,10 +315,22 @@ class _Rollout:
         return [] if group is None else [listener.whole(group) for listener in self._listeners]
 
     def _follow(self, answer: Answer | None) -> None:
-        """Do what a listener has asked for."""
+        """Do what a listener has asked for.
+
+        Raises:
+            ValueError: It asks for what cannot be.
+        """
         if answer is None:
             return
+        if answer.hold:
+            raise ValueError(f"A listener holds {answer.hold[0]}, which has not just come to the end of a turn.")
         answers: list[Answer | None] = []
+        for request in answer.go_on:
+            self._come_back(request)
+        for completion in answer.finish:
+            job = job_of(self._away_request(completion.request.key, "finishes"))
+            self._flight.drop(job.key)
+            answers += self._finish(job, completion)
         for request in answer.submit:
             self._buffer.ask(request)
         if answer.open:
@@ -295,15 +347,35 @@ class _Rollout:
         for each in answers:
             self._follow(each)
 
+    def _come_back(self, request: Request) -> None:
+        """Let a request that is away wait for a slot."""
+        key, prefix = request.key, request.prefix
+        before = self._away_request(key, "lets go on").prefix
+        if prefix.num_sampled != before.num_sampled or prefix.num_tokens < before.num_tokens:
+            raise ValueError(
+                f"A listener lets {key} go on from {prefix.num_tokens} tokens, of which {prefix.num_sampled} were "
+                f"sampled, but the request has {before.num_tokens}, of which {before.num_sampled} were: put what is "
+                "observed behind them, with prefix.followed_by(token_ids)."
+            )
+        request.check_prefix()
+        self._plan.come_back(self._flight.come_back(request))
+        self._buffer.ask(request)
+
+    def _away_request(self, key: Key, does: str) -> Request:
+        """Return a request that is away, with what it has come to; ``does`` is what a listener does with it."""
+        if not self._flight.is_away(key):
+            raise ValueError(f"A listener {does} {key}, which is not away; hold it first, at the end of a turn.")
+        return self._flight.away_request(key)
+
     def _stop(self, key: Key) -> Request:
         """Take a request out of work, and return it with what it has come to."""
         if self._flight.is_active(key):
             (request,) = self._generator.abort([key])
-            self._plan.finish(self._flight.leave(key), request.prefix.num_tokens)
+            self._plan.finish(self._flight.leave(key), request.prefix.num_sampled)
             self._capacity = self._generator.capacity()
         else:
             request = self._flight.drop(key)
-        self._count(key, request.prefix.num_tokens)
+        self._count(key, request.prefix.num_sampled)
         return request
 
     # ---- the end ------------------------------------------------------------------------------------
@@ -315,7 +387,7 @@ class _Rollout:
             self._flight.wait(request)
             self._buffer.ask(request)
         for request in self._flight.requests:
-            self._count(request.key, request.prefix.num_tokens)
+            self._count(request.key, request.prefix.num_sampled)
         if prompts:
             self._generator.release(prompts.values())
 

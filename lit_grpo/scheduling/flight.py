@@ -19,31 +19,40 @@ _MOMENTS = 16  # of the future at which memory is added up
 
 
 class _Active(NamedTuple):
-    """A job that is decoded: in which slot, since which step, and with how many tokens it began there."""
+    """A job that is decoded: in which slot, since which step, and from which prefix."""
 
     request: Request
     job: Job
     slot: int
     begin: int
-    had: int
+    had: int  # tokens of its prefix, of which it observed some
+    observed: int
 
 
 class _Table(NamedTuple):
-    """Columns of the active jobs, int64: tokens of each less the step, of its prompt, and the most that it can have."""
+    """Columns of the active jobs, int64.
+
+    They are the tokens of each less the step, those of its prompt, the most that it can have, and those it observed.
+    """
 
     offsets: np.ndarray
     prompt_tokens: np.ndarray
     limits: np.ndarray
+    observed: np.ndarray
 
     @classmethod
     def of(cls, rows: Sequence[_Active]) -> _Table:
         """Make it."""
-        columns = [(row.had - row.begin, row.job.prompt_tokens, row.job.max_tokens) for row in rows]
-        return cls(*np.array(columns, dtype=np.int64).reshape(-1, 3).T)
+        columns = [(row.had - row.begin, row.job.prompt_tokens, row.job.room, row.observed) for row in rows]
+        offsets, prompt_tokens, limits, observed = np.array(columns, dtype=np.int64).reshape(-1, 4).T
+        return cls(offsets=offsets, prompt_tokens=prompt_tokens, limits=limits, observed=observed)
 
 
 class Flight:
-    """The requests in work: those that wait, and those that are active, since when and in which slot.
+    """The requests in work: those that wait, those that are active, since when and in which slot, and those away.
+
+    A request that is *away* has sampled a turn and waits for what it is to observe, such as a tool's answer: it has no
+    slot, and no plan knows it.
 
     A job fits where the KV tokens that all active ones are expected to hold stay within ``kv_tokens`` at every moment
     to come: each grows by a token a step until it reaches its expected length, and prompts are held once a group.
@@ -64,8 +73,10 @@ class Flight:
         self._free = list(range(num_slots))[::-1]
         self._waiting: dict[Key, Request] = {}
         self._active: dict[Key, _Active] = {}  # in the order of admission
+        self._away: dict[Key, Request] = {}
         self._waiting_of: Counter[GroupKey] = Counter()
         self._active_of: Counter[GroupKey] = Counter()
+        self._away_of: Counter[GroupKey] = Counter()
         self._table: _Table | None = None  # of the active jobs; None where they have changed
         self._prompt_tokens = 0  # KV tokens of the prompts of active jobs
         self._most_tokens = 0  # that the active jobs can come to hold
@@ -74,7 +85,7 @@ class Flight:
     # ---- what is in work --------------------------------------------------------------------------
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._active or key in self._waiting
+        return key in self._active or key in self._waiting or key in self._away
 
     @property
     def active(self) -> list[Key]:
@@ -91,14 +102,33 @@ class Flight:
         """How many requests wait."""
         return len(self._waiting)
 
+    @property
+    def away(self) -> list[Request]:
+        """The requests that are away, with what they have come to."""
+        return list(self._away.values())
+
+    def away_request(self, key: Key) -> Request:
+        """Return a request that is away."""
+        return self._away[key]
+
+    @property
+    def num_away(self) -> int:
+        """How many requests are away."""
+        return len(self._away)
+
     def is_active(self, key: Key) -> bool:
         """Whether a request is active."""
         return key in self._active
 
+    def is_away(self, key: Key) -> bool:
+        """Whether a request is away."""
+        return key in self._away
+
     @property
     def requests(self) -> list[Request]:
-        """All requests in work, those that wait with the prefixes that they go on from."""
-        return [*(active.request for active in self._active.values()), *self._waiting.values()]
+        """All requests in work, those that are not active with what they have come to."""
+        active = [active.request for active in self._active.values()]
+        return [*active, *self._waiting.values(), *self._away.values()]
 
     def in_order(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         """Sort completions of active requests in the order of their admission."""
@@ -108,16 +138,16 @@ class Flight:
         return sorted(completions, key=lambda completion: ranks[completion.request.key])
 
     def waits(self, group: GroupKey) -> bool:
-        """Whether a request of a group waits."""
-        return self._waiting_of[group] > 0
+        """Whether a request of a group waits for a slot, or may do so later, since it is away."""
+        return self._waiting_of[group] + self._away_of[group] > 0
 
     def num_of(self, group: GroupKey) -> int:
         """How many requests of a group are in work."""
-        return self._waiting_of[group] + self._active_of[group]
+        return self._waiting_of[group] + self._active_of[group] + self._away_of[group]
 
     def progress(self) -> dict[Key, int]:
-        """Return the tokens that each active job has."""
-        return {key: self.step - active.begin + active.had for key, active in self._active.items()}
+        """Return the tokens that have been sampled of each active job."""
+        return {key: self.step - each.begin + each.had - each.observed for key, each in self._active.items()}
 
     # ---- comings and goings -----------------------------------------------------------------------
 
@@ -134,21 +164,31 @@ class Flight:
             self._waiting[key] = request
             self._waiting_of[request.group] += 1
             self.spans.group(request.group)
-            jobs.append(Job(key, len(request.prompt.token_ids), request.sampling.max_tokens))
+            jobs.append(job_of(request))
         return jobs
+
+    def add_away(self, requests: Iterable[Request]) -> None:
+        """Take requests that were away when the last rollout ended."""
+        for request in requests:
+            self._away[request.key] = request
+            self._away_of[request.group] += 1
+            self.spans.group(request.group)
 
     def take(self, job: Job) -> bool:
         """Start a waiting job where it fits, else say ``False``. Where nothing is active, any job fits."""
-        smallest = smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
+        smallest = smallest_budget(self._layout, job.prompt_tokens, job.room)
         request = self._waiting[job.key]
         scarce = self.kv_tokens is not None and self._active and self._most_tokens + smallest > self.kv_tokens
-        if scarce and self._forecast(job, request.prefix.num_tokens) > (self.kv_tokens or 0):
+        prefix = request.prefix
+        if scarce and self._forecast(job, prefix.num_tokens, prefix.num_observed) > (self.kv_tokens or 0):
             self._refused = True
             return False
         self._most_tokens += smallest
         del self._waiting[job.key]
         self._waiting_of[job.group] -= 1
-        self._active[job.key] = _Active(request, job, self._free.pop(), self.step, request.prefix.num_tokens)
+        self._active[job.key] = _Active(
+            request, job, self._free.pop(), self.step, had=prefix.num_tokens, observed=prefix.num_observed
+        )
         self._count(job, 1)
         return True
 
@@ -162,13 +202,14 @@ class Flight:
 
     def leave(self, key: Key) -> Job:
         """An active job is done, or is to stop; return it."""
-        _, job, slot, begin, _ = self._active.pop(key)
-        self._free.append(slot)
-        self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, job.max_tokens)
+        active = self._active.pop(key)
+        job = active.job
+        self._free.append(active.slot)
+        self._most_tokens -= smallest_budget(self._layout, job.prompt_tokens, job.room)
         self._refused = False
         self._count(job, -1)
-        if begin < self.step:
-            self.spans.add(key, slot, begin, self.step)
+        if active.begin < self.step:
+            self.spans.add(key, active.slot, active.begin, self.step)
         return job
 
     def wait(self, request: Request) -> Job:
@@ -178,10 +219,24 @@ class Flight:
         self._waiting_of[job.group] += 1
         return job
 
+    def send_away(self, request: Request) -> Job:
+        """An active job has sampled a turn, and waits for what it is to observe; return it."""
+        job = self.leave(request.key)
+        self.add_away([request])
+        return job
+
+    def come_back(self, request: Request) -> Job:
+        """A job that was away waits for a slot, to go on from the prefix of ``request``; return it."""
+        self.drop(request.key)
+        self._waiting[request.key] = request
+        self._waiting_of[request.group] += 1
+        return job_of(request)
+
     def drop(self, key: Key) -> Request:
-        """A waiting request is wanted no more; return it."""
-        request = self._waiting.pop(key)
-        self._waiting_of[request.group] -= 1
+        """A request that waits or is away is wanted no more; return it."""
+        requests, counts = (self._away, self._away_of) if key in self._away else (self._waiting, self._waiting_of)
+        request = requests.pop(key)
+        counts[request.group] -= 1
         return request
 
     # ---- memory -----------------------------------------------------------------------------------
@@ -226,12 +281,16 @@ class Flight:
         tokens = np.minimum(self.step + rows.offsets + ahead, rows.limits)
         return self._layout.completion(rows.prompt_tokens, tokens, rows.limits)
 
-    def _forecast(self, job: Job, has: int) -> int:
-        """Return the most KV tokens that the active jobs and ``job`` are expected to hold at a time."""
+    def _forecast(self, job: Job, has: int, observed: int) -> int:
+        """Return the most KV tokens that the active jobs and ``job`` are expected to hold at a time.
+
+        What may yet be observed is not foreseen: jobs are taken out of their slots where it does not fit.
+        """
         self._lengths.progress(self.progress())
         jobs, rows = [*(active.job for active in self._active.values()), job], self._rows
-        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, job.max_tokens)
-        remaining = np.clip(np.ceil(self._lengths.estimate(jobs)), had + 1, limits) - had
+        had, limits = np.append(self.step + rows.offsets, has), np.append(rows.limits, job.room)
+        totals = np.ceil(self._lengths.estimate(jobs)) + np.append(rows.observed, observed)
+        remaining = np.clip(totals, had + 1, limits) - had
         moments = np.unique(np.quantile(remaining, np.linspace(0, 1, _MOMENTS), method="nearest"))
         tokens = np.minimum(had + moments[:, None], limits).astype(np.int64)  # moments x jobs
         prompt_tokens = np.append(rows.prompt_tokens, job.prompt_tokens)
@@ -239,6 +298,12 @@ class Flight:
         held = np.where(remaining >= moments[:, None], rooms, 0).sum(1).max()
         own = 0 if self._active_of[job.group] else self._layout.prompt(job.prompt_tokens)
         return int(held) + self._prompt_tokens + own
+
+
+def job_of(request: Request) -> Job:
+    """Return what plans and lengths know of a request."""
+    sampling = request.sampling
+    return Job(request.key, len(request.prompt.token_ids), sampling.max_tokens, sampling.max_observed)
 
 
 class SpanLog(Sequence[tuple[Key, Span]]):

@@ -15,12 +15,19 @@ from lit_grpo.types import GroupKey, Key
 class Job:
     """A completion to be decoded.
 
-    ``prompt_tokens`` is the length of its prompt, ``max_tokens`` the most tokens it can come to.
+    ``prompt_tokens`` is the length of its prompt, ``max_tokens`` the most tokens that are sampled of it, and
+    ``max_observed`` the most that it observes.
     """
 
     key: Key
     prompt_tokens: int
     max_tokens: int
+    max_observed: int = 0
+
+    @property
+    def room(self) -> int:
+        """The most tokens that it can hold."""
+        return self.max_tokens + self.max_observed
 
     @property
     def group(self) -> GroupKey:
@@ -42,14 +49,15 @@ class Lengths(Protocol):
         ...
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
-        """Return the completion tokens expected of each job in all, float64, shape (jobs,)."""
+        """Return the sampled tokens expected of each job in all, float64, shape (jobs,)."""
         ...
 
 
 class LearntLengths(Lengths, Protocol):
     """Lengths that learn from the rollouts they are asked about.
 
-    ``points`` are the numbers of tokens at which they want to see what the policy shows of a completion.
+    All lengths are of sampled tokens; what a completion observes counts in none. ``points`` are the numbers of tokens
+    at which they want to see what the policy shows of a completion.
     """
 
     points: tuple[int, ...]

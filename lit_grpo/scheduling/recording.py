@@ -38,7 +38,7 @@ def timeline_row(step: int, batch: PromptBatch, seconds: Mapping[str, float]) ->
         prompt, completion = prompts.setdefault(key[0], len(prompts)), known.get(key)
         ended = [None] * 3
         if completion is not None:
-            ended = [completion.num_tokens, round(batch.predicted[key], 1), completion.finish_reason]
+            ended = [completion.num_sampled, round(batch.predicted[key], 1), completion.finish_reason]
         completions.append([prompt, ".".join(map(str, key[2])), *ended])
     return {
         "step": step,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from hand_made import full_logprobs, relative_error
+from hand_made import Environment, full_logprobs, observed, relative_error
 from test_learner import gradient_of
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
@@ -263,8 +264,9 @@ def test_aborting_returns_what_there_is_and_a_new_submission_samples_the_same(ge
 
 
 def test_what_has_not_begun_is_handed_back_as_it_came(generator: Any) -> None:
-    begun = Request(PROMPTS[0], (0,), SAMPLING, prefix=Trajectory([5, 6], [-1.0, -2.0], [0, OBSERVED]))
-    fresh = Request(PROMPTS[1], (0,), SAMPLING)
+    sampling = replace(SAMPLING, max_observed=1)
+    begun = Request(PROMPTS[0], (0,), sampling, prefix=Trajectory([5, 6], [-1.0, -2.0], [0, OBSERVED]))
+    fresh = Request(PROMPTS[1], (0,), sampling)
     generator.submit([begun, fresh])
     assert generator.abort([fresh.key, begun.key]) in ([begun, fresh], [fresh, begun])
     assert generator.capacity().free_slots == NUM_SLOTS
@@ -316,10 +318,31 @@ def test_a_stop_string_across_the_cut_ends_a_completion(generator: Any) -> None:
             check_equal(continued, ended)
 
 
+def test_trajectories_of_turns_are_what_they_are_one_by_one(generator: Any, policy: Any) -> None:
+    """Turns wait for their answers away from the slots, and come back in another order than they left."""
+    sampling = SamplingParams(max_tokens=24, max_observed=12)
+    groups, _ = RolloutLoop(generator, listeners=[Environment(5)]).collect(PROMPTS, 8, sampling, 0)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    assert max(len(completion.turns) for completion in completions) > 1
+    for completion in completions:
+        expected_T = full_logprobs(policy, Rollout(completion.request.prompt, completion))
+        sampled_T = completion.trained_T
+        assert torch.allclose(completion.logprobs_T[sampled_T], expected_T[sampled_T], atol=1e-5)
+        request = completion.request
+        while True:
+            (alone,) = go_on(generator, [request]).values()
+            tokens = observed(alone)
+            if tokens is None:
+                break
+            request = alone.request.after(alone.followed_by(tokens))
+        check_equal(completion, alone)
+        assert completion.text == alone.text
+
+
 def test_observed_tokens_are_gone_on_from_and_keep_their_place(generator: Any, policy: Any) -> None:
     first = collect(generator, 1, SamplingParams(max_tokens=6))[2].completion
     prefix = first.until(4).followed_by([7, 8, 9])
-    request = Request(PROMPTS[2], (0,), SamplingParams(max_tokens=16)).after(prefix)
+    request = Request(PROMPTS[2], (0,), SamplingParams(max_tokens=16, max_observed=3)).after(prefix)
     (completion,) = go_on(generator, [request]).values()
     assert completion.token_ids_T[:7].tolist() == prefix.token_ids_T.tolist()
     assert completion.versions_T.tolist() == [0] * 4 + [OBSERVED] * 3 + [0] * (completion.num_tokens - 7)

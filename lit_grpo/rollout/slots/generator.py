@@ -295,11 +295,11 @@ class SlotGenerator(Versioned):
     def _open(self) -> tuple[TokenRows, SlotCache]:
         """Rows and cache for the completions in flight; new ones where their size or dtype has changed."""
         assert self._sampling is not None
-        max_tokens, shape = self._sampling.max_tokens, self._shape_now()
+        room, shape = self._sampling.room, self._shape_now()
         known = self._cache
-        if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (max_tokens, shape)):
-            self._rows = TokenRows(self.num_slots, max_tokens)
-            self._cache = SlotCache(shape, max_tokens, self.num_slots)
+        if known is None or (not known.num_rows and (known.max_tokens, known.shape) != (room, shape)):
+            self._rows = TokenRows(self.num_slots, room)
+            self._cache = SlotCache(shape, room, self.num_slots)
             self._prompts.states.clear()
         assert self._rows is not None and self._cache is not None
         return self._rows, self._cache
@@ -364,10 +364,11 @@ class SlotGenerator(Versioned):
 
     def _finish(self, rows: TokenRows, cache: SlotCache, stopped_B: np.ndarray) -> list[Completion]:
         """Take rows out of their slots that a token has ended, or that are at their limit."""
-        ended = np.flatnonzero(stopped_B | (rows.counts_B >= rows.max_tokens)).tolist()
+        assert self._sampling is not None
+        ended = np.flatnonzero(stopped_B | (rows.sampled_B >= self._sampling.max_tokens)).tolist()
         finished = [rows.completion(row, "stop" if stopped_B[row] else "length") for row in ended]
         for completion in finished:
-            completion.text = self._text_of(completion.token_ids_T.tolist())
+            completion.text = self._text_of(completion.sampled_ids)
         for row in reversed(ended):
             cache.remove(row)
             rows.remove(row)

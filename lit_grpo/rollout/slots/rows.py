@@ -28,18 +28,19 @@ class TokenRows:
 
     Args:
         num_rows: The most rows at a time.
-        max_tokens: The most tokens of a row.
+        room: The most tokens of a row, observed ones among them.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, num_rows: int, room: int) -> None:
+        self.room = room
         self._rows: list[_Row] = []
         self._index = np.arange(num_rows)
-        self._tokens = np.zeros((num_rows, max_tokens), dtype=np.int64)
-        self._logprobs = np.zeros((num_rows, max_tokens), dtype=np.float32)
-        self._uniform = np.zeros((num_rows, max_tokens))  # the random numbers of all tokens to come
+        self._tokens = np.zeros((num_rows, room), dtype=np.int64)
+        self._logprobs = np.zeros((num_rows, room), dtype=np.float32)
+        self._uniform = np.zeros((num_rows, room))  # the random numbers of all tokens to come
         self._entropy_sums = np.zeros(num_rows)
         self._counts = np.zeros(num_rows, dtype=np.int64)
+        self._observed = np.zeros(num_rows, dtype=np.int64)
         self._prompt_lengths = np.zeros(num_rows, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -54,6 +55,11 @@ class TokenRows:
     def counts_B(self) -> np.ndarray:
         """Tokens of each row, a copy."""
         return self._counts[: len(self)].copy()
+
+    @property
+    def sampled_B(self) -> np.ndarray:
+        """Sampled tokens of each row."""
+        return self._counts[: len(self)] - self._observed[: len(self)]
 
     @property
     def positions_B(self) -> np.ndarray:
@@ -76,7 +82,7 @@ class TokenRows:
         """Open rows behind the others, each with the prefix of its request."""
         first, last = len(self), len(self) + len(requests)
         keys = np.array([request_key(request) for request in requests], dtype=np.uint64)
-        self._uniform[first:last] = uniform(keys[:, None], np.arange(self.max_tokens))
+        self._uniform[first:last] = uniform(keys[:, None], np.arange(self.room))
         self._entropy_sums[first:last] = 0
         for row, request in enumerate(requests, first):
             prefix, count = request.prefix, request.prefix.num_tokens
@@ -84,7 +90,7 @@ class TokenRows:
                 self._tokens[row, :count] = prefix.token_ids_T.numpy()
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-            self._counts[row] = count
+            self._counts[row], self._observed[row] = count, prefix.num_observed
             self._prompt_lengths[row] = len(request.prompt.token_ids)
             self._rows.append(_Row(request, [(count, version)]))
 
@@ -108,8 +114,10 @@ class TokenRows:
         return [self._tokens[row, max(count - num_tokens, 0) : count].tolist() for row, count in enumerate(counts)]
 
     def mean_logprobs(self, rows_N: np.ndarray, num_tokens: int) -> np.ndarray:
-        """The mean log-prob of the first ``num_tokens`` tokens of some rows, shape (some rows,)."""
-        return self._logprobs[rows_N, :num_tokens].mean(1)
+        """The mean log-prob of the tokens of some rows that have sampled ``num_tokens``, shape (some rows,)."""
+        counts = self._counts[rows_N]
+        logprobs = self._logprobs[rows_N, : counts.max()]  # 0 where observed
+        return np.where(np.arange(counts.max()) < counts[:, None], logprobs, 0).sum(1) / num_tokens
 
     def request(self, row: int) -> Request:
         """Return a row's request, with what it has come to as its prefix."""
@@ -140,7 +148,7 @@ class TokenRows:
             for tokens in (self._tokens, self._logprobs):
                 tokens[row, :count] = tokens[last, :count]
             self._uniform[row, count:] = self._uniform[last, count:]
-            for state in (self._entropy_sums, self._counts, self._prompt_lengths):
+            for state in (self._entropy_sums, self._counts, self._observed, self._prompt_lengths):
                 state[row] = state[last]
             self._rows[row] = self._rows[last]
         del self._rows[last]
@@ -172,14 +180,14 @@ def observe_rows(
     """Tell what the policy shows of rows that are at one of ``points``; what it shows of prompts, at 0, is left out.
 
     Args:
-        points: Numbers of tokens.
+        points: Numbers of sampled tokens.
         rows: All rows.
         hidden_BD: The hidden states that the rows' next tokens come from.
         entropies_B: The entropies of the next tokens.
     """
-    observations, counts_B, requests = [], rows.counts_B, rows.requests
-    for point in sorted(set(points).intersection(counts_B.tolist()) - {0}):
-        rows_N = np.flatnonzero(counts_B == point)
+    observations, sampled_B, requests = [], rows.sampled_B, rows.requests
+    for point in sorted(set(points).intersection(sampled_B.tolist()) - {0}):
+        rows_N = np.flatnonzero(sampled_B == point)
         states_ND = hidden_BD[torch.from_numpy(rows_N).to(hidden_BD.device)].float().cpu().numpy()
         features = np.column_stack([states_ND, rows.mean_logprobs(rows_N, point), entropies_B[rows_N]])
         observations.append(Observation([requests[row].key for row in rows_N.tolist()], point, features))

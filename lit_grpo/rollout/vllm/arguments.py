@@ -323,7 +323,7 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "min_tokens": 0,
-        "max_tokens": sampling.max_tokens - num_begun,
+        "max_tokens": sampling.max_tokens - num_begun + request.prefix.num_observed,
         "seed": seed % 2**64 >> 1,  # vLLM takes signed 64-bit integers
         "stop": list(sampling.stop),
         "include_stop_str_in_output": bool(sampling.stop),
@@ -336,14 +336,10 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
 
 def check_fits(request: Request, context: int, kv_tokens: int | None) -> None:
     """Raise a ValueError if a request is too long for the model's context, or for the memory of an idle engine."""
-    prompt_id, length, most = request.prompt.prompt_id, len(request.prompt.token_ids), request.sampling.max_tokens
+    prompt_id, length, most = request.prompt.prompt_id, len(request.prompt.token_ids), request.sampling.room
     if not length:
         raise ValueError(f"Prompt {prompt_id!r} has no tokens; a completion needs at least one.")
-    if (num_begun := request.prefix.num_tokens) >= most:
-        raise ValueError(
-            f"The prefix of sample {request.path} of prompt {prompt_id!r} has {num_begun} tokens, of which "
-            f"sampling.max_tokens {most} allows no more; raise it, or end the completion there."
-        )
+    request.check_prefix()
     for limit, name, remedy in (
         (context, "the engine's context", "raise engine_args.max_model_len as far as the model allows, or lower"),
         (kv_tokens, "the engine's memory for keys and values", "raise kv_memory, or lower"),

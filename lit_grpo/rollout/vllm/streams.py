@@ -13,7 +13,7 @@ import torch
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.rollout.generator import Observation, StepEvents
 from lit_grpo.scheduling.layouts import KVLayout
-from lit_grpo.types import FinishReason, GroupKey, Key, Prompt, Request, Trajectory
+from lit_grpo.types import OBSERVED, FinishReason, GroupKey, Key, Prompt, Request, Trajectory
 
 if TYPE_CHECKING:
     from lit_grpo.policy.spec import PolicySpec
@@ -26,7 +26,7 @@ _tickets = itertools.count()
 class TextFeatures:
     """Features of a text: the policy's input embeddings, averaged over all of it and over its end, and log-probs.
 
-    ``points`` are the numbers of tokens at which a completion is observed; 0 is its prompt.
+    ``points`` are the numbers of sampled tokens at which a completion is looked at; 0 is its prompt.
 
     Args:
         policy: Its embeddings are read in place; those of a policy in shards as they last travelled.
@@ -58,10 +58,10 @@ class TextFeatures:
         return next((point for point in sorted(self.points, reverse=True) if num_before < point <= num_tokens), None)
 
     def of_completions(self, streams: Sequence[Stream], point: int) -> Observation:
-        """Observe completions as they were at ``point`` tokens."""
+        """Observe completions as they were at ``point`` sampled tokens."""
+        first = [stream.first_sampled(point) for stream in streams]
         rows = self._rows(
-            torch.tensor([stream.token_ids[:point] for stream in streams]),
-            np.array([stream.logprobs[:point] for stream in streams]),
+            torch.tensor([token_ids for token_ids, _ in first]), np.array([logprobs for _, logprobs in first])
         )
         return Observation([stream.request.key for stream in streams], point, rows)
 
@@ -93,12 +93,27 @@ class Stream:
         self.versions: list[int] = request.prefix.versions_T.tolist()
         self.ticket: int | None = None
         self.num_begun = 0
+        self.num_observed = request.prefix.num_observed
         self.num_failures = 0
 
     @property
     def prompt(self) -> list[int]:
         """All tokens before the next one."""
         return [*self.request.prompt.token_ids, *self.token_ids]
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of its tokens were sampled."""
+        return len(self.token_ids) - self.num_observed
+
+    def first_sampled(self, count: int) -> tuple[list[int], list[float]]:
+        """Return the first ``count`` tokens that were sampled, and their log-probs."""
+        if not self.num_observed:
+            return self.token_ids[:count], self.logprobs[:count]
+        began = len(self.request.prefix.versions_T)  # what follows the prefix was sampled
+        observed = {place for place, version in enumerate(self.versions[:began]) if version == OBSERVED}
+        places = [place for place in range(len(self.token_ids)) if place not in observed][:count]
+        return [self.token_ids[place] for place in places], [self.logprobs[place] for place in places]
 
     @property
     def so_far(self) -> Request:
@@ -181,7 +196,7 @@ class Streams:
                 f"The engine's log-probs are NaN at version {version}; look for NaN weights or a learning rate that is "
                 "too high."
             )
-        before = len(stream.token_ids)
+        before, sampled_before = len(stream.token_ids), stream.num_sampled
         stream.token_ids += token_ids
         end = self._end_of_stop_string(stream, before)
         if end is not None:
@@ -190,7 +205,7 @@ class Streams:
         stream.logprobs += logprobs[:num_new]
         stream.versions += [version] * num_new
         events.num_tokens += num_new
-        point = None if self._features is None else self._features.reached(before, len(stream.token_ids))
+        point = None if self._features is None else self._features.reached(sampled_before, stream.num_sampled)
         if point is not None:
             self._reached.setdefault(point, []).append(stream)
         return end is not None
@@ -218,8 +233,9 @@ class Streams:
         if stream.ticket is not None:
             self.take_ticket(stream)
         assert self._policy is not None
-        text = self._policy.text_of(stream.token_ids)
-        events.finished.append(stream.so_far.ended(reason, text))
+        ended = stream.so_far
+        text = self._policy.text_of(ended.prefix.sampled_ids)
+        events.finished.append(ended.ended(reason, text))
 
     # ---- what a step reports ----------------------------------------------------------------------
 
@@ -231,7 +247,7 @@ class Streams:
         prompts: dict[GroupKey, Prompt] = {stream.request.group: stream.request.prompt for stream in streams}
         lengths = np.array([len(stream.request.prompt.token_ids) for stream in streams])
         tokens = np.array([max(len(stream.token_ids), 1) for stream in streams])
-        limits = np.array([stream.request.sampling.max_tokens for stream in streams])
+        limits = np.array([stream.request.sampling.room for stream in streams])
         own = int(layout.completion(lengths, tokens, limits).sum())
         return own + sum(layout.prompt(len(prompt.token_ids)) for prompt in prompts.values())
 

@@ -82,8 +82,14 @@ class Probing:
         """Let a job wait again, before all others that have come as far."""
         self._stages[self._stage_of[job.key]].set_aside(job)
 
+    def come_back(self, job: Job) -> None:
+        """Let a job that has given up its slot wait again, before all others that have come as far."""
+        stage = self._stage_of[job.key]
+        self._stages[stage].come_back(job)
+        self._unparked[job.group] += stage < len(self.points)
+
     def finish(self, job: Job, num_tokens: int) -> None:
-        """A job has come to its end."""
+        """A job has come to its end, or is away."""
         stage = self._stage_of[job.key]
         self._stages[stage].finish(job, num_tokens)
         if stage < len(self.points):

@@ -84,8 +84,12 @@ class Queue:
         self._first.append(job)
         self._num_active -= 1
 
+    def come_back(self, job: Job) -> None:
+        """Let a job that has given up its slot wait again, before all others."""
+        self._first.append(job)
+
     def finish(self, job: Job, num_tokens: int) -> None:
-        """Count a slot as free; the lengths learn by themselves."""
+        """Count a slot as free, since a job has ended or is away; the lengths learn by themselves."""
         self._num_active -= 1
 
     def _narrow(self) -> None:

@@ -133,7 +133,7 @@ class GroupRewards:
                 *group.key,
                 rewards=self.rewards_R[mine].tolist(),
                 num_passed=int((passed_R & ~self.rewards_R.isnan())[mine].sum()),
-                num_tokens=sum(each.completion.num_tokens for each in group.rollouts if not each.replayed),
+                num_tokens=sum(each.completion.num_sampled for each in group.rollouts if not each.replayed),
                 version=version,
                 hint=group.prompt.hint,
             )

@@ -113,20 +113,16 @@ def check_request(
     prompt, num_tokens = request.prompt, len(request.prompt.token_ids)
     if not num_tokens:
         raise ValueError(f"Prompt {prompt.prompt_id!r} has no tokens; a completion needs at least one.")
-    if num_tokens + sampling.max_tokens > context:
+    if num_tokens + sampling.room > context:
         raise ValueError(
-            f"Prompt {prompt.prompt_id!r} has {num_tokens} tokens and up to {sampling.max_tokens} are to follow, but "
+            f"Prompt {prompt.prompt_id!r} has {num_tokens} tokens and up to {sampling.room} are to follow, but "
             f"the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
         )
-    if (num_begun := request.prefix.num_tokens) >= sampling.max_tokens:
-        raise ValueError(
-            f"The prefix of sample {request.path} of prompt {prompt.prompt_id!r} has {num_begun} tokens, of which "
-            f"sampling.max_tokens {sampling.max_tokens} allows no more; raise it, or end the completion there."
-        )
-    smallest = smallest_budget(Pieces(), num_tokens, sampling.max_tokens)
+    request.check_prefix()
+    smallest = smallest_budget(Pieces(), num_tokens, sampling.room)
     if smallest > kv_tokens:
         raise ValueError(
-            f"Prompt {prompt.prompt_id!r} and {sampling.max_tokens} tokens of completion take "
+            f"Prompt {prompt.prompt_id!r} and {sampling.room} tokens of completion take "
             f"{_mib(smallest * bytes_per_token)} of keys and values, but kv_memory allows "
             f"{_mib(kv_tokens * bytes_per_token)}; give at least the former."
         )

@@ -1,0 +1,321 @@
+"""Requests of several turns: they wait away from their slots for what they observe, and their groups stay open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import Environment, full_logprobs, observed
+
+from lit_grpo.plugins import Answer, Listener
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rules import ReleaseRule
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.slots.kv.memory import KVBudget
+from lit_grpo.scheduling.jobs import Job, NoLengths
+from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, SamplingParams
+
+PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
+SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
+GROUP = 4
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return random_policy()
+
+
+@pytest.fixture
+def make(policy: Any, policy_folder: Path) -> Callable[..., SlotGenerator]:
+    def make_generator(num_slots: int = 3, **options: Any) -> SlotGenerator:
+        generator = SlotGenerator(num_slots, **options)
+        generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+        generator.load_weights(policy.named_parameters(), 0)
+        return generator
+
+    return make_generator
+
+
+def with_memory(generator: Any, kv_tokens: int) -> Any:
+    """Give a generator memory for so many KV tokens."""
+    size = generator.budget.bytes_per_token
+    generator.budget = KVBudget(kv_tokens * size, size, 8192)
+    return generator
+
+
+@pytest.fixture(scope="module")
+def expected(policy: Any, policy_folder: Path) -> dict[Key, Completion]:
+    """Each trajectory by itself, turn after turn, without the loop."""
+    generator = SlotGenerator(1)
+    generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+    generator.load_weights(policy.named_parameters(), 0)
+    trajectories = {}
+    for request in group_requests(PROMPTS, GROUP, SAMPLING, seed=0):
+        while True:
+            generator.submit([request])
+            while not (finished := generator.step().finished):
+                pass
+            (completion,) = finished
+            tokens = observed(completion)
+            if tokens is None:
+                break
+            request = completion.request.after(completion.followed_by(tokens))
+        trajectories[completion.request.key] = completion
+    return trajectories
+
+
+def check(groups: Sequence[Any], expected: dict[Key, Completion]) -> None:
+    rollouts = {each.completion.request.key: each.completion for group in groups for each in group.rollouts}
+    assert rollouts.keys() == expected.keys()
+    for key, completion in rollouts.items():
+        other = expected[key]
+        assert completion.token_ids_T.tolist() == other.token_ids_T.tolist()
+        assert completion.versions_T.tolist() == other.versions_T.tolist()
+        assert completion.text == other.text and completion.finish_reason == other.finish_reason
+        assert torch.allclose(completion.logprobs_T, other.logprobs_T, atol=1e-5)
+
+
+def test_the_cases_have_several_turns(expected: dict[Key, Completion]) -> None:
+    turns = [len(completion.turns) for completion in expected.values()]
+    assert max(turns) > 2 and sum(count > 1 for count in turns) >= 4
+    assert min(each.num_observed for each in expected.values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "most_delay"),
+    [*((plan, 7) for plan in PLANS), *((plan, delay) for plan in ("fcfs", "points") for delay in (0, 1, 60))],
+)
+def test_trajectories_are_what_they_are_one_by_one(
+    plan: str, most_delay: int, make: Any, policy: Any, expected: dict[Key, Completion]
+) -> None:
+    """Whatever else is decoded meanwhile, in whatever order answers come."""
+    points = (2, 5) if plan == "points" else ()
+    environment = Environment(most_delay)
+    loop = RolloutLoop(make(), plan="lpt" if points else plan, listeners=[environment], points=points)
+    groups, stats = loop.collect(PROMPTS, GROUP, SAMPLING, seed=0)
+    check(groups, expected)
+    assert sorted(environment.finished) == sorted(expected)  # each once, after its last turn
+    assert sum(stats.lengths) == sum(completion.num_sampled for completion in expected.values())
+    assert environment.most_away > 0 or most_delay == 0
+    for group in groups:
+        for rollout in group.rollouts:
+            sampled_T = rollout.completion.versions_T >= 0
+            expected_T = full_logprobs(policy, Rollout(group.prompt, rollout.completion))
+            assert torch.allclose(rollout.completion.logprobs_T[sampled_T], expected_T[sampled_T], atol=1e-5)
+
+
+def test_a_group_of_one_has_one_member(make: Any, expected: dict[Key, Completion]) -> None:
+    """A request that goes on is no second member of its group."""
+    groups, _ = RolloutLoop(make(), listeners=[Environment()]).collect(PROMPTS, 1, SAMPLING, seed=0)
+    assert [len(group.rollouts) for group in groups] == [1, 1, 1]
+    check(groups, {key: each for key, each in expected.items() if key[2] == (0,)})
+
+
+def test_memory_counts_what_is_observed(make: Any, expected: dict[Key, Completion]) -> None:
+    """With memory for two trajectories and not for three, no more are decoded at a time, and nothing is lost."""
+    generator = with_memory(make(3), 130)
+    groups, stats = RolloutLoop(generator, listeners=[Environment(3)]).collect(PROMPTS, GROUP, SAMPLING, seed=0)
+    check(groups, expected)
+    assert stats.kv_tokens_peak <= 130
+    _, free = RolloutLoop(make(3), listeners=[Environment(3)]).collect(PROMPTS, GROUP, SAMPLING, seed=0)
+    assert free.kv_tokens_peak > 130
+
+
+def test_lengths_are_told_of_sampled_tokens(make: Any, expected: dict[Key, Completion]) -> None:
+    class Told(NoLengths):
+        points = (3,)
+
+        def __init__(self) -> None:
+            self.ended: dict[Key, int] = {}
+            self.seen: list[Key] = []
+            self.most = 0
+
+        def finish(self, job: Job, num_tokens: int) -> None:
+            assert job.key not in self.ended
+            self.ended[job.key] = num_tokens
+
+        def progress(self, num_tokens: Any) -> None:
+            self.most = max([self.most, *num_tokens.values()])
+
+        def observe(self, keys: Any, num_tokens: int, features: Any) -> None:
+            assert num_tokens == 3
+            self.seen += keys
+
+    told, generator = Told(), with_memory(make(3), 130)
+    RolloutLoop(generator, lengths=told, listeners=[Environment(3)]).collect(PROMPTS, GROUP, SAMPLING, seed=0)
+    assert told.ended == {key: completion.num_sampled for key, completion in expected.items()}
+    assert told.most <= SAMPLING.max_tokens
+    assert sorted(set(told.seen)) == sorted(key for key, each in expected.items() if each.num_sampled > 3)
+
+
+def test_rewards_get_the_text_of_what_was_sampled(make: Any, policy_folder: Path) -> None:
+    tokenizer: Any = load_tokenizer(str(policy_folder))
+    groups, _ = RolloutLoop(make(), listeners=[Environment(2)]).collect(PROMPTS, GROUP, SAMPLING, seed=0)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    for completion in completions:
+        sampled = completion.token_ids_T[completion.versions_T >= 0].tolist()
+        assert completion.sampled_ids == sampled == [token for turn in completion.turns for token in turn]
+        assert completion.text == tokenizer.decode(sampled, skip_special_tokens=True)
+    assert any(completion.num_observed for completion in completions)
+
+
+def short(completion: Completion) -> bool:
+    return completion.finish_reason == "stop"
+
+
+class Holder(Listener):
+    """Holds every first turn, and does with them as a test says."""
+
+    def __init__(self, act: Callable[[list[Completion]], Answer] | None = None) -> None:
+        self.held: list[Completion] = []
+        self._act = act
+
+    def turn(self, completion: Completion) -> Answer | None:
+        if len(completion.turns) > 1 or completion.request.key in {each.request.key for each in self.held}:
+            return None
+        self.held.append(completion)
+        return Answer(hold=[completion.request.key])
+
+    def idle(self) -> Answer | None:
+        if self._act is None or not self.held:
+            return None
+        act, self._act = self._act, None
+        return act(self.held)
+
+
+def test_what_is_away_can_be_finished_aborted_and_dropped(make: Any) -> None:
+    def act(held: list[Completion]) -> Answer:
+        done, stopped, dropped = sorted(held, key=lambda each: each.request.path)
+        over = done.request.after(done.followed_by([7, 7])).ended("stop", "over")
+        return Answer(finish=[over], abort=[stopped.request.key], drop=[dropped.request.key])
+
+    (group,), _ = RolloutLoop(make(), listeners=[Holder(act)]).collect(PROMPTS[:1], 3, SAMPLING, seed=0)
+    over, stopped = [rollout.completion for rollout in group.rollouts]
+    assert (over.request.path, over.text, over.num_observed, over.finish_reason) == ((0,), "over", 2, "stop")
+    assert (stopped.request.path, stopped.finish_reason) == ((1,), "abort") and stopped.num_sampled > 0
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda held: Answer(hold=[held[0].request.key]), "has not just come to the end of a turn"),
+        (lambda held: Answer(go_on=[held[0].request]), "put what is observed behind them"),
+        (
+            lambda held: Answer(go_on=[held[0].request.after(held[0].followed_by([3], [-1.0], 0))]),
+            "put what is observed behind them",
+        ),
+        (
+            lambda held: Answer(go_on=[each.request.after(each.followed_by([3] * 13)) for each in held if short(each)]),
+            r"sampling.max_observed 12 allows no 13 that are observed",
+        ),
+        (lambda _: Answer(go_on=[Request(PROMPTS[0], (9,), SAMPLING)]), "is not away; hold it first"),
+        (lambda _: Answer(finish=[Request(PROMPTS[0], (9,), SAMPLING).ended("stop")]), "is not away; hold it first"),
+    ],
+)
+def test_answers_that_cannot_be_are_refused(act: Any, message: str, make: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutLoop(make(), listeners=[Holder(act)]).collect(PROMPTS, GROUP, SAMPLING, seed=0)
+
+
+def test_a_trajectory_at_its_limit_does_not_go_on(make: Any) -> None:
+    class Stubborn(Listener):
+        def turn(self, completion: Completion) -> Answer:
+            return Answer(go_on=[completion.request.after(completion.followed_by([3]))])
+
+    with pytest.raises(ValueError, match=r"sampling.max_tokens 24 allows no 25 that are sampled"):
+        RolloutLoop(make(), listeners=[Stubborn()]).collect(
+            PROMPTS[:1], 1, SamplingParams(max_tokens=24, max_observed=99), 0
+        )
+
+
+def test_groups_with_a_member_away_stay_open_between_rollouts(make: Any, expected: dict[Key, Completion]) -> None:
+    """What is away when enough groups are there stays in the buffer and its checkpoints, and goes on in the next."""
+    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
+    buffer, generator = RolloutBuffer(rule), make()
+
+    class Slow(Environment):
+        """Answers for the first prompt at once, and for the others in the second rollout."""
+
+        may_answer = False
+
+        def turn(self, completion: Completion) -> Answer | None:
+            tokens = observed(completion)
+            if tokens is None:
+                return None
+            request = completion.request.after(completion.followed_by(tokens))
+            if completion.request.prompt.prompt_id == "a" or self.may_answer:
+                return Answer(go_on=[request])
+            self.waiting[request.key] = (0, request)
+            return Answer(hold=[request.key])
+
+        def _answer(self) -> Answer:
+            return super()._answer() if self.may_answer else Answer()
+
+    slow = Slow()
+    loop = RolloutLoop(generator, buffer, listeners=[slow])
+    buffer.open(group_requests(PROMPTS, GROUP, SAMPLING, seed=0))
+    first = loop.run(buffer.ready)
+    groups = buffer.take()
+    away = {request.key for request in buffer.away}
+    assert away == slow.waiting.keys() and away
+    buffer.learnt()
+    restored = RolloutBuffer(rule)
+    restored.load_state_dict(buffer.state_dict())
+    assert {each.key for each in restored.away} == away
+    assert {each.key for each in restored.unfinished} == {each.key for each in buffer.unfinished}
+
+    slow.may_answer = True
+    second = RolloutLoop(generator, restored, listeners=[slow]).run(lambda _: not restored.asks)
+    restored.rule = ReleaseRule(num_groups=9, leftovers="keep", max_staleness=9)
+    check([*groups, *restored.take()], expected)
+    total = sum(completion.num_sampled for completion in expected.values())
+    assert sum(first.lengths) + sum(second.lengths) == total
+
+
+def test_what_is_away_and_too_old_begins_again(make: Any) -> None:
+    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=1)
+    buffer = RolloutBuffer(rule)
+    holder = Holder()
+    buffer.open(group_requests(PROMPTS[:1], 2, SAMPLING, seed=0))
+    RolloutLoop(make(), buffer, listeners=[holder]).run(lambda _: len(holder.held) == 2)
+    assert len(buffer.away) == 2 and not buffer.unfinished
+    buffer.renew(1)
+    assert len(buffer.away) == 2
+    renewal = buffer.renew(2)
+    assert not buffer.away and [request.prefix.num_tokens for request in buffer.unfinished] == [0, 0]
+    assert renewal.num_discarded == sum(completion.num_tokens for completion in holder.held)
+
+
+def test_an_interrupt_while_requests_are_away_leaves_nothing(make: Any) -> None:
+    def act(_: list[Completion]) -> Answer:
+        raise KeyboardInterrupt
+
+    generator, buffer = make(), RolloutBuffer()
+    with pytest.raises(KeyboardInterrupt):
+        RolloutLoop(generator, buffer, listeners=[Holder(act)]).collect(PROMPTS[:1], 2, SAMPLING, seed=0)
+    capacity = generator.capacity()
+    assert capacity.free_slots == capacity.slots and not len(buffer)
+
+
+def test_the_first_listener_that_answers_decides(make: Any) -> None:
+    heard: list[str] = []
+
+    class Deciding(Listener):
+        def __init__(self, name: str, answer: Answer | None) -> None:
+            self.name, self.answer = name, answer
+
+        def turn(self, completion: Completion) -> Answer | None:
+            heard.append(self.name)
+            return self.answer
+
+    loop = RolloutLoop(make(), listeners=[Deciding("none", None), Deciding("over", Answer()), Deciding("late", None)])
+    (group,), _ = loop.collect(PROMPTS[:1], 1, SAMPLING, seed=0)
+    assert heard == ["none", "over"] and len(group.rollouts) == 1
