@@ -138,6 +138,14 @@ class Lists(Queue):
         self._lists[slot].appendleft(job)
         self._idle.insert(0, slot)
 
+    def drop(self, job: Job) -> None:
+        """Forget a job that waits, since it is wanted no more."""
+        next(each for each in self._lists if job in each).remove(job)
+
+    def come_back(self, job: Job) -> None:
+        """Let a job that has given up its slot wait again, before all others of the shortest list."""
+        min(self._lists, key=len).appendleft(job)
+
     def finish(self, job: Job, num_tokens: int) -> None:
         """Free the slot that the job was decoded in."""
         self._idle.append(self._slot_of.pop(job.key))

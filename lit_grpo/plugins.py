@@ -21,7 +21,7 @@ class Answer:
         open: Requests of new groups.
         abort: These end with what they have, as members of their groups.
         drop: These are left out of their groups.
-        go_on: These have sampled a turn, and go on behind their prefixes, which may hold more observed tokens than
+        go_on: These have sampled a turn, and go on after their prefixes, which may hold more observed tokens than
             before: a request that has just come to the end of a turn, or one that is away.
         hold: These have just come to the end of a turn, and are *away* until a later answer lets them ``go_on``, or
             names them in ``finish``, ``abort`` or ``drop``. Their slots are free meanwhile, and their groups open.
@@ -54,7 +54,7 @@ class Listener:
         """A request has sampled a turn: it is over, unless the answer lets it ``go_on`` or ``hold``s it.
 
         All that was asked of it before is in ``completion``, observed tokens too. The first listener that answers
-        decides. For example a turn that calls a tool is held, and goes on later with the tool's answer behind it::
+        decides. For example a turn that calls a tool is held, and goes on later followed by the tool's answer::
 
             def turn(self, completion):
                 call = self.parse(completion.turns[-1])  # tokens

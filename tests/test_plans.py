@@ -233,23 +233,38 @@ def test_every_plan_loses_and_repeats_nothing(name: str) -> None:
         everything = [job for number in range(8) for job in jobs(f"p{number}", rng.randint(1, 6))]
         lengths = KnownLengths(everything, np.array([rng.randint(1, 90) for _ in everything]))
         plan = make_plan(name, lengths, num_slots)
-        unseen, active, finished = list(everything), [], []
+        unseen, active, waiting, away, finished = list(everything), [], [], [], []
         while len(finished) < len(everything):
             least = num_slots if name == FIXED_SLOT and len(unseen) == len(everything) else 0
             arriving = rng.randint(least, len(unseen))
             plan.add(unseen[:arriving])
+            waiting += unseen[:arriving]
             del unseen[:arriving]
+            if len(waiting) > 1 and rng.random() < 0.3:
+                plan.drop(dropped := waiting.pop(rng.randrange(len(waiting))))
+                finished.append(dropped)
+            if away and rng.random() < 0.5:
+                plan.come_back(back := away.pop())
+                waiting.append(back)
+            assert len(plan) == len(waiting)
             free = num_slots - len(active)
             before = len(plan)
             admitted = plan.admit(free, (lambda job: rng.random() < 0.8) if name != FULL_GROUP else lambda job: True)
             assert len(admitted) <= free and len(plan) == before - len(admitted)
             active += admitted
-            assert len({job.key for job in active + finished}) == len(active) + len(finished)
+            waiting = [job for job in waiting if job not in admitted]
+            everywhere = [*unseen, *waiting, *active, *away, *finished]
+            assert sorted(job.key for job in everywhere) == sorted(job.key for job in everything)
             for job in rng.sample(active, rng.randint(0, len(active))):
                 active.remove(job)
                 lengths.revision += rng.randint(0, 1)
-                if rng.random() < 0.2:
+                chance = rng.random()
+                if chance < 0.2:
                     plan.set_aside(job)
+                    waiting.append(job)
+                elif chance < 0.4:
+                    plan.finish(job, rng.randint(1, 99))
+                    away.append(job)
                 else:
                     plan.finish(job, rng.randint(1, 99))
                     finished.append(job)

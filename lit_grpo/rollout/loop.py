@@ -207,16 +207,7 @@ class _Rollout:
             return
         if not self._admits():
             return
-        jobs: list[Job] = []
-        while offered := self._plan.admit(
-            self._capacity.free_slots - len(jobs), lambda job: job.key not in flight or flight.take(job)
-        ):
-            stopped = [job for job in offered if job.key not in flight]  # while they waited
-            jobs += [job for job in offered if job.key in flight]
-            for job in stopped:
-                self._plan.finish(job, 0)
-            if not stopped:
-                break
+        jobs = self._plan.admit(self._capacity.free_slots, flight.take)
         if jobs:
             requests = [flight.request(job.key) for job in jobs]
             self._generator.submit(requests, [self.stats.predicted[job.key] for job in jobs])
@@ -374,7 +365,11 @@ class _Rollout:
             self._plan.finish(self._flight.leave(key), request.prefix.num_sampled)
             self._capacity = self._generator.capacity()
         else:
+            is_away = self._flight.is_away(key)
             request = self._flight.drop(key)
+            if not is_away:
+                self._plan.drop(job_of(request))
+            self._release([request])
         self._count(key, request.prefix.num_sampled)
         return request
 

@@ -82,6 +82,12 @@ class Probing:
         """Let a job wait again, before all others that have come as far."""
         self._stages[self._stage_of[job.key]].set_aside(job)
 
+    def drop(self, job: Job) -> None:
+        """Forget a job that waits, since it is wanted no more."""
+        stage = self._stage_of[job.key]
+        self._stages[stage].drop(job)
+        self._unparked[job.group] -= stage < len(self.points)
+
     def come_back(self, job: Job) -> None:
         """Let a job that has given up its slot wait again, before all others that have come as far."""
         stage = self._stage_of[job.key]

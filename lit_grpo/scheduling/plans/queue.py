@@ -84,6 +84,13 @@ class Queue:
         self._first.append(job)
         self._num_active -= 1
 
+    def drop(self, job: Job) -> None:
+        """Forget a job that waits, since it is wanted no more."""
+        if self._waiting.pop(job.key, None) is not None:
+            self._arranged_for = None
+        else:
+            self._first.remove(job)
+
     def come_back(self, job: Job) -> None:
         """Let a job that has given up its slot wait again, before all others."""
         self._first.append(job)
