@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import shlex
 import sys
@@ -70,6 +71,16 @@ def test_the_site_has_every_page_and_no_other() -> None:
 
     named = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert sorted(named) == sorted([page.name for page in PAGES[1:]] + ["reference.md"])  # the README
+
+
+def test_each_hop_of_the_walk_is_there() -> None:
+    """Every function that the walk from a row to a step names can be found under its name."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walk = text.split("## From one row")[1].split("\n## ")[0]
+    names = re.findall(r"\| `(lit_grpo[.\w]+)` \|", walk)
+    assert len(names) > 15
+    for name in names:
+        assert callable(pydoc.locate(name)), name
 
 
 def test_pictures_are_small() -> None:
