@@ -236,5 +236,7 @@ def test_long_and_broken_requests_are_refused(guard: Guard, app: App, monkeypatc
     monkeypatch.setattr(guarding, "_MAX_BODY", 2**20)
     ask(guard, "POST", OWNER_PATH, "one")
     assert ask(guard, "POST", "/update_weights", "one", content=b"{").status_code == 400
-    assert ask(guard, "POST", "/update_weights", "one", content=b" " * 2**21).status_code == 413
+    for path in ("/update_weights", "/v1/completions", "/inference/v1/generate"):  # what samples, too
+        assert ask(guard, "POST", path, "one", content=b" " * 2**21).status_code == 413
+    assert not app.reached
     assert not app.reached

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -110,6 +111,15 @@ def test_damaged_weights_are_called_so(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"The weights of policy .* are damaged .*; save it there again\."):
             load_policy(folder)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "intermediate_size", "head_dim"])
+def test_a_config_of_other_sizes_is_called_so_and_takes_no_memory(field: str, tmp_path: Path) -> None:
+    folder = edited(tmp_path, **{field: 10**9})
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(ValueError, match="describes weights of other shapes than its files hold"):
+        load_policy(folder)
+    assert psutil.Process().memory_info().rss - before < 2**28
 
 
 def test_the_embedded_policy_comes_again_with_the_package_where_it_is_damaged(

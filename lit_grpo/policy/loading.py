@@ -372,6 +372,11 @@ def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
 def _load_failure(name: str, what: str, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return f"Policy {name!r} needs code of its own, which is never run; take a model that transformers knows."
+    if "ignore_mismatched_sizes" in str(error):
+        return (
+            f"The config.json of policy {name!r} describes weights of other shapes than its files hold (hidden_size, "
+            "vocab_size and the like; the report above names the weights); put the config of these weights beside them."
+        )
     if Path(name).is_dir():
         return f"The policy folder {name!r} holds no usable {what}: {first_line(error)}."
     if name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -94,8 +94,10 @@ class Guard:
             if scope["path"] == OWNER_PATH:
                 await _answer(send, 200, self._own(scope["method"], run, name), self.state)
                 return
+            receive = await _whole_body(receive)
             if controls(scope["method"], scope["path"]):
-                receive = await self._check_change(scope["path"], run, receive)
+                self._check_owner(run)
+                _check_body(scope["path"], receive.body)
                 self._num_changes += counts(scope["method"], scope["path"])
         except Refusal as refusal:
             await _answer(send, refusal.status, refusal.body, self.state)
@@ -168,28 +170,6 @@ class Guard:
 
     # ---- what -------------------------------------------------------------------------------------
 
-    async def _check_change(self, path: str, run: str, receive: Receive) -> Receive:
-        """Check a request of the owner that changes the server; return what reads it again.
-
-        Raises:
-            Refusal: It comes from another run, or names files or functions that are not lit_grpo's.
-        """
-        self._check_owner(run)
-        body = b""
-        more = True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > _MAX_BODY:
-                raise Refusal(413, f"The request is longer than {_MAX_BODY} bytes.")
-        _check_body(path, body)
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> Message:
-            return messages.pop() if messages else await receive()
-
-        return again
-
     async def _hand_on(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let vLLM answer, with the state added, and before each chunk of an answer that is streamed."""
         started = streams = False
@@ -210,6 +190,35 @@ class Guard:
             if not started:  # an answer by vLLM would not carry the state
                 await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"}, self.state)
             raise
+
+
+class _Body:
+    """Gives a request's body again, which has been read, and then whatever comes after it."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self.body, self._receive, self._is_read = body, receive, False
+
+    async def __call__(self) -> Message:
+        if self._is_read:
+            return await self._receive()
+        self._is_read = True
+        return {"type": "http.request", "body": self.body, "more_body": False}
+
+
+async def _whole_body(receive: Receive) -> _Body:
+    """Read the body of a request.
+
+    Raises:
+        Refusal: It is too long.
+    """
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > _MAX_BODY:
+            raise Refusal(413, f"The request is longer than {_MAX_BODY} bytes.")
+    return _Body(bytes(body), receive)
 
 
 def _check_body(path: str, body: bytes) -> None:
