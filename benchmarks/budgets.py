@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,25 +56,21 @@ class Working(Reference):
 class Rule:
     """How it is set: who is asked, how many completions each gets, of how many at first, and how many are learnt from.
 
-    ``plugins`` are those of ``rollout.plugins``, and ``chosen`` is ``model.selection``.
+    ``plugins`` are those of ``rollout.plugins``.
     """
 
     plugins: tuple[str, ...] = ()
     first: int = 16
-    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
         """What stands behind the config."""
         return {
             "--rollout.plugins": json.dumps(self.plugins),
             "--model.num_generations": self.first,
-            **{f"--model.selection.{name}": value for name, value in self.chosen.items()},
         }
 
 
-def _keeping(rule: str, **more: Any) -> dict[str, Any]:
-    return {"rule": rule, "keep": 4, **more}
-
+BALANCED_FEW = "pods:keep=4,statistics=group"
 
 RULES = {
     UNIFORM: Rule(),
@@ -88,17 +84,17 @@ RULES = {
     "buckets": Rule(("buckets:most=16",)),
     "dars_equal": Rule(("dars_equal",), first=8),
     "dars_hardness": Rule(("dars_hardness",), first=8),
-    "balanced": Rule(("balanced",), first=8, chosen=_keeping("max_variance", statistics="group")),
+    "balanced": Rule(("balanced", BALANCED_FEW), first=8),
     "positive": Rule(("balanced:passed=1,failed=0",), first=8),
     "replace_flat": Rule(("replace_flat:most=16",)),
-    "PODS": Rule(chosen=_keeping("max_variance")),
-    "D3S": Rule(chosen=_keeping("batch_variance", keep=8, first_keep=4, tokens=0.8, first_tokens=0.2)),
-    "max_entropy": Rule(chosen=_keeping("max_entropy")),
-    "random": Rule(chosen=_keeping("random")),
+    "PODS": Rule(("pods:keep=4",)),
+    "D3S": Rule(("d3s:keep=8,first_keep=4,tokens=0.8,first_tokens=0.2",)),
+    "max_entropy": Rule(("max_entropy:keep=4",)),
+    "random": Rule(("random_members:keep=4",)),
     "rlep": Rule(("rlep",)),
     "repo": Rule(("repo",)),
     "reference": Rule(("benchmarks.budgets.Working",)),
-    TOGETHER: Rule(("greso", "balanced:rounds=3,passed=2,failed=2"), 8, _keeping("max_variance", statistics="group")),
+    TOGETHER: Rule(("greso", "balanced:rounds=3,passed=2,failed=2", BALANCED_FEW), first=8),
 }
 
 

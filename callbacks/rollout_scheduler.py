@@ -19,6 +19,7 @@ from lit_grpo.rewards.runner import can_score
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch
 from lit_grpo.update.arriving import check_arriving
+from lit_grpo.update.selection import Selection
 
 
 class RolloutScheduler(pl.Callback):
@@ -86,7 +87,9 @@ class RolloutScheduler(pl.Callback):
         if stage == "fit":
             self.session.check(facts, self._other_parts(data, pl_module))
             if self.session.turns.overlap == "within":
-                check_arriving(pl_module.settings, pl_module.ranks.size, hasattr(trainer.strategy, "shard"))
+                has_shards = hasattr(trainer.strategy, "shard")
+                check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
+            pl_module.learn_from(self.session.plugin(Selection) or Selection())
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.hint, on_demand=self.session.turns.carries)
         self.session.prepare(facts)

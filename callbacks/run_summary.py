@@ -150,7 +150,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     return {
         "policy": f"{name}, {count(all_weights)} parameters{few}, {module.policy_dtype} on {ranks}{device}",
         "step": ", ".join(filter(None, parts)),
-        **_budget(trainer, module),
+        **_plugins(trainer),
         **_shared(trainer),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
@@ -167,11 +167,9 @@ def _prompts(data: Any) -> str:
     return "? prompts" if size is None else counted(size, "prompt")
 
 
-def _budget(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
-    """Return a line with the plug-ins, and with the selection where not everything is learnt from."""
-    chosen, selection = told_of_plugins(trainer)[PLUGINS], module.settings.selection
-    if selection.rule != "all":
-        chosen.append(f"{selection.rule} keeps {selection.keep}")
+def _plugins(trainer: pl.Trainer) -> dict[str, str]:
+    """Return a line with the plug-ins, where there are any."""
+    chosen = told_of_plugins(trainer)[PLUGINS]
     return {"plugins": ", ".join(chosen)} if chosen else {}
 
 

@@ -27,6 +27,7 @@ REQUIREMENTS: dict[str, str] = {
     "keeps_kv": "a generator that can keep keys and values over a sync of weights",
     "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
     "one_step_per_batch": "one optimizer step on each batch",
+    "all_tokens": "all tokens of a step to choose from",
     "all_ranks": "the whole batch, of all ranks, before its first gradient",
     "sampled_log_probs": "the log-probability that each token was sampled with",
     "entropies": "the entropy of the distribution of each token",

@@ -31,6 +31,7 @@ from lit_grpo.checks import (
 )
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
+from lit_grpo.plugins import RunFacts
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
@@ -94,7 +95,6 @@ class GRPOModule(EvaluationModule):
         pass_reward: The name of the reward function that decides who passes; by default the first of ``rewards``.
         advantages: How rewards become advantages.
         objective: What an optimizer step minimises.
-        selection: Which rollouts are learnt from, of all that were sampled and rewarded, and which of their tokens.
         num_iterations: How often a rollout batch is gone through.
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
         max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
@@ -142,7 +142,6 @@ class GRPOModule(EvaluationModule):
         pass_reward: str | None = None,
         advantages: Advantages = Advantages(),  # noqa: B008 (frozen)
         objective: Objective = Objective(),  # noqa: B008 (frozen)
-        selection: Selection = Selection(),  # noqa: B008 (frozen)
         num_iterations: int = 1,
         num_minibatches: int = 1,
         max_tokens_per_micro_batch: int | Literal["auto"] = 8192,
@@ -167,9 +166,21 @@ class GRPOModule(EvaluationModule):
         self.num_generations, self.eval_num_generations = num_generations, eval_num_generations
         self.sampling, self.eval_sampling = sampling, eval_sampling or sampling
         weights = {function.name: function.weight for function in self.rewards}
-        what = objective, advantages, weights, sampling.temperature, sampling.max_tokens
-        passes = num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, gradient_checkpointing
-        self.settings = Settings(*what, *passes, max_skipped_updates, selection, self.pass_rule, sequence_parallel_size)
+        self.settings = Settings(
+            objective=objective,
+            advantages=advantages,
+            weights=weights,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            num_iterations=num_iterations,
+            num_minibatches=num_minibatches,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            max_grad_norm=max_grad_norm,
+            gradient_checkpointing=gradient_checkpointing,
+            max_skipped_updates=max_skipped_updates,
+            pass_rule=self.pass_rule,
+            sequence_parallel_size=sequence_parallel_size,
+        )
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
@@ -179,7 +190,6 @@ class GRPOModule(EvaluationModule):
         check_generations(num_generations, eval_num_generations, pass_at_k)
         check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
         advantages.check(num_generations, objective.kl.place)
-        selection.check(num_generations)
         reference.check(objective.kl.beta, lora is not None)
         self.policy_version = 0
         self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
@@ -189,6 +199,19 @@ class GRPOModule(EvaluationModule):
         self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
 
     # ---- set-up -----------------------------------------------------------------------------------
+
+    def learn_from(self, selection: Selection) -> None:
+        """Learn from those rollouts and tokens that ``selection`` chooses, in place of all.
+
+        :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run with what its plug-ins say, all where none
+        says anything; call it yourself only where rollouts come from elsewhere.
+
+        Raises:
+            ValueError: It keeps more than ``num_generations``, or chooses tokens where the objective does so too.
+        """
+        updates_per_batch = self.settings.updates_per_batch
+        selection.check(RunFacts(None, self.num_generations, self.sampling.max_tokens, updates_per_batch))
+        self.settings.learn_from(selection)
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
@@ -209,10 +232,11 @@ class GRPOModule(EvaluationModule):
         self.settings.total_updates = total_updates(self.trainer, self.settings.updates_per_batch)
         if self.trainer.max_epochs == -1:  # else it is known once training starts
             self.settings.progress(self.policy_version)
-        if self.settings.selection.rule == "max_entropy" and "entropies" not in self.generator.abilities:
+        selection, abilities = self.settings.selection, self.generator.abilities
+        if "entropies" in selection.needs and "entropies" not in abilities:
             self.ranks.warn(
-                f"model.selection.rule max_entropy goes by entropies, and {type(self.generator).__name__} tells none: "
-                "they are measured, for which every completion goes through the policy once more."
+                f"rollout.plugins: {type(selection).__name__} goes by entropies, and {type(self.generator).__name__} "
+                "tells none: they are measured, for which every completion goes through the policy once more."
             )
 
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -28,7 +28,7 @@ def told_of_run(trainer: Any, policy: Any, settings: Any, optimizer: torch.optim
         optimizer: Which has taken no step.
         scheduler: Of its learning rate, or none.
     """
-    of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages", "selection")}
+    of_update = {f"model.{name}": getattr(settings, name) for name in ("objective", "advantages")}
     told = told_of({**of_update, "model.policy": policy})
     return told | told_of_plugins(trainer) | told_of_optimizer(optimizer, scheduler)
 

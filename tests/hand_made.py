@@ -33,6 +33,7 @@ from lit_grpo.types import (
     SamplingParams,
 )
 from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
+from lit_grpo.update.selection import Selection
 
 MAX_TOKENS = 12
 VOCAB_SIZE = len(ALPHABET) + 2  # of conftest.random_policy
@@ -198,8 +199,11 @@ def sgd(lr: float) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def make_module(policy: str | Path, **options: Any) -> GRPOModule:
-    """A module that neither clips the gradient nor, unless told otherwise, changes a weight."""
+def make_module(policy: str | Path, selection: Selection | None = None, **options: Any) -> GRPOModule:
+    """A module that neither clips the gradient nor, unless told otherwise, changes a weight.
+
+    It learns from what ``selection`` chooses, without a scheduler that says so.
+    """
     defaults: dict[str, Any] = {
         "rewards": [RewardSpec("lit_grpo.rewards.exact_match")],
         "num_generations": 4,
@@ -207,7 +211,10 @@ def make_module(policy: str | Path, **options: Any) -> GRPOModule:
         "max_grad_norm": 0.0,
         "optimizer": sgd(0.0),
     }
-    return GRPOModule(policy=str(policy), **(defaults | options))
+    module = GRPOModule(policy=str(policy), **(defaults | options))
+    if selection is not None:
+        module.learn_from(selection)
+    return module
 
 
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:

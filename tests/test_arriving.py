@@ -10,7 +10,9 @@ import pytest
 import torch
 from hand_made import Batches, StepRecorder, fit, flat, make_module, make_trainer, random_groups, relative_error
 
+from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
+from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PromptBatch, RolloutGroup
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.arriving import check_arriving
@@ -19,7 +21,6 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import StepSize
-from lit_grpo.update.selection import Selection
 
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 0.0, 2.0], [0.25, 0.5]]
 OBJECTIVES = {
@@ -109,10 +110,10 @@ WHOLE_BATCH = (
             f"model.advantages.estimator reinforce_plus_plus {WHOLE_BATCH}",
         ),
         (
-            {"selection": Selection("random", 2, first_tokens=0.5)},
-            f"model.selection.tokens 1.0 and first_tokens 0.5 {WHOLE_BATCH}",
+            {"plugins": ["d3s_tokens:tokens=1.0,first_tokens=0.5"]},
+            f"rollout.plugins d3s_tokens {WHOLE_BATCH}",
         ),
-        ({"selection": Selection("batch_variance", 2)}, f"model.selection.rule batch_variance {WHOLE_BATCH}"),
+        ({"plugins": ["d3s:keep=2"]}, f"rollout.plugins d3s {WHOLE_BATCH}"),
         ({"objective": Objective(top_entropy_quantile=0.5)}, f"model.objective.top_entropy_quantile 0.5 {WHOLE_BATCH}"),
         (
             {"objective": Objective("grpo", entropy=EntropyBonus(0.1))},
@@ -129,5 +130,10 @@ def test_what_needs_all_groups_beforehand_is_refused(
     policy_folder: Path, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{sentence}.*take a plug-in with overlap none"):
-        check_arriving(make_module(policy_folder, **settings).settings, num_ranks=2)
-    check_arriving(make_module(policy_folder).settings, num_ranks=2)
+        check(policy_folder, **settings)
+    check(policy_folder, plugins=["pods:keep=2", "replace_flat"])
+
+
+def check(policy_folder: Path, plugins: Sequence[str] = (), **options: Any) -> None:
+    parts = RolloutSession(make_plugins(plugins)).parts()
+    check_arriving(make_module(policy_folder, **options).settings, num_ranks=2, plugins=parts)

@@ -32,7 +32,10 @@ ROOMS: dict[str, set[str]] = {
         *("faults", "policy", "scheduling", "scheduling.plans", "rewards", "rollout.weights", "update.logprobs"),
         *("settings", "plugins", "compatibility", "scheduling.lengths"),
     },
-    "methods": {*UTILITIES, "plugins", "settings", "scheduling", "scheduling.lengths", "rollout"},
+    "methods": {
+        *UTILITIES,
+        *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
+    },
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},
@@ -43,6 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "update": {
         *UTILITIES,
         "compatibility",
+        "plugins",
         "faults",
         "policy",
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
@@ -63,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "module": {
         *UTILITIES,
         *("metrics", "checks", "strategies", "settings", "resuming", "evaluation", "policy", "optim", "rewards"),
-        "process",
+        *("process", "plugins"),
         *("rollout", "rollout.slots", "rollout.weights", "update"),
         *(f"update.{room}" for room in ("prefix", "batches", "logprobs", "advantages", "objective")),
     },

@@ -12,6 +12,7 @@ import torch
 from conftest import random_policy
 from hand_made import MAX_TOKENS, full_logprobs, make_micro_batch, make_rollout
 
+from lit_grpo.methods.pods import MaxVariance
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, RolloutGroup
@@ -24,7 +25,6 @@ from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
-from lit_grpo.update.selection import Selection
 from lit_grpo.update.settings import Settings
 
 NAN = math.nan
@@ -143,7 +143,7 @@ def reference_gradient(groups: Sequence[RolloutGroup], name: str) -> torch.Tenso
 
 def test_learning_from_a_selection_is_learning_from_groups_of_those_alone() -> None:
     groups = ragged_groups()
-    learner, steps = make_learner(selection=Selection("max_variance", 2), max_tokens_per_micro_batch=20)
+    learner, steps = make_learner(selection=MaxVariance(2), max_tokens_per_micro_batch=20)
     logs = learner.learn(groups)
     chosen = [
         RolloutGroup(group.prompt, [rollout for rollout in group.rollouts if not math.isnan(rollout.advantage)])

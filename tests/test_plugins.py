@@ -39,6 +39,8 @@ METHODS = (
     "sgpo",
     "near_half",
     "adhint",
+    "pods",
+    "d3s",
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
 

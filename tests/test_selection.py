@@ -5,18 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hand_made import make_module
 
+from lit_grpo.callbacks import RolloutScheduler
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.d3s import D3S, TokenShare
+from lit_grpo.methods.members import MaxEntropy, RandomMembers
+from lit_grpo.methods.pods import MaxVariance, max_variance_subset
+from lit_grpo.plugins import RunFacts
+from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.functions import group_advantages, leave_one_out_advantages
-from lit_grpo.update.selection import Selection, max_variance_subset, token_scores
+from lit_grpo.update.selection import Selection
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -79,7 +88,7 @@ def advantages(
     for part in parts:
         rollouts = [rollout for group in part for rollout in group.rollouts]
         rewards = GroupRewards.of(part, ["right"])
-        chosen_R = selection.choose(rewards, rollouts, entropies, progress)
+        chosen_R = selection.choose(rewards, rollouts, lambda _: entropies, progress)
         counted = rewards if selection.counts == "group" else rewards.only(chosen_R)
         of_ranks.append(estimator(counted.rewards_R, counted.groups_R).masked_fill(~chosen_R, math.nan))
     if "all_ranks" in selection.needs:
@@ -102,11 +111,11 @@ REWARDS = [[1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.2, 0.9, math.nan, 0.1, 0.4, 0.8], 
 
 def test_statistics_are_of_the_kept_or_of_the_group() -> None:
     groups = groups_of(*REWARDS)
-    kept = [known(values) for values in advantages(Selection("max_variance", 2), groups)]
+    kept = [known(values) for values in advantages(MaxVariance(2), groups)]
     half = 0.5 / (0.5**0.5 + 1e-4)
     assert kept[0][0] == round(half, 4) and list(kept[0].values()) == [round(half, 4), round(-half, 4)]
     assert kept[1].keys() == {1, 3} and list(kept[2].values()) == [0.0, 0.0]
-    whole = [known(values) for values in advantages(Selection("max_variance", 2, "group"), groups)]
+    whole = [known(values) for values in advantages(MaxVariance(2, statistics="group"), groups)]
     everyone = [known(values) for values in advantages(Selection(), groups)]
     for part, all_of_it in zip(whole, everyone, strict=True):
         assert part == {place: all_of_it[place] for place in part} and len(part) == 2
@@ -115,7 +124,7 @@ def test_statistics_are_of_the_kept_or_of_the_group() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
     groups = groups_of([1.0] + [0.0] * 7, [0.5] * 8, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
-    found = advantages(Selection("batch_variance", 2), groups, ranks)
+    found = advantages(D3S(2), groups, ranks)
     whole = advantages(Selection(), groups)
     flat, picked = (list(itertools.chain(*lists)) for lists in (whole, found))
     kept = [value for value in picked if value == value]
@@ -128,8 +137,8 @@ def test_the_extremes_of_a_batch_may_all_be_of_one_group(ranks: int) -> None:
 
 def test_random_members_are_the_same_in_every_run_and_others_in_every_group() -> None:
     groups = groups_of(*[[float(n) for n in range(12)]] * 20)
-    first = [tuple(known(values)) for values in advantages(Selection("random", 4), groups)]
-    assert first == [tuple(known(values)) for values in advantages(Selection("random", 4), groups, 2)]
+    first = [tuple(known(values)) for values in advantages(RandomMembers(4), groups)]
+    assert first == [tuple(known(values)) for values in advantages(RandomMembers(4), groups, 2)]
     assert all(len(members) == 4 for members in first) and len(set(first)) > 15
 
 
@@ -158,24 +167,29 @@ def with_entropies(groups: list[RolloutGroup], *entropies: list[float]) -> dict[
 def test_the_members_of_the_highest_mean_entropy_are_kept() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, math.nan, 1.0, 0.0])
     with_entropies(groups, [0.1, 0.3, 0.2, 0.3, 0.25], [0.9, 0.1, 5.0, 0.3, 0.2])
-    found = advantages(Selection("max_entropy", 2), groups)
+    found = advantages(MaxEntropy(2), groups)
     everyone = advantages(Selection(), groups)
     assert [list(known(values)) for values in found] == [[1, 3], [0, 3]]  # not the one without a reward
     for part, whole in zip(found, everyone, strict=True):
         assert known(part).items() <= known(whole).items()
     tied = groups_of([1.0, 0.0, 0.5, 0.2])
     with_entropies(tied, [0.4] * 4)
-    assert list(known(advantages(Selection("max_entropy", 3), tied)[0])) == [0, 1, 2]
+    assert list(known(advantages(MaxEntropy(3), tied)[0])) == [0, 1, 2]
 
 
 def test_entropies_that_are_not_told_count_as_they_are_measured_where_a_rollout_may_be_chosen() -> None:
     groups = groups_of([1.0, 0.0, 1.0, 0.0, 1.0], [math.nan, 1.0, 0.0])
     measured = with_entropies(groups, [0.55, math.nan, 0.65, math.nan, 0.1], [math.nan, 0.0, 0.2])
     groups[0].rollouts[3].kept = False  # learnt from before, with another part of its group
-    selection, rollouts = Selection("max_entropy", 2, "kept"), [r for group in groups for r in group.rollouts]
-    candidates_R = selection.candidates(GroupRewards.of(groups, ["right"]), rollouts)
-    untold = [r for r, may_be in zip(rollouts, candidates_R.tolist(), strict=True) if may_be]
-    keys = {r.completion.request.key for r in untold if math.isnan(r.completion.entropy)}
+    selection, rollouts = MaxEntropy(2, statistics="kept"), [r for group in groups for r in group.rollouts]
+    asked: list[Rollout] = []
+
+    def entropies(untold: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
+        asked.extend(untold)
+        return measured
+
+    selection.choose(GroupRewards.of(groups, ["right"]), rollouts, entropies, 0.0)
+    keys = {rollout.completion.request.key for rollout in asked}
     assert keys == {("train/0", 0, (1,))}  # neither the one that has been learnt from nor the one without a reward
     found = advantages(selection, groups, entropies={key: measured[key] for key in keys})
     assert [list(known(values)) for values in found] == [[1, 2], [1, 2]]  # 0.6 and 0.65 of 0.55, 0.6, 0.65 and 0.1
@@ -186,32 +200,38 @@ def test_a_rollout_without_a_token_to_learn_from_comes_last() -> None:
     with_entropies(groups, [0.2, 9.0, 0.1])
     loud = groups[0].rollouts[1].completion
     loud.take(loud.masked())
-    assert list(known(advantages(Selection("max_entropy", 2), groups)[0])) == [0, 2]
+    assert list(known(advantages(MaxEntropy(2), groups)[0])) == [0, 2]
 
 
 # ---- the only loser ------------------------------------------------------------------------------------
 
+RULES: dict[str, Selection] = {
+    "pods": MaxVariance(2, statistics="group"),
+    "d3s": D3S(2),
+    "max_entropy": MaxEntropy(2),
+    "random_members": RandomMembers(2),
+}
 LOSER_IS_QUIET = [0.9, 0.8, 0.7, 0.6, 0.1, 0.5]
 
 
 @pytest.mark.parametrize("loser", [0.0, 1.0])  # the only winner, where it is 1
-@pytest.mark.parametrize("rule", ["max_variance", "batch_variance", "max_entropy", "random"])
-def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rule: Any, loser: float) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_the_only_loser_counts_in_the_baseline_of_all_others_whoever_is_kept(rule: str, loser: float) -> None:
     """Leave-one-out over a group of six: the others' baselines are 4/5 and 1/5, its own is 1 or 0."""
     groups = groups_of(*[[1 - loser] * 4 + [loser, 1 - loser] for _ in range(12)])
     with_entropies(groups, *[LOSER_IS_QUIET for _ in groups])
     estimator = leave_one_out_advantages
-    found = advantages(Selection(rule, 2, "group"), groups, estimator=estimator)
+    found = advantages(RULES[rule], groups, estimator=estimator)
     sign, kept = 1 - 2 * loser, [known(values) for values in found]
     for members in kept:
         assert all(value == (-sign if place == 4 else sign * 0.2) for place, value in members.items())
     assert sum(map(len, kept)) == 2 * 12
     is_kept = [4 in members for members in kept]
-    if rule in ("max_variance", "batch_variance"):
+    if rule in ("pods", "d3s"):
         assert all(is_kept)
     if rule == "max_entropy":
         assert not any(is_kept)
-    if rule == "random":
+    if rule == "random_members":
         assert any(is_kept) and not all(is_kept)
 
 
@@ -219,7 +239,7 @@ def test_statistics_of_the_kept_alone_are_of_those() -> None:
     """Where the only loser is not among them, they are all alike and teach nothing."""
     groups = groups_of([1.0] * 4 + [0.0, 1.0])
     with_entropies(groups, LOSER_IS_QUIET)
-    selection = Selection("max_entropy", 2, "kept")
+    selection = MaxEntropy(2, statistics="kept")
     assert known(advantages(selection, groups, 1, leave_one_out_advantages)[0]) == {0: 0.0, 1: 0.0}
 
 
@@ -228,11 +248,13 @@ def test_statistics_of_the_kept_alone_are_of_those() -> None:
 
 @pytest.mark.parametrize("progress", [0.0, 0.1, 0.25, 0.5, 0.8, 1.0])
 def test_the_first_values_move_to_the_last_in_a_line(progress: float) -> None:
-    selection = Selection("batch_variance", 4, tokens=0.9, first_keep=2, first_tokens=0.2)
+    selection = D3S(4, tokens=0.9, first_keep=2, first_tokens=0.2)
     keep, tokens = (1 - progress) * 2 + progress * 4, (1 - progress) * 0.2 + progress * 0.9
-    assert selection.keep_at(progress) == pytest.approx(keep) and selection.tokens_at(progress) == pytest.approx(tokens)
-    still = Selection("random", 3, tokens=0.4)
-    assert (still.keep_at(progress), still.tokens_at(progress)) == (3, 0.4)
+    assert selection.keep_at(progress) == pytest.approx(keep) and selection.token_share(progress) == pytest.approx(
+        tokens
+    )
+    still = D3S(3, tokens=0.4)
+    assert (still.keep_at(progress), still.token_share(progress)) == (3, 0.4)
     rng = np.random.default_rng(0)
     groups = groups_of(*rng.standard_normal((3, 5)).tolist())
     everyone = list(itertools.chain(*advantages(Selection(), groups)))
@@ -241,13 +263,13 @@ def test_the_first_values_move_to_the_last_in_a_line(progress: float) -> None:
     assert len(kept) == math.floor(3 * keep + 0.5)  # of the whole batch
     best = max(statistics.pvariance(some) for some in itertools.combinations(everyone, len(kept)))
     assert statistics.pvariance(kept) == pytest.approx(best)
-    for rule in ("max_variance", "random"):
-        of_groups = advantages(Selection(rule, 4, first_keep=2), groups, progress=progress)
+    for rule in (MaxVariance, RandomMembers):
+        of_groups = advantages(rule(4, first_keep=2), groups, progress=progress)
         assert {len(known(values)) for values in of_groups} == {math.floor(keep + 0.5)}
 
 
 def test_random_members_stay_when_more_are_kept() -> None:
-    groups, selection = groups_of([float(n) for n in range(12)]), Selection("random", 8, first_keep=2)
+    groups, selection = groups_of([float(n) for n in range(12)]), RandomMembers(8, first_keep=2)
     members = [set(known(advantages(selection, groups, progress=progress)[0])) for progress in (0.0, 0.5, 1.0)]
     assert [len(some) for some in members] == [2, 5, 8] and members[0] < members[1] < members[2]
 
@@ -260,7 +282,7 @@ def test_a_tokens_score_is_the_absolute_advantage_times_its_entropy() -> None:
     entropies = dict(zip((r.completion.request.key for r in group.rollouts), torch.rand(3, 2).double(), strict=True))
     first, second, third = entropies
     measured = {first: entropies[first], second: entropies[second]}  # where the advantage is 0 nothing is needed
-    scores = token_scores(list(zip(group.rollouts, [1.5, -2.0, 0.0], strict=True)), measured)
+    scores = TokenShare(0.5).token_scores(list(zip(group.rollouts, [1.5, -2.0, 0.0], strict=True)), lambda _: measured)
     assert torch.equal(scores[first], 1.5 * entropies[first]) and torch.equal(scores[second], 2 * entropies[second])
     assert scores[third].tolist() == [0.0, 0.0]
 
@@ -268,46 +290,76 @@ def test_a_tokens_score_is_the_absolute_advantage_times_its_entropy() -> None:
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["max_variance", "batch_variance", "max_entropy", "random"])
-def test_members_that_have_left_with_another_part_of_their_group_take_no_place(rule: Any) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_members_that_have_left_with_another_part_of_their_group_take_no_place(rule: str) -> None:
     (group,) = groups_of([1.0, 0.0, 0.9, 0.1, 0.5, 0.4])
     for rollout in group.rollouts[:2]:
         rollout.kept, rollout.learnt = False, True
     with_entropies([group], [9.0, 9.0, 0.1, 0.2, 0.3, 0.4])
-    (found,) = advantages(Selection(rule, 2, "group"), [group])
+    (found,) = advantages(RULES[rule], [group])
     assert len(known(found).keys() - {0, 1}) == 2
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"rule": "best", "keep": 4},
-        "selection.rule must be one of all, max_variance, batch_variance, max_entropy, random, not 'best'.",
-    ),
-    ({"rule": "random"}, "selection.rule is random and selection.keep is None"),
-    ({"keep": 4}, "selection.rule is all and selection.keep is 4"),
-    ({"rule": "random", "keep": 1}, "selection.keep must be at least 2, not 1"),
-    ({"rule": "random", "keep": 4, "first_keep": 1}, "selection.first_keep must be at least 2, not 1"),
-    ({"first_keep": 4}, "selection.first_keep is 4, and rule all keeps every rollout; leave it out, or set rule"),
-    ({"tokens": 0.0}, "selection.tokens must be in (0, 1], not 0.0; 1 keeps all tokens."),
-    ({"tokens": math.nan}, "selection.tokens must be in (0, 1], not nan"),
-    ({"first_tokens": 1.2}, "selection.first_tokens must be in (0, 1], not 1.2; 1 keeps all tokens."),
-    (
-        {"rule": "batch_variance", "keep": 4, "statistics": "kept"},
-        "selection.statistics must be group for rule batch_variance, not 'kept'.",
-    ),
+FACTS = RunFacts(num_prompts=4, num_generations=8, max_tokens=16, updates_per_batch=1)
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("pods", {}, "keep is not set; give the number of completions of each group to learn from, 2 or more."),
+    ("d3s", {"first_keep": 4}, "keep is not set; give the number"),
+    ("random_members", {"keep": 1}, "keep must be a whole number of at least 2, not 1."),
+    ("pods", {"keep": 2.5}, "keep must be a whole number of at least 2, not 2.5."),
+    ("random_members", {"keep": 4, "first_keep": 1}, "first_keep must be a whole number of at least 2, not 1."),
+    ("random_members", {"keep": 9}, "keep is 9, but model.num_generations is 8; keep at most as many as are sampled."),
+    ("d3s", {"keep": 4, "first_keep": 9}, "first_keep is 9, but model.num_generations is 8; keep at most"),
+    ("d3s", {"keep": 4, "tokens": 0.0}, "tokens must be in (0, 1], not 0.0; 1 keeps all tokens."),
+    ("d3s_tokens", {"tokens": math.nan}, "tokens must be in (0, 1], not nan"),
+    ("d3s_tokens", {"tokens": "half"}, "tokens must be in (0, 1], not 'half'"),
+    ("d3s", {"keep": 4, "first_tokens": 1.2}, "first_tokens must be in (0, 1], not 1.2; 1 keeps all tokens."),
+    ("d3s", {"keep": 4, "statistics": "kept"}, "it has no field 'statistics'; it has keep, first_keep, tokens"),
+    ("pods", {"keep": 4, "statistics": "all"}, "statistics must be group or kept, not 'all'."),
 ]
 
 
-@pytest.mark.parametrize(("fields", "sentence"), BAD)
-def test_what_has_no_meaning_is_refused(fields: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize(("name", "fields", "sentence"), BAD)
+def test_what_has_no_meaning_is_refused(name: str, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as error:
-        Selection(**fields)
-    assert sentence in str(error.value)
+        RolloutSession(make_plugins([{name: fields}])).check(FACTS, [])
+    assert str(error.value).startswith(f"rollout.plugins {name}: {sentence}")
 
 
-def test_a_subset_larger_than_its_group_is_refused() -> None:
-    Selection("random", 8).check(8)
-    with pytest.raises(ValueError, match=r"selection\.keep is 9, but model\.num_generations is 8; keep at most"):
-        Selection("random", 9).check(8)
-    with pytest.raises(ValueError, match=r"selection\.first_keep is 9, but model\.num_generations is 8; keep at most"):
-        Selection("random", 4, first_keep=9).check(8)
+def test_a_subset_of_the_whole_group_is_let_through() -> None:
+    RolloutSession(make_plugins([{"pods": {"keep": 8}}])).check(FACTS, [])
+
+
+def test_two_selections_are_refused() -> None:
+    with pytest.raises(ValueError, match="pods and d3s, which both decide which rollouts are learnt from; take one"):
+        make_plugins([{"pods": {"keep": 4}}, {"d3s": {"keep": 4}}])
+
+
+def test_any_choice_of_completions_can_have_a_share_of_tokens() -> None:
+    """By a class of a user's own that derives from both."""
+
+    @dataclass(frozen=True)
+    class RandomTokens(TokenShare, RandomMembers):
+        pass
+
+    selection = RandomTokens(2, first_tokens=0.5)
+    assert selection.needs == {"all_ranks"} and (selection.token_share(0.0), selection.token_share(1.0)) == (0.5, 1.0)
+    groups = groups_of([1.0, 0.0, 0.5, 0.2])
+    assert known(advantages(selection, groups)[0]) == known(advantages(RandomMembers(2), groups)[0])
+    with pytest.raises(ValueError, match="keep must be"):
+        RandomTokens(1)
+    with pytest.raises(ValueError, match="tokens must be"):
+        RandomTokens(2, tokens=2.0)
+
+
+def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() -> None:
+    """What an earlier run had, or a user has set by hand, does not outlast it."""
+    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None)
+    selections = []
+    for plugins in (["d3s:keep=3,tokens=0.5"], [], ["pods:keep=2"]):
+        RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
+        selections.append(module.settings.selection)
+    assert selections == [D3S(3, tokens=0.5), Selection(), MaxVariance(2)]
+    RolloutScheduler().setup(trainer, module, "validate")  # pyright: ignore[reportArgumentType]
+    assert module.settings.selection == MaxVariance(2)
+    with pytest.raises(ValueError, match=r"keep is 5, but model\.num_generations is 4"):
+        module.learn_from(MaxVariance(5))

@@ -11,8 +11,8 @@ from lit_grpo.budgets.allocation import Allocation, check_whole
 class Balanced(Allocation):
     """Rounds of ``num_generations`` until so many have passed and so many have not (Reinforce-Ada, arXiv 2510.04996).
 
-    With ``model.selection`` max_variance and statistics of the group, a balanced few of them are learnt from, and their
-    baseline is over all. Stopping at what one waits for biases the group's mean: docs/budgets.md says how far.
+    With plug-in ``pods`` and ``statistics: group`` a balanced few of them are learnt from, and their baseline is over
+    all. Stopping at what one waits for biases the group's mean: docs/budgets.md says how far.
 
     Args:
         rounds: The most rounds of a prompt.

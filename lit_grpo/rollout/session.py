@@ -123,10 +123,10 @@ class RolloutSession:
         self.plugins = dict(plugins or {})
         self.plan, self.predict_lengths = plan, predict_lengths
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
-        self.turns = self._plugin(RolloutMode) or RolloutMode()
-        self.allocation = self._plugin(Allocation) or Allocation()
-        self.prompt_rule, self.hint = self._plugin(PromptRule), self._plugin(Hint)
-        replacement = self._plugin(Replacement)
+        self.turns = self.plugin(RolloutMode) or RolloutMode()
+        self.allocation = self.plugin(Allocation) or Allocation()
+        self.prompt_rule, self.hint = self.plugin(PromptRule), self.plugin(Hint)
+        replacement = self.plugin(Replacement)
         self.replaces = 0 if replacement is None else replacement.most
         workers = {name: plugin.worker() for name, plugin in self.plugins.items()}
         self.workers = {name: worker for name, worker in workers.items() if worker is not None}
@@ -145,7 +145,7 @@ class RolloutSession:
         self._num_prompts: int | None = None  # of a batch, on each rank
         self._told_of_flat_groups = False
 
-    def _plugin(self, kind: type[Kind]) -> Kind | None:
+    def plugin(self, kind: type[Kind]) -> Kind | None:
         """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
@@ -166,10 +166,7 @@ class RolloutSession:
                 plugin.check(facts)
             except ValueError as error:
                 raise ValueError(f"rollout.plugins {name}: {error}") from None
-        own = [
-            Part(f"rollout.plugins {name}", plugin.needs, plugin.changes, plugin.remedy)
-            for name, plugin in self.plugins.items()
-        ]
+        own = self.parts()
         if not self.predict_lengths:
             own.append(Part("rollout.predict_lengths false", changes={"hidden_states": "looks at no hidden states"}))
         check_together([*own, *parts])
@@ -203,6 +200,13 @@ class RolloutSession:
             self.lengths.share(history)
         if stream is not None:
             stream.go_by(history)
+
+    def parts(self) -> list[Part]:
+        """Return what each plug-in needs of a run, and what it takes away from others."""
+        return [
+            Part(f"rollout.plugins {name}", plugin.needs, plugin.changes, plugin.remedy)
+            for name, plugin in self.plugins.items()
+        ]
 
     # ---- a batch ------------------------------------------------------------------------------------
 

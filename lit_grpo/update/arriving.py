@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.update.batches.microbatch import MicroBatches
 from lit_grpo.update.batches.step import Gathered, Step
@@ -13,16 +15,17 @@ PROVISIONAL = 2**12
 """What the gradient is divided by until all groups are there; a power of two, which rounds nothing."""
 
 
-def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False) -> None:
+def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False, plugins: Iterable[Part] = ()) -> None:
     """Check that the gradient of one batch can be added up group by group.
 
     Args:
         settings: What is learnt.
         num_ranks: Of the run.
         has_shards: Whether each rank has a part of the weights.
+        plugins: What the plug-ins of the run need.
 
     Raises:
-        ValueError: The settings need the whole batch beforehand, or ranks would wait for each other.
+        ValueError: The settings or plug-ins need the whole batch beforehand, or ranks would wait for each other.
     """
     needs = {"one_step_per_batch", "unsharded_weights"} | ({"fixed_token_budget"} if num_ranks > 1 else set[str]())
     within = Part(
@@ -31,7 +34,7 @@ def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False)
         changes={"all_ranks": "learns from groups while others of their batch decode"},
         remedy="take a plug-in with overlap none",
     )
-    parts = [*settings.parts(), within]
+    parts = [*plugins, *settings.parts(), within]
     if has_shards:
         parts.append(Part("trainer.strategy fsdp2", changes={"unsharded_weights": "leaves a shard of them there"}))
     check_together(parts)

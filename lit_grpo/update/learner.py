@@ -33,7 +33,6 @@ from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.selection import token_scores
 from lit_grpo.update.settings import Optimization, Settings
 from lit_grpo.update.snapshots import Snapshots
 
@@ -212,13 +211,13 @@ class Learner:
 
     def _chosen(self, rewards: GroupRewards, rollouts: Sequence[Rollout]) -> torch.Tensor:
         """Which rollouts are learnt from by comparison within their groups, shape R."""
-        selection, progress = self.settings.selection, self.settings.progress(self.optimization.policy_version)
-        entropies: Mapping[Key, torch.Tensor] = {}
-        if "entropies" in selection.needs:
-            candidates = selection.candidates(rewards, rollouts).nonzero().flatten().tolist()
-            untold = [rollouts[place] for place in candidates if math.isnan(rollouts[place].completion.entropy)]
-            entropies = self.passes.measure(untold, "entropy")
-        return selection.choose(rewards, rollouts, entropies, progress)
+        progress = self.settings.progress(self.optimization.policy_version)
+        return self.settings.selection.choose(rewards, rollouts, self._entropies, progress)
+
+    def _entropies(self, rollouts: Sequence[Rollout]) -> dict[Key, torch.Tensor]:
+        """Return the entropy of each token that is learnt from, under the policy, by completion."""
+        rest(self.policy)
+        return self.passes.measure(rollouts, "entropy")
 
     def _advantages(self, rewards: GroupRewards, rollouts: Sequence[Rollout], chosen_R: torch.Tensor) -> torch.Tensor:
         """Advantages of this rank's rollouts, shape R; NaN for those that are not learnt from."""
@@ -287,17 +286,14 @@ class Learner:
         )
 
     def _kept(self, learnt: Sequence[tuple[Rollout, float]]) -> dict[Key, torch.Tensor] | None:
-        """Which tokens of the whole step are learnt from, by entropy or absolute advantage x entropy; None for all."""
-        selection, share = self.settings.selection, self.settings.objective.top_entropy_quantile
-        if selection.takes_tokens:
-            share = selection.tokens_at(self.settings.progress(self.optimization.policy_version))
-        if share == 1:
-            return None
-        rest(self.policy)
-        if selection.takes_tokens:
-            entropies = self.passes.measure([rollout for rollout, advantage in learnt if advantage], "entropy")
-            return highest(token_scores(learnt, entropies), share, self.ranks)
-        return highest(self.passes.measure([rollout for rollout, _ in learnt], "entropy"), share, self.ranks)
+        """Which tokens of the whole step are learnt from, by the selection's scores or by entropy; None for all."""
+        selection, highest_entropies = self.settings.selection, self.settings.objective.top_entropy_quantile
+        share = selection.token_share(self.settings.progress(self.optimization.policy_version))
+        if share < 1:
+            return highest(selection.token_scores(learnt, self._entropies), share, self.ranks)
+        if highest_entropies < 1:
+            return highest(self._entropies([rollout for rollout, _ in learnt]), highest_entropies, self.ranks)
+        return None
 
     def _gradient(self, step: Step) -> Gathered:
         """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lit_grpo.compatibility import Part
+from lit_grpo.compatibility import Part, check_together
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
@@ -47,12 +47,17 @@ class Settings:
     def __post_init__(self) -> None:
         if self.sequence_parallel_size < 1:
             raise ValueError(f"sequence_parallel_size must be at least 1, not {self.sequence_parallel_size}.")
-        share = self.objective.top_entropy_quantile
-        if share < 1 and self.selection.takes_tokens:
-            raise ValueError(
-                f"objective.top_entropy_quantile is {share}, and selection.tokens or first_tokens chooses tokens too; "
-                "leave one of them at 1."
-            )
+        self.learn_from(self.selection)
+
+    def learn_from(self, selection: Selection) -> None:
+        """Let another selection say which rollouts and tokens are learnt from.
+
+        Raises:
+            ValueError: It chooses tokens, and the objective does so too.
+        """
+        name = f"rollout.plugins {type(selection).__name__}"
+        check_together([*self.objective.parts, Part(name, selection.needs, selection.changes, selection.remedy)])
+        self.selection = selection
 
     @property
     def updates_per_batch(self) -> int:
@@ -60,12 +65,12 @@ class Settings:
         return self.num_iterations * self.num_minibatches
 
     def parts(self) -> list[Part]:
-        """Return what each setting needs of a run, and what it takes away from others.
+        """Return what each setting needs of a run, and what it takes away from others; a selection is a plug-in.
 
         Example:
             ``Part("model.objective.proximal snapshots", needs={"unsharded_weights", ...})``
         """
-        parts = [*self.objective.parts, *self.advantages.parts, *self.selection.parts]
+        parts = [*self.objective.parts, *self.advantages.parts]
         if self.sequence_parallel_size > 1:
             name = f"model.sequence_parallel_size {self.sequence_parallel_size}"
             parts.append(Part(name, needs=frozenset({"all_ranks", "fixed_token_budget"})))
@@ -83,14 +88,14 @@ class Settings:
         Raises:
             ValueError: The selection moves, and it is not known how many updates there are.
         """
-        selection = self.selection
-        if not selection.is_scheduled:
+        if not self.selection.begins_with:
             return 0.0
         if self.total_updates is None:
+            first = " and ".join(f"{name} {value}" for name, value in self.selection.begins_with.items())
             raise ValueError(
-                f"selection.first_keep is {selection.first_keep} and first_tokens {selection.first_tokens}: they move "
-                "to keep and tokens over the updates of the run, and nothing says how many it has; set "
-                "trainer.max_steps, or leave them out."
+                f"rollout.plugins: {type(self.selection).__name__} begins with {first} and moves from there over the "
+                "updates of the run, and nothing says how many it has; set trainer.max_steps, or leave "
+                f"{' and '.join(self.selection.begins_with)} out."
             )
         return min(policy_version / max(self.total_updates, 1), 1.0)
 

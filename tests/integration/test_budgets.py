@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,27 @@ from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import SamplingParams
-from lit_grpo.update.selection import Selection
 
 pytestmark = pytest.mark.integration
 
 NUM_PROMPTS, BATCH, GROUP, UPDATES = 6, 3, 4, 9
 RULES: dict[str, dict[str, Any]] = {
     "greso, balanced, PODS": {
-        "plugins": ["greso:begin_at=0.3", "balanced:rounds=3,passed=1,failed=1"],
-        "selection": Selection("max_variance", 3, "group"),
+        "plugins": [
+            "greso:begin_at=0.3",
+            "balanced:rounds=3,passed=1,failed=1",
+            {"pods": {"keep": 3, "statistics": "group"}},
+        ],
     },
     "near a half, knapsack, D3S": {
-        "plugins": ["near_half", "knapsack:budget=15"],
-        "selection": Selection("batch_variance", 3, tokens=0.9, first_keep=2, first_tokens=0.3),
+        "plugins": [
+            "near_half",
+            "knapsack:budget=15",
+            {"d3s": {"keep": 3, "first_keep": 2, "tokens": 0.9, "first_tokens": 0.3}},
+        ],
     },
     "entropies while prompts stay open": {
-        "plugins": ["april:max_staleness=3"],
-        "selection": Selection("max_entropy", 2),
+        "plugins": ["april:max_staleness=3", "max_entropy:keep=2"],
     },
     "dars": {"plugins": ["dars_equal:most=9"]},
     "tokens": {"plugins": ["variance:tokens=200"]},
@@ -65,7 +71,6 @@ def train(
         optimizer=sgd(0.5),
         sampling=SamplingParams(max_tokens=24),
         rewards=[RewardSpec(f"{__file__}:rarely")],
-        selection=rule.get("selection", Selection()),
     )
     trained = Trained()
     scheduler = RolloutScheduler(plugins=rule.get("plugins"))
@@ -124,6 +129,14 @@ def test_a_budget_of_tokens_sets_what_an_update_samples(policy_folder: Path, tmp
     tokens = [sum(rollout.completion.num_tokens for rollout in batch) for batch in trained.batches.values()]
     assert tokens[0] < 300
     assert sum(tokens[1:]) / len(others) == pytest.approx(400, rel=0.15)
+
+
+def test_a_plug_in_says_how_many_of_each_group_are_learnt_from(policy_folder: Path, tmp_path: Path) -> None:
+    for plugins, most in ((["pods:keep=2"], 2), ([], GROUP)):
+        trained, _, _ = train(policy_folder, {"plugins": plugins}, tmp_path / str(most))
+        for batch in trained.batches.values():
+            learnt = Counter(r.completion.request.group for r in batch if not math.isnan(r.advantage))
+            assert set(learnt.values()) == {most} and len(learnt) == BATCH
 
 
 def test_the_knapsack_spends_its_budget_on_prompts_that_differ(policy_folder: Path, tmp_path: Path) -> None:

@@ -535,18 +535,18 @@ BAD_INPUT = {
         "rollout_timeline.record_trace",
     ),
     "subset larger than its group": (
-        ["--model.selection.rule", "max_variance", "--model.selection.keep", "99"],
-        "selection.keep is 99, but model.num_generations is",
+        ["--rollout.plugins", "[{pods: {keep: 99}}]"],
+        "rollout.plugins pods: keep is 99, but model.num_generations is",
     ),
     "two choices of tokens": (
-        ["--model.selection.tokens", "0.5", "--model.objective.top_entropy_quantile", "0.5"],
-        "objective.top_entropy_quantile is 0.5, and selection.tokens or first_tokens chooses tokens too",
+        ["--rollout.plugins", "[{d3s_tokens: {tokens: 0.5}}]", "--model.objective.top_entropy_quantile", "0.5"],
+        "top_entropy_quantile 0.5 needs all tokens of a step to choose from, and rollout.plugins d3s_tokens chooses",
     ),
     "schedule without an end": (
-        ["--model.selection.first_tokens", "0.2", "--trainer.max_steps", "-1"],
+        ["--rollout.plugins", "[{d3s_tokens: {first_tokens: 0.2}}]", "--trainer.max_steps", "-1"],
         "nothing says how many it has; set trainer.max_steps",
     ),
-    "subset of no size": (["--model.selection.rule", "random"], "needs the number of rollouts to keep of each group"),
+    "subset of no size": (["--rollout.plugins", "pods"], "rollout.plugins pods: keep is not set; give the number"),
     "unknown plan": (
         ["--rollout.plan", "fastest"],
         "rollout.plan fastest: there is none; give one of fcfs",

@@ -24,7 +24,6 @@ from lit_grpo.types import PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.selection import Selection
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -35,8 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "repo, two steps a batch, corrected": {"plugins": ["repo:members=3"], "objective": CORRECTED, "num_minibatches": 2},
     "april": {"plugins": ["rlep", "april:max_staleness=3"]},
     "rounds and a selection": {
-        "selection": Selection("max_variance", 4),
-        "plugins": ["rlep:members=3,share=0.6,kept=4", "balanced:rounds=2,passed=1,failed=1"],
+        "plugins": ["rlep:members=3,share=0.6,kept=4", "balanced:rounds=2,passed=1,failed=1", "pods:keep=4"],
     },
     "groups are replaced": {"plugins": ["rlep", "replace_flat:most=2"]},
 }
@@ -145,7 +143,7 @@ def describe(groups: Sequence[RolloutGroup]) -> list[Any]:
 @pytest.mark.parametrize("name", table_rows(RUNS, ("repo, two steps a batch, corrected", "rounds and a selection")))
 def test_successes_come_again_and_a_run_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     learnt, module, scheduler = train(policy_folder, tmp_path / "whole", RUNS[name])
-    selects = "selection" in RUNS[name]
+    selects = "pods:keep=4" in RUNS[name].get("plugins", [])
     check_replays(learnt, 0.6 if selects else 0.5, selects)
     history = module.learner.state.history.records
     groups = [group for _, some in learnt.batches for group in some]

@@ -38,6 +38,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from benchmarks.learning_callbacks import StaleSlots
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods.d3s import D3S
+from lit_grpo.methods.members import MaxEntropy
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.policy.spec import PolicySpec
@@ -54,7 +56,6 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.recipes import RECIPES
 from lit_grpo.update.objective.step_size import StepSize
-from lit_grpo.update.selection import Selection
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -128,10 +129,12 @@ CASES = {
     ),
 }
 
-D3S = Selection("batch_variance", 3, tokens=0.8, first_keep=2, first_tokens=0.4)
-CASES["parts_of_rollouts_and_tokens"] = Case([MIXED, RAGGED, RANK_1_UNIFORM], {"selection": D3S, "num_minibatches": 2})
+SCHEDULE = D3S(3, tokens=0.8, first_keep=2, first_tokens=0.4)
+CASES["parts_of_rollouts_and_tokens"] = Case(
+    [MIXED, RAGGED, RANK_1_UNIFORM], {"selection": SCHEDULE, "num_minibatches": 2}
+)
 CASES["highest_entropy"] = Case(
-    [MIXED, RAGGED], {"selection": Selection("max_entropy", 2), "max_tokens_per_micro_batch": "auto"}, scarce=True
+    [MIXED, RAGGED], {"selection": MaxEntropy(2), "max_tokens_per_micro_batch": "auto"}, scarce=True
 )
 
 for name in RECIPES:

@@ -236,7 +236,7 @@ class Objective:
             parts.append(Part(f"model.objective.kl.place {self.kl.place}", needs=KL_PLACES[self.kl.place]))
         if self.top_entropy_quantile < 1:
             name = f"model.objective.top_entropy_quantile {self.top_entropy_quantile}"
-            parts.append(Part(name, needs=frozenset({"all_ranks", "entropies"})))
+            parts.append(Part(name, needs=frozenset({"all_ranks", "all_tokens", "entropies"})))
         if self.entropy.active and self.normalized_by != "token":  # the bonus is an average over tokens
             name = f"model.objective.entropy with normalization {self.normalized_by}"
             parts.append(Part(name, needs=frozenset({"all_ranks"})))

@@ -1,0 +1,116 @@
+"""D3S (arXiv 2509.22115): learn from part of a batch's completions and of their tokens, few at first, many at last.
+
+Completions: of the whole batch, on all ranks, those whose advantages have the largest variance, so that groups which
+teach more keep more; advantages are not normalised again. Tokens: of those completions the ones with the largest
+``|A_i| x H_it``, with H the entropy over the whole vocabulary under the policy that is about to be updated. Both
+numbers move in a line over the run. The paper's first and last values are not known to us, so they are settings.
+
+Evidence: ``benchmarks/results/budgets-2026-11-23.json`` has learning curves of 4 to 8 of 16 completions and a fifth to
+four fifths of their tokens; docs/measurements.md, "Budgets", reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lit_grpo.methods.pods import Subset, between, max_variance_subset, nearest
+from lit_grpo.types import Key, Rollout
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.selection import Entropies, Selection, candidates
+
+
+@dataclass(frozen=True)
+class TokenShare(Selection):
+    """A share of the tokens of the completions that are learnt from: the tokens with the largest ``|A_i| x H_it``.
+
+    Any other choice of completions can have it too, by a class that derives from both:
+    ``class PodsTokens(TokenShare, MaxVariance)``.
+
+    Args:
+        tokens: The share of a step's tokens, on all ranks: above 0, and at most 1, which is all of them.
+        first_tokens: ``tokens`` at the beginning of the run, from which it moves in a line to ``tokens``, which it
+            reaches with the last update. By default it stays the same.
+    """
+
+    tokens: float = 1.0
+    first_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, share in (("tokens", self.tokens), ("first_tokens", self.first_tokens)):
+            is_number = isinstance(share, int | float) and not isinstance(share, bool)
+            if share is not None and not (is_number and 0 < share <= 1):
+                raise ValueError(f"{name} must be in (0, 1], not {share!r}; 1 keeps all tokens.")
+
+    @property
+    def _takes_tokens(self) -> bool:
+        """Whether, at any time of the run, a part of the tokens is learnt from."""
+        return min(self.tokens, self.first_tokens or 1.0) < 1
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The tokens of all ranks, to compare them."""
+        return super().needs | ({"all_ranks"} if self._takes_tokens else set())
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """It chooses tokens."""
+        said = f"chooses a share of them, tokens {self.tokens} and first_tokens {self.first_tokens}"
+        return {**super().changes, **({"all_tokens": said} if self._takes_tokens else {})}
+
+    @property
+    def begins_with(self) -> Mapping[str, float]:
+        """``first_tokens``, where it is set."""
+        first = {} if self.first_tokens is None else {"first_tokens": self.first_tokens}
+        return {**super().begins_with, **first}
+
+    def token_share(self, progress: float) -> float:
+        """Return the share once a share ``progress`` of the updates has been made."""
+        return between(self.first_tokens, self.tokens, progress)
+
+    def token_scores(self, learnt: Sequence[tuple[Rollout, float]], entropies: Entropies) -> dict[Key, torch.Tensor]:
+        """Return ``|A_i| x H_it``; entropies are not measured where the advantage is 0."""
+        measured = entropies([rollout for rollout, advantage in learnt if advantage])
+        scores: dict[Key, torch.Tensor] = {}
+        for completion, advantage in ((rollout.completion, advantage) for rollout, advantage in learnt):
+            key, none_T = completion.request.key, torch.zeros(completion.num_trained)
+            scores[key] = measured[key] * abs(advantage) if advantage else none_T
+        return scores
+
+
+@dataclass(frozen=True)
+class D3S(TokenShare, Subset):
+    """The completions of the whole batch whose advantages have the largest variance, and a share of their tokens.
+
+    Args:
+        keep: How many of each group on average, so that ``keep`` times the number of groups is how many of the batch.
+        first_keep: ``keep`` at the beginning of the run, from which it moves in a line to ``keep``, which it reaches
+            with the last update. By default it stays the same.
+        tokens: See :class:`TokenShare`.
+        first_tokens: See :class:`TokenShare`.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The advantages of all ranks."""
+        return super().needs | {"all_ranks"}
+
+    def choose(
+        self, rewards: GroupRewards, rollouts: Sequence[Rollout], entropies: Entropies, progress: float
+    ) -> torch.Tensor:
+        """Return all that may be chosen, whose advantages decide."""
+        return candidates(rewards, rollouts)
+
+    def choose_from_batch(self, advantages_R: torch.Tensor, num_groups: int, progress: float) -> torch.Tensor:
+        """Return those whose advantages have the largest variance."""
+        valid = (~advantages_R.isnan()).nonzero().flatten()
+        size = nearest(self.keep_at(progress) * num_groups)
+        chosen_R = torch.zeros(len(advantages_R), dtype=torch.bool)
+        chosen_R[valid[max_variance_subset(advantages_R[valid], size)]] = True
+        return chosen_R
+
+
+PLUGINS = {"d3s": D3S(), "d3s_tokens": TokenShare(0.2)}

@@ -1,0 +1,180 @@
+"""PODS (arXiv 2504.13818): of each group, learn from the members whose rewards have the largest variance.
+
+Sampling many completions is cheap beside learning from them. Of N rewards the ``keep`` with the largest variance are
+the i highest and the keep - i lowest for some i (theorem 1).
+
+Evidence: ``benchmarks/results/budgets-2026-11-23.json`` has learning curves of 4 of 16 completions beside those of
+:mod:`lit_grpo.methods.members`; docs/measurements.md, "Budgets", reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lit_grpo.plugins import RunFacts
+from lit_grpo.settings import check_number
+from lit_grpo.types import Rollout
+from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.selection import Entropies, Selection, Statistics, candidates
+
+
+@dataclass(frozen=True)
+class Subset(Selection):
+    """So many members of each group.
+
+    Args:
+        keep: How many.
+        first_keep: ``keep`` at the beginning of the run, from which it moves in a line to ``keep``, which it reaches
+            with the last update. By default it stays the same.
+    """
+
+    keep: int | None = None
+    first_keep: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, size in self._sizes.items():
+            check_number(name, size, 2, int)  # one rollout shows no difference
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"keep": self.keep, "first_keep": self.first_keep}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def begins_with(self) -> Mapping[str, float]:
+        """``first_keep``, where it is set."""
+        first = {} if self.first_keep is None else {"first_keep": self.first_keep}
+        return {**super().begins_with, **first}
+
+    def check(self, run: RunFacts) -> None:
+        """Refuse a subset of no size, or one that is larger than its group."""
+        super().check(run)
+        self.keep_at(0.0)
+        for name, size in self._sizes.items():
+            if size > run.num_generations:
+                raise ValueError(
+                    f"{name} is {size}, but model.num_generations is {run.num_generations}; keep at most as many as "
+                    "are sampled."
+                )
+
+    def keep_at(self, progress: float) -> float:
+        """Return how many members of a group are kept once a share ``progress`` of the updates has been made.
+
+        Raises:
+            ValueError: ``keep`` is not set.
+        """
+        if self.keep is None:
+            raise ValueError("keep is not set; give the number of completions of each group to learn from, 2 or more.")
+        return between(self.first_keep, self.keep, progress)
+
+
+@dataclass(frozen=True)
+class Members(Subset):
+    """The members of each group with some property, compared within their group.
+
+    Args:
+        statistics: What an advantage's mean and deviation are of: all members of the ``group``, or those ``kept``.
+    """
+
+    statistics: Statistics = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.statistics not in ("group", "kept"):
+            raise ValueError(f"statistics must be group or kept, not {self.statistics!r}.")
+
+    @property
+    def counts(self) -> Statistics:
+        """As ``statistics`` says."""
+        return self.statistics
+
+    def choose(
+        self, rewards: GroupRewards, rollouts: Sequence[Rollout], entropies: Entropies, progress: float
+    ) -> torch.Tensor:
+        """Return the members of each group that :meth:`of_group` chooses, shape R."""
+        may_be_R = candidates(rewards, rollouts)
+        places = may_be_R.nonzero().flatten()
+        values_R = torch.full(may_be_R.shape, math.nan, dtype=torch.float64)
+        values_R[places] = self.values(rewards.rewards_R[places], [rollouts[r] for r in places.tolist()], entropies)
+        chosen_R, size = torch.zeros_like(may_be_R), nearest(self.keep_at(progress))
+        for group in range(len(rewards.prompt_ids)):
+            members = ((rewards.groups_R == group) & may_be_R).nonzero().flatten()
+            chosen_R[members[self.of_group(values_R[members], size)]] = True
+        return chosen_R
+
+    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
+        """Return what rollouts that may be chosen are compared by, of all groups: float64, shape N; no NaN."""
+        raise NotImplementedError
+
+    def of_group(self, values_N: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the places of the ``size`` members that are chosen by their values: the largest, of equals the first.
+
+        All, where there are no more.
+        """
+        return values_N.sort(descending=True, stable=True).indices[:size]
+
+
+@dataclass(frozen=True)
+class MaxVariance(Members):
+    """The members whose rewards have the largest variance (PODS, arXiv 2504.13818).
+
+    A best and a worst one are always among them. The paper's statistics are of those ``kept``.
+    """
+
+    statistics: Statistics = "kept"
+
+    def values(self, rewards_N: torch.Tensor, rollouts: Sequence[Rollout], entropies: Entropies) -> torch.Tensor:
+        """Return the rewards."""
+        return rewards_N.double()
+
+    def of_group(self, values_N: torch.Tensor, size: int) -> torch.Tensor:
+        """Return those of the largest variance."""
+        return max_variance_subset(values_N, size)
+
+
+def max_variance_subset(values_N: torch.Tensor, size: int) -> torch.Tensor:
+    """Return which ``size`` numbers have the largest variance; all, where there are no more.
+
+    They are the i highest and the size - i lowest for some i (PODS, arXiv 2504.13818, theorem 1), so that sorting and
+    sums of beginnings and ends find them in O(N log N). Of equal variances the most even split counts.
+
+    Args:
+        values_N: The numbers, no NaN.
+        size: How many.
+
+    Returns:
+        Their places, ascending.
+    """
+    number = len(values_N)
+    if size >= number:
+        return torch.arange(number)
+    exact_N = values_N.double() - values_N.double().mean()
+    order = exact_N.sort(stable=True).indices
+    zero = exact_N.new_zeros(1)
+    lowest, highest = exact_N[order[:size]], exact_N[order.flip(0)[:size]]
+    sums, squares = (
+        torch.cat([zero, (highest**power).cumsum(0)]) + torch.cat([zero, (lowest**power).cumsum(0)]).flip(0)
+        for power in (1, 2)
+    )
+    variance = squares / size - (sums / size) ** 2  # by how many of the highest are taken, from 0 to size
+    best = (variance >= variance.max() - 1e-12 * exact_N.abs().max() ** 2).nonzero().flatten()
+    num_high = int(best[(2 * best - size).abs().argmin()])
+    return torch.cat([order[: size - num_high], order[number - num_high :]]).sort().values
+
+
+def between(first: float | None, last: float, progress: float) -> float:
+    """Return (1 - progress) x first + progress x last; ``last`` where there is no first."""
+    return last if first is None else (1 - progress) * first + progress * last
+
+
+def nearest(number: float) -> int:
+    """Return the nearest whole number, of two the larger."""
+    return int(number + 0.5)
+
+
+PLUGINS = {"pods": MaxVariance()}
