@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lit_grpo.update.logprobs.reference import ReferenceSettings
     from lit_grpo.update.settings import Settings
 
-FORMAT = 10
+FORMAT = 11
 """Of checkpoints; it changes whenever what they hold does."""
 
 

@@ -39,6 +39,7 @@ METHODS = (
     "sgpo",
     "near_half",
     "adhint",
+    r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
 
@@ -172,10 +173,10 @@ def test_a_worker_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -
     ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
     batch: Any = SimpleNamespace(groups=[])
-    assert session.learnt(run, batch)["learnt"] == {"mine/count": 2.0}
+    assert session.learnt(run, batch)["plugins"] == {"mine/count": 2.0}
     again = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
     again.load_state_dict(session.state_dict(ranks), ranks)  # pyright: ignore[reportArgumentType]
-    assert again.learnt(run, batch)["learnt"] == {"mine/count": 4.0}
+    assert again.learnt(run, batch)["plugins"] == {"mine/count": 4.0}
 
 
 # ---- rings ---------------------------------------------------------------------------------------------
