@@ -128,6 +128,20 @@ def test_hints_go_on_from_a_checkpoint_and_go_by_the_visits_of_all_ranks() -> No
     assert Hint().share(again.known["a"]) == 0.25 and Hint().share(again.known["b"]) == 0
 
 
+def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompts() -> None:
+    alone, ranks, passes = Hint().worker(), [Hint().worker(), Hint().worker()], PassRule("one")
+    for version in range(4):
+        share = 0.5 if version else 0.0
+        groups = [group_of([float(version == number), 0.0], share, name) for number, name in enumerate("abcd")]
+        parts = [groups[:1], groups[1:]]
+        visits = [[HintVisit.of(group, passes) for group in part] for part in parts]
+        logged = alone.learnt(groups, passes, version, lambda own: [own])
+        for rank, part in zip(ranks, parts, strict=True):
+            assert rank.learnt(part, passes, version, lambda own, visits=visits: visits) == logged
+            assert rank.known == alone.known
+    assert set(alone.known) == {*"abcd"} and len({record.pass_rate for record in alone.known.values()}) == 2
+
+
 def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
     history = PromptHistory()
     history.note([visit([0.0, 0.0, 1.0])])

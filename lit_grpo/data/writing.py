@@ -117,7 +117,7 @@ def check_rewriting(rewriter: Rewriter, prompts: Sequence[Prompt], source: str) 
                 f"rollout.plugins: the {rewriter.what} of row {number} of {source} cannot be made, since the row "
                 f"{error}; mend the row, name another column, or leave the {rewriter.what} out."
             ) from None
-        rewritten += [] if largest is prompt else [largest]
+        rewritten += [] if largest.digest == prompt.digest else [largest]
     if not rewritten:
         raise ValueError(
             f"rollout.plugins: no row of {source} has a {rewriter.what} that there is room for; give a row a "
