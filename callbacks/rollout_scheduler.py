@@ -91,7 +91,7 @@ class RolloutScheduler(pl.Callback):
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.learn_from(self.session.plugin(Selection) or Selection())
             if isinstance(data, PromptDataModule):
-                data.plug_in(self.session.prompt_rule, self.session.hint, on_demand=self.session.turns.carries)
+                data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.turns.carries)
         self.session.prepare(facts)
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:

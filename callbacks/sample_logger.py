@@ -111,8 +111,8 @@ def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: 
 
 
 def _last_turn(prompt: Prompt, column: str) -> str:
-    """Return the last user message without its chat template; for a prompt with a hint, the whole prompt."""
-    if prompt.hint:
+    """Return the last user message without its chat template; for a prompt that was altered, the whole prompt."""
+    if prompt.altered:
         return prompt.text
     turns = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
     asked = turns[-1] if turns else prompt.columns.get(column)
@@ -131,7 +131,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "step": step,
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.text,
-        **({"hint": rollout.prompt.hint} if rollout.prompt.hint else {}),
+        **rollout.prompt.extra,
         "completion": rollout.completion.text,
         "tokens": rollout.completion.num_sampled,
         "finish": rollout.completion.finish_reason,

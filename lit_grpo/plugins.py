@@ -88,7 +88,7 @@ class Plugin:
 
     ==================================================  ==========================================================
     :class:`lit_grpo.budgets.prompts.PromptRule`        which prompts are asked when they are due
-    :class:`lit_grpo.budgets.hints.Hint`                what a prompt is asked with
+    :class:`lit_grpo.budgets.rewriting.Rewriting`       what a prompt is asked with
     :class:`lit_grpo.budgets.allocation.Allocation`     how many completions each prompt gets, in how many rounds
     :class:`lit_grpo.budgets.allocation.Replacement`    how many prompts are asked in place of groups without signal
     :class:`lit_grpo.update.selection.Selection`        which rollouts are learnt from, and which of their tokens
@@ -181,7 +181,7 @@ class Worker(Listener):
             gather: Brings values of all ranks together in their order; all of them call it.
 
         Returns:
-            What to log.
+            What to log; a figure that was logged before and is left out now is logged as NaN.
         """
         return {}
 

@@ -28,20 +28,21 @@ def takes_dicts(init: Init) -> Init:
         given = signature.bind(*args, **kwargs)
         mappings = {name: value for name, value in given.arguments.items() if isinstance(value, Mapping)}
         if mappings.keys() - {"kwargs"}:
-            hints = get_type_hints(init)
-            given.arguments |= {name: _convert(hints.get(name), value, name) for name, value in mappings.items()}
+            annotations = get_type_hints(init)
+            given.arguments |= {name: _convert(annotations.get(name), value, name) for name, value in mappings.items()}
         init(*given.args, **given.kwargs)
 
     return with_dataclasses  # pyright: ignore[reportReturnType]
 
 
-def _convert(hint: Any, value: Any, place: str) -> Any:
-    """Return ``value``, or the dataclass of ``hint`` that it describes.
+def _convert(annotation: Any, value: Any, place: str) -> Any:
+    """Return ``value``, or the dataclass of ``annotation`` that it describes.
 
     Raises:
         ValueError: The dataclass has no field of a name.
     """
-    kind = next((one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
+    options = (annotation, *get_args(annotation))
+    kind = next((option for option in options if isinstance(option, type) and is_dataclass(option)), None)
     if kind is None or not isinstance(value, Mapping):
         return value
     known = [field.name for field in fields(kind)]
@@ -50,8 +51,8 @@ def _convert(hint: Any, value: Any, place: str) -> Any:
             near = difflib.get_close_matches(str(name), known)
             remedy = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}."
             raise ValueError(f"{place} has no setting {name!r}; {remedy}")
-    hints = get_type_hints(kind)
-    return kind(**{name: _convert(hints[name], one, f"{place}.{name}") for name, one in value.items()})
+    annotations = get_type_hints(kind)
+    return kind(**{name: _convert(annotations[name], one, f"{place}.{name}") for name, one in value.items()})
 
 
 def as_plain(value: Any) -> Any:

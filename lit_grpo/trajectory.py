@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Segment(NamedTuple):
     """A stretch of tokens of one origin.
 
-    ``version`` is that of the policy that sampled them; None where they were *observed* (a tool's answer, a hint):
+    ``version`` is that of the policy that sampled them; None where they were *observed* (a tool's answer):
     those stand in the row and are never learnt from. Sampled ones are, unless ``trained`` is False.
     """
 

@@ -160,8 +160,9 @@ class Prompt:
     all fields of its row, for the reward functions. ``messages`` is the conversation that ``text`` was rendered from,
     where the row's prompt is one.
 
-    ``hint`` says which share of a hint was put into it, 0 for none; ``token_ids`` and ``text`` then are with the hint.
-    ``given`` is the beginning of the answer that ``text`` ends in, where the hint is one.
+    ``altered`` says that the policy reads something else than the row says; such a visit shows nothing of the prompt
+    itself. ``given`` is the beginning of the answer, where ``text`` ends in one. ``extra`` has numbers of the plug-in
+    that altered it, by name; samples show them.
     """
 
     prompt_id: str
@@ -170,8 +171,9 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     visit: int = 0
     messages: list[dict[str, Any]] | None = None
-    hint: float = 0.0
+    altered: bool = False
     given: str = ""
+    extra: dict[str, float] = field(default_factory=dict)
 
     @property
     def digest(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import random
@@ -14,11 +15,11 @@ import torch
 from conftest import ALPHABET, save_tokenizer
 from hand_made import make_rollout, plugin
 
-from lit_grpo.budgets.hints import Hint, hint_metrics
 from lit_grpo.budgets.history import PromptHistory, Record, Visit
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.module import PromptDataModule, asked_prompts
-from lit_grpo.methods.hints import Reference, Strategy
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.hints import NEW, Hint, Hinter, HintRecord, HintVisit, Reference, Strategy, hint_metrics
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
 from lit_grpo.rollout.session import RolloutSession
@@ -31,11 +32,30 @@ ROWS = [{"prompt": f"{n}+{n}=", "solution": "abcdefghij"[: n + 1], "plan": "add"
 
 def visit(rewards: list[float], hint: float = 0.0, number: int = 0, name: str = "train/0") -> Visit:
     passed = sum(reward >= 1 for reward in rewards)
-    return Visit(name, number, rewards, passed, 10 * len(rewards), number, hint)
+    return Visit(name, number, rewards, passed, 10 * len(rewards), number, altered=hint > 0)
 
 
 def after(*visits: Visit) -> Record:
     record = Record()
+    for each in visits:
+        record = record.after(each)
+    return record
+
+
+def group_of(rewards: list[float], hint: float = 0.0, name: str = "train/0") -> RolloutGroup:
+    rollouts = [make_rollout([1], [2], reward) for reward in rewards]
+    for rollout in rollouts:
+        rollout.rewards = {"one": None if math.isnan(rollout.reward) else rollout.reward}
+    extra = {"hint": hint} if hint else {}
+    return RolloutGroup(Prompt(name, (1,), "", altered=hint > 0, extra=extra), rollouts)
+
+
+def hint_visit(rewards: list[float], hint: float = 0.0) -> HintVisit:
+    return HintVisit.of(group_of(rewards, hint), PassRule("one"))
+
+
+def hint_record(*visits: HintVisit) -> HintRecord:
+    record = NEW
     for each in visits:
         record = record.after(each)
     return record
@@ -64,44 +84,62 @@ class ByHand:
 def test_a_share_falls_where_somebody_passed_and_rises_where_nobody_did(seed: int) -> None:
     rng = random.Random(seed)
     rule = Hint(rng.randint(1, 3), 0.5, rng.choice([0.1, 0.2, 0.25]), rng.choice([0.8, 1.0]))
-    record, by_hand, shares = Record(), ByHand(rule), []
+    record, by_hand, shares = NEW, ByHand(rule), []
     for _ in range(200):
         share = rule.share(record)
         assert share == pytest.approx(by_hand.now) and (share == 0) == (by_hand.now == 0)
         shares.append(share)
         passed = rng.random() < share + 0.1
-        record = record.after(visit([float(passed), 0.0, NAN], share))
+        record = record.after(hint_visit([float(passed), 0.0, NAN], share))
         by_hand.see(passed)
     assert 0.0 in shares and len(set(shares)) > 3
 
 
 def test_a_visit_without_a_reward_moves_nothing() -> None:
-    hinted = after(visit([0.0]), visit([0.0, 1.0], 0.5))
-    assert hinted.after(visit([NAN, NAN], 0.25)) == hinted
-    assert after(visit([0.0]), visit([NAN])).num_unsolved == 1
+    hinted = hint_record(hint_visit([0.0]), hint_visit([0.0, 1.0], 0.5))
+    assert hinted == HintRecord(0, 0.5, 0.5)
+    assert hinted.after(hint_visit([NAN, NAN], 0.25)) == hinted
+    assert hint_record(hint_visit([0.0]), hint_visit([NAN])).num_unsolved == 1
+
+
+def test_what_is_replayed_counts_at_its_own_visit_alone() -> None:
+    group = group_of([0.0, 1.0])
+    group.rollouts[1].replayed = True
+    assert HintVisit.of(group, PassRule("one")) == HintVisit("train/0", 0.0, [0.0], 0)
 
 
 def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
     plain = [visit([0.0, 0.0]), visit([0.5, 0.5]), visit([0.0, 1.0, 0.5])]
     among = [plain[0], visit([1.0, 0.0], 0.5), visit([1.0, 1.0], 0.25), plain[1], visit([0.0] * 3, 0.7), plain[2]]
     assert after(*among) == after(*plain)
-    own = {"num_unsolved": 0, "hint": 0.0, "hint_pass_rate": 0.0}
     for place in range(1, 6):
-        without = after(*(each for each in among[:place] if not each.hint))
-        assert replace(after(*among[:place]), **own) == replace(without, **own)
+        assert after(*among[:place]) == after(*(each for each in among[:place] if not each.altered))
 
 
-def test_a_history_with_hints_goes_on_from_a_checkpoint_and_keeps_the_last_visits_of_all_ranks() -> None:
-    history, again = PromptHistory(), PromptHistory()
-    history.note([visit([0.0, 0.0], name="a")])
-    history.commit()
-    history.note([visit([1.0, 0.0], 0.5, name="a")])
-    other = visit([1.0], name="b")
-    history.commit(lambda own: [own, [other]])
-    assert history.committed == [visit([1.0, 0.0], 0.5, name="a"), other]
-    again.load_state_dict(history.state_dict())
-    assert again.records == history.records
-    assert Hint().share(again["a"]) == 0.25 and Hint().share(again["b"]) == 0
+def test_hints_go_on_from_a_checkpoint_and_go_by_the_visits_of_all_ranks() -> None:
+    hinter, again = Hint().worker(), Hint().worker()
+    other, passes = hint_visit([1.0])._replace(prompt_id="b"), PassRule("one")
+    hinter.learnt([group_of([0.0, 0.0], name="a")], passes, 1, lambda own: [own])
+    logged = hinter.learnt([group_of([1.0, 0.0], 0.5, name="a")], passes, 2, lambda own: [own, [other]])
+    assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 1.0
+    assert hinter.known == {"a": HintRecord(0, 0.5, 0.5), "b": NEW}
+    again.load_state_dict(copy.deepcopy(hinter.state_dict()))
+    assert again.known == hinter.known and again.common
+    assert Hint().share(again.known["a"]) == 0.25 and Hint().share(again.known["b"]) == 0
+
+
+def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompts() -> None:
+    alone, ranks, passes = Hint().worker(), [Hint().worker(), Hint().worker()], PassRule("one")
+    for version in range(4):
+        share = 0.5 if version else 0.0
+        groups = [group_of([float(version == number), 0.0], share, name) for number, name in enumerate("abcd")]
+        parts = [groups[:1], groups[1:]]
+        visits = [[HintVisit.of(group, passes) for group in part] for part in parts]
+        logged = alone.learnt(groups, passes, version, lambda own: [own])
+        for rank, part in zip(ranks, parts, strict=True):
+            assert rank.learnt(part, passes, version, lambda own, visits=visits: visits) == logged
+            assert rank.known == alone.known
+    assert set(alone.known) == {*"abcd"} and len({record.pass_rate for record in alone.known.values()}) == 2
 
 
 def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
@@ -111,9 +149,9 @@ def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
     rewards_R, groups_R = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     names, dcpo = ["train/0", "train/0"], Advantages("dcpo")
 
-    def advantages(rewards_R: torch.Tensor, hinted: list[bool], count: int = 2) -> list[float]:
+    def advantages(rewards_R: torch.Tensor, altered: list[bool], count: int = 2) -> list[float]:
         some = slice(0, 3 * count)
-        rewards = GroupRewards(rewards_R[some], rewards_R[some, None], groups_R[some], names[:count], hinted=hinted)
+        rewards = GroupRewards(rewards_R[some], rewards_R[some, None], groups_R[some], names[:count], altered=altered)
         return dcpo.compute(rewards, torch.ones(1), history).tolist()
 
     mean, deviation = 2 / 3, math.sqrt(1 / 3)
@@ -125,18 +163,20 @@ def test_dcpo_standardises_a_visit_with_a_hint_by_itself() -> None:
     assert advantages(rewards_R, [False, True])[:3] == advantages(first, [], 1)
 
 
-def test_groups_tell_their_hint_to_history_and_advantages() -> None:
-    rollouts = [make_rollout([1], [2], reward) for reward in (1.0, 0.0)]
-    for rollout in rollouts:
-        rollout.rewards = {"one": rollout.reward}
-    groups = [RolloutGroup(Prompt("a", (1,), "", hint=0.5), rollouts), RolloutGroup(Prompt("b", (1,), ""), rollouts)]
+def test_groups_tell_history_and_advantages_that_their_prompt_was_altered() -> None:
+    groups = [group_of([1.0, 0.0], 0.5, "a"), group_of([1.0, 0.0], name="b")]
     rewards = GroupRewards.of(groups, ["one"])
-    assert [each.hint for each in rewards.visits(groups, PassRule("one"), 0)] == [0.5, 0.0]
-    assert GroupRewards.concatenate([rewards, rewards]).hinted == [True, False, True, False]
+    assert [each.altered for each in rewards.visits(groups, PassRule("one"), 0)] == [True, False]
+    assert GroupRewards.concatenate([rewards, rewards]).altered == [True, False, True, False]
 
 
 def test_metrics_tell_rewards_with_and_without_a_hint_apart() -> None:
-    visits = [visit([1.0, 0.0, NAN], 0.5), visit([1.0] * 3, 0.25), visit([0.25, 0.75]), visit([0.0])]
+    visits = [
+        hint_visit([1.0, 0.0, NAN], 0.5),
+        hint_visit([1.0] * 3, 0.25),
+        hint_visit([0.25, 0.75]),
+        hint_visit([0.0]),
+    ]
     assert hint_metrics(visits) == {
         "hints/share_of_prompts": 0.5,
         "hints/mean_share": 0.375,
@@ -181,22 +221,29 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
     data = PromptDataModule(tokenizer, train=rows, **{"batch_size": 5, "shuffle": False, **options})
     data.setup("fit")
-    data.plug_in(None, None if hint == "none" else plugin(hint), on_demand=False)
+    data.plug_in(None, None if hint == "none" else plugin(hint).worker(), on_demand=False)
     return data
 
 
-def hinter_of(data: PromptDataModule) -> Any:
-    return data.train_dataloader()._hinter  # pyright: ignore[reportPrivateUsage]
+def hinter_of(data: PromptDataModule) -> Hinter:
+    hinter = data.train_dataloader()._rewriter  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(hinter, Hinter)
+    return hinter
 
 
-FAILED = Record(1, num_unsolved=1)
+def share_of(prompt: Prompt) -> float:
+    """Its share of a hint; what was altered has one, and nothing else."""
+    share = prompt.extra.get("hint", 0.0)
+    assert prompt.altered == (share > 0)
+    return share
 
 
-def drawn(data: PromptDataModule, records: dict[str, Record], num_prompts: int = 10) -> list[Prompt]:
-    loader, history = data.train_dataloader(), PromptHistory()
-    history.records = records
-    loader.go_by(history)
-    return loader.draw(num_prompts)
+FAILED = HintRecord(num_unsolved=1)
+
+
+def drawn(data: PromptDataModule, known: dict[str, HintRecord], num_prompts: int = 10) -> list[Prompt]:
+    hinter_of(data).known = known
+    return data.train_dataloader().draw(num_prompts)
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -209,17 +256,17 @@ def test_the_beginning_of_a_reference_stands_behind_the_prompt(tokenizer: str) -
     for number, prompt in enumerate(drawn(data, history)):
         given = "" if number == 0 else "abcdefghij"[: max(int(0.4 * (number + 1)), 1)]
         assert prompt.text == f"{number}+{number}={given}" and prompt.token_ids == ids_of(prompt.text)
-        assert (prompt.given, prompt.hint) == (given, 0.4 if number else 0.0)
+        assert (prompt.given, share_of(prompt)) == (given, 0.4 if number else 0.0)
         assert (prompt.prompt_id, prompt.visit) == (f"train/{number}", 0) and prompt.columns == ROWS[number]
     again = drawn(data, {})
-    assert [prompt.hint for prompt in again] == [0.0] * 10 and {prompt.visit for prompt in again} == {1}
+    assert [share_of(prompt) for prompt in again] == [0.0] * 10 and {prompt.visit for prompt in again} == {1}
 
 
 def test_a_strategy_stands_in_front_of_the_question(tokenizer: str, chat_tokenizer: str) -> None:
     failed = {"train/0": FAILED}
     said = drawn(data_of(tokenizer, 'strategy_hint:say=plan,between=" "'), failed)
     assert [prompt.text for prompt in said[:2]] == ["plan 0+0=", "1+1="]
-    assert said[0].token_ids == ids_of("plan 0+0=") and (said[0].given, said[0].hint) == ("", 0.5)
+    assert said[0].token_ids == ids_of("plan 0+0=") and (said[0].given, share_of(said[0])) == ("", 0.5)
     by_column = drawn(data_of(tokenizer, 'strategy_hint:column=plan,between=" "', template="{prompt}#"), failed)
     assert [prompt.text for prompt in by_column[:2]] == ["add 0+0=#", "1+1=#"]
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
@@ -244,10 +291,10 @@ class InTiers(Hint):
 
 def test_a_hint_of_ones_own_is_a_class_path(tokenizer: str) -> None:
     data = data_of(tokenizer, f"{__name__}.InTiers:words=kindle,after=2")
-    known = {"train/0": FAILED, "train/1": Record(2, num_unsolved=2), "train/2": Record(2, hint=0.5)}
+    known = {"train/0": FAILED, "train/1": HintRecord(num_unsolved=2), "train/2": HintRecord(share=0.5)}
     texts = [prompt.text for prompt in drawn(data, known)]
     assert texts[:4] == ["0+0=", "mild add 1+1=", "kindle add 2+2=", "3+3="]
-    assert [prompt.text for prompt in data.hinted] == ["kindle add 0+0="] * 2
+    assert [prompt.text for prompt in data.rewritten] == ["kindle add 0+0="] * 2
 
 
 @pytest.mark.parametrize("limit", range(4, 14))
@@ -262,7 +309,7 @@ def test_a_hint_is_cut_to_fit_and_the_prompt_never(tokenizer: str, hint: str, li
         plain, room = f"{number}+{number}=", limit - 4
         given = "abcdefghij"[: max(int(0.9 * (number + 1)), 1)][:room]
         assert prompt.text == (plain + given if hint.startswith("reference") else "plan "[:room] + plain)
-        assert len(prompt.token_ids) <= limit and prompt.hint == (0.9 if hint.startswith("reference") else 0.5)
+        assert len(prompt.token_ids) <= limit and share_of(prompt) == (0.9 if hint.startswith("reference") else 0.5)
 
 
 def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> None:
@@ -281,28 +328,25 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
 
 
 def test_ranks_get_the_same_hints_and_so_do_prompts_that_are_asked_instead(tokenizer: str) -> None:
-    history = PromptHistory()
-    history.records = {f"train/{number}": FAILED for number in range(0, 10, 3)}
     hinter = hinter_of(data_of(tokenizer, "reference_hint"))
+    hinter.known = {f"train/{number}": FAILED for number in range(0, 10, 3)}
     prompts = data_of(tokenizer, "none").prompts["train"]
 
     def loader(size: int, rank: int = 0, ranks: int = 1) -> PromptLoader:
-        made = PromptLoader(prompts, size, rank, ranks, 3, hinter=hinter)
-        made.go_by(history)
-        return made
+        return PromptLoader(prompts, size, rank, ranks, 3, rewriter=hinter)
 
     whole = loader(4)
     one = next(iter(whole)).prompts
     two = [next(iter(loader(2, rank, 2))).prompts for rank in (0, 1)]
-    assert one == two[0] + two[1] and {prompt.hint for prompt in one} == {0.0, 0.5}
+    assert one == two[0] + two[1] and {share_of(prompt) for prompt in one} == {0.0, 0.5}
     further = list(whole.further(6))
-    assert further == loader(10).draw(10)[4:] and {prompt.hint for prompt in further} == {0.0, 0.5}
+    assert further == loader(10).draw(10)[4:] and {share_of(prompt) for prompt in further} == {0.0, 0.5}
 
 
 def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> None:
     rollout = make_rollout([1, 2], [3, 4], 1.0)
     rollout.completion.text = "cd"
-    rollout.prompt = replace(rollout.prompt, text="1+1=ab", hint=0.5, given="ab")
+    rollout.prompt = replace(rollout.prompt, text="1+1=ab", altered=True, given="ab")
     around = Surroundings(TrainerState(), lambda name, value: None)
     one = rollout_inputs(rollout, around)
     assert (one["prompt"], one["completion"], one["completion_ids"]) == ("1+1=", "abcd", [3, 4])
@@ -312,8 +356,8 @@ def test_reward_functions_get_the_whole_answer_of_which_a_part_was_given() -> No
 
 def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
     last_turn = importlib.import_module("lit_grpo.callbacks.sample_logger")._last_turn
-    prompt = Prompt("a", (1,), "ask 1+1=ab", {"prompt": "1+1="}, hint=0.5, given="ab")
-    assert last_turn(prompt, "prompt") == "ask 1+1=ab" and last_turn(replace(prompt, hint=0.0), "prompt") == "1+1="
+    prompt = Prompt("a", (1,), "ask 1+1=ab", {"prompt": "1+1="}, altered=True, given="ab")
+    assert last_turn(prompt, "prompt") == "ask 1+1=ab" and last_turn(replace(prompt, altered=False), "prompt") == "1+1="
 
 
 # ---- a run ---------------------------------------------------------------------------------------------
@@ -321,21 +365,22 @@ def test_users_are_shown_all_of_a_prompt_that_has_a_hint() -> None:
 
 def test_who_is_asked_is_not_learnt_from_visits_with_a_hint(tokenizer: str) -> None:
     history, data = PromptHistory(), data_of(tokenizer, "reference_hint")
-    data.plug_in(plugin("greso"), plugin("reference_hint"), on_demand=False)
-    chooser, session = data.train_dataloader().chooser, RolloutSession()
+    session = RolloutSession(make_plugins(["greso", "reference_hint"]))
+    data.plug_in(session.prompt_rule, session.rewriter, on_demand=False)
+    chooser = data.train_dataloader().chooser
     assert chooser is not None
     session.open(history, data.train_dataloader())
     history.records = {"train/0": Record(1, num_flat=1), "train/1": Record(2)}
-    groups = [RolloutGroup(Prompt("train/0", (1,), "", hint=0.5), []), RolloutGroup(Prompt("train/1", (1,), ""), [])]
     history.note([visit([1.0, 0.0], 0.5), visit([0.0, 1.0], name="train/1")])
     history.commit()
     batch = PromptBatch([])
-    batch.groups = groups
-    logged = session.learnt(run_of(), batch)["hints"]
+    batch.groups = [group_of([1.0, 0.0], 0.5), group_of([0.0, 1.0], name="train/1")]
+    logged = session.learnt(run_of(), batch)["plugins"]
     assert chooser.state == {"easy": 0.51, "hard": 0.51}  # as if no group had been flat
     assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 0.5
-    session.open(history, data_of(tokenizer, "none").train_dataloader())
-    assert session.learnt(run_of(), batch)["hints"] == {}
+    without = RolloutSession()
+    without.open(history, data_of(tokenizer, "none").train_dataloader())
+    assert without.learnt(run_of(), batch)["plugins"] == {}
 
 
 def run_of() -> Any:
@@ -408,12 +453,12 @@ def test_rules_have_names_fields_and_rows_without_a_text_no_hint(tokenizer: str)
     prompts = drawn(
         data_of(tokenizer, "reference_hint", rows, batch_size=3), {f"train/{n}": FAILED for n in range(3)}, 3
     )
-    assert [(prompt.text, prompt.hint) for prompt in prompts] == [("1=a", 0.5), ("2=", 0.0), ("3=", 0.0)]
+    assert [(prompt.text, share_of(prompt)) for prompt in prompts] == [("1=a", 0.5), ("2=", 0.0), ("3=", 0.0)]
 
 
 def test_validation_is_never_hinted(tokenizer: str) -> None:
     source: Any = ROWS
     data = data_of(tokenizer, "reference_hint", source, validation=source)
-    hinter_of(data).history.records = {f"{split}/0": FAILED for split in ("train", "validation")}
+    hinter_of(data).known = {f"{split}/0": FAILED for split in ("train", "validation")}
     loader: Any = data.val_dataloader()
-    assert [prompt.hint for batch in loader for prompt in batch.prompts] == [0.0] * 10
+    assert [share_of(prompt) for batch in loader for prompt in batch.prompts] == [0.0] * 10

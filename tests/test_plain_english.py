@@ -42,7 +42,6 @@ STILL_TO_READ = [
     "docs/papers.md",
     "lit_grpo/budgets",
     "lit_grpo/checks.py",
-    "lit_grpo/data/hinting.py",
     "lit_grpo/data/loaders.py",
     "lit_grpo/data/module.py",
     "lit_grpo/evaluation.py",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hand_made import make_module
@@ -41,6 +42,7 @@ METHODS = (
     "adhint",
     "pods",
     "d3s",
+    r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
 
@@ -174,10 +176,32 @@ def test_a_worker_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() -
     ranks = SimpleNamespace(gather=lambda own: [own], size=1, own=0)
     run: Any = SimpleNamespace(ranks=ranks, pass_rule=None, policy_version=1)
     batch: Any = SimpleNamespace(groups=[])
-    assert session.learnt(run, batch)["learnt"] == {"mine/count": 2.0}
+    assert session.learnt(run, batch)["plugins"] == {"mine/count": 2.0}
     again = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
     again.load_state_dict(session.state_dict(ranks), ranks)  # pyright: ignore[reportArgumentType]
-    assert again.learnt(run, batch)["learnt"] == {"mine/count": 4.0}
+    assert again.learnt(run, batch)["plugins"] == {"mine/count": 4.0}
+
+
+class Alternating(Counter):
+    def learnt(self, groups: Any, pass_rule: Any, version: int, gather: Any) -> dict[str, float]:
+        logged = super().learnt(groups, pass_rule, version, gather)
+        return logged if self.count % 2 else {"mine/even": 1.0}
+
+
+def test_a_figure_that_a_worker_leaves_out_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, module = RolloutScheduler(), make_module("tiny")
+    scheduler.session.workers["mine"] = Alternating(1)
+    logs: list[dict[str, float]] = []
+    monkeypatch.setattr(module, "log_dict", lambda values: logs.append(dict(values)))
+    module.learner = cast(Any, SimpleNamespace(snapshots=None))
+    trainer: Any = SimpleNamespace(max_steps=-1)
+    for number in range(3):
+        batch: Any = SimpleNamespace(groups=[], messages=[])
+        scheduler.on_train_batch_end(trainer, module, None, batch, number)
+    own = [log for log in logs if "mine/count" in log]
+    assert own[0] == {"mine/count": 1.0}
+    assert math.isnan(own[1]["mine/count"]) and own[1]["mine/even"] == 1.0
+    assert own[2]["mine/count"] == 3.0 and math.isnan(own[2]["mine/even"])
 
 
 # ---- rings ---------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Visit:
         num_passed: How many of them passed.
         num_tokens: Of all its completions together.
         version: Of the policy that learns from it.
-        hint: Which share of a hint the prompt had.
+        altered: Whether the prompt was asked with something else than its row says.
     """
 
     prompt_id: str
@@ -53,14 +53,14 @@ class Visit:
     num_passed: int
     num_tokens: int
     version: int
-    hint: float = 0.0
+    altered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What the visits of a prompt have shown so far; a visit without a reward does not count.
 
-    A visit with a hint shows nothing of the prompt itself: it changes the three fields that tell of hints alone.
+    A visit whose prompt was altered shows nothing of the prompt itself, and changes nothing.
 
     Args:
         num_visits: How many there have been.
@@ -72,9 +72,6 @@ class Record:
         mean_tokens: Of these; completions without a reward among them.
         num_flat: Visits on end, the last one included, in which all rewards were equal.
         version: Of the policy that learnt from the last one.
-        num_unsolved: Visits on end, the last one included, that nobody passed.
-        hint: Which share of a hint the last visit had; 0 where it had none.
-        hint_pass_rate: Share of that visit's completions that passed.
         lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
             half at each new one.
     """
@@ -88,9 +85,6 @@ class Record:
     mean_tokens: float = 0.0
     num_flat: int = 0
     version: int = -1
-    num_unsolved: int = 0
-    hint: float = 0.0
-    hint_pass_rate: float = 0.0
     lengths: Lengths = NO_LENGTHS
 
     @property
@@ -115,10 +109,8 @@ class Record:
     def after(self, visit: Visit) -> Record:
         """Return it with a visit more."""
         rewards = [reward for reward in visit.rewards if math.isfinite(reward)]
-        if not rewards:
+        if visit.altered or not rewards:
             return self
-        if visit.hint:
-            return replace(self, num_unsolved=0, hint=visit.hint, hint_pass_rate=visit.num_passed / len(rewards))
         mean, deviation = moments(rewards)
         before = EARLIER_VISITS * self.num_completions
         total = before + len(rewards)
@@ -130,9 +122,6 @@ class Record:
             mean_tokens=(before * self.mean_tokens + visit.num_tokens / len(visit.rewards) * len(rewards)) / total,
             num_flat=self.num_flat + 1 if is_flat(mean, deviation) else 0,
             version=visit.version,
-            num_unsolved=0 if visit.num_passed else self.num_unsolved + 1,
-            hint=0.0,
-            hint_pass_rate=0.0,
         )
 
 
@@ -148,12 +137,10 @@ class PromptHistory:
 
     Attributes:
         records: By prompt.
-        committed: The visits that were committed last, of all ranks.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
-        self.committed: list[Visit] = []
         self._noted: dict[tuple[str, int], Visit] = {}
         self._lengths: list[Length] = []
 
@@ -182,8 +169,7 @@ class PromptHistory:
 
     def commit(self, gather: Callable[[list[Visit]], list[list[Visit]]] = lambda own: [own]) -> None:
         """Count what has been noted, on all ranks, in their order."""
-        self.committed = [visit for visits in gather(list(self._noted.values())) for visit in visits]
-        for visit in self.committed:
+        for visit in (visit for visits in gather(list(self._noted.values())) for visit in visits):
             record = self[visit.prompt_id].after(visit)
             if record is not NEW:
                 self.records[visit.prompt_id] = record

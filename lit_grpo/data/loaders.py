@@ -13,8 +13,8 @@ import numpy as np
 
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import MOST_SKIPPED, PromptChooser
+from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.budgets.spreading import spread
-from lit_grpo.data.hinting import Hinter
 from lit_grpo.types import Prompt, PromptBatch
 
 
@@ -40,7 +40,7 @@ class PromptLoader:
         seed: Of the order.
         shuffle: Whether an epoch has an order of its own, or that of ``prompts``.
         chooser: Says which prompts are asked; by default all.
-        hinter: Puts hints into those that are asked; by default none.
+        rewriter: Says what they are asked with; by default what their rows say.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class PromptLoader:
         seed: int = 0,
         shuffle: bool = True,
         chooser: PromptChooser | None = None,
-        hinter: Hinter | None = None,
+        rewriter: Rewriter | None = None,
     ) -> None:
-        self.chooser, self._hinter, self._history = chooser, hinter, PromptHistory()
+        self.chooser, self._rewriter, self._history = chooser, rewriter, PromptHistory()
         self.prompts = prompts
         self.batch_size = batch_size
         self.rank = rank
@@ -67,26 +67,20 @@ class PromptLoader:
         self._batch: PromptBatch | None = None
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
-    def plug_in(self, chooser: PromptChooser | None, hinter: Hinter | None, on_demand: bool) -> None:
-        """Let others say which prompts are asked, with which hints, and whether they are drawn one by one."""
-        self.chooser, self._hinter, self.on_demand = chooser, hinter, on_demand
+    def plug_in(self, chooser: PromptChooser | None, rewriter: Rewriter | None, on_demand: bool) -> None:
+        """Let others say which prompts are asked, with what, and whether they are drawn one by one."""
+        self.chooser, self._rewriter, self.on_demand = chooser, rewriter, on_demand
 
     @property
     def prompts_per_step(self) -> int:
         """P x W, what one step of all ranks asks."""
         return self.batch_size * self.world_size
 
-    @property
-    def hints(self) -> bool:
-        """Whether prompts may get hints."""
-        return self._hinter is not None
-
     def go_by(self, history: PromptHistory) -> None:
-        """Let who is asked, by which rank, and with which hints, depend on what is known of prompts."""
+        """Let the choice of prompts, and which rank asks them, depend on what is known of prompts."""
         self._history = history
-        for each in (self.chooser, self._hinter):
-            if each is not None:
-                each.history = history
+        if self.chooser is not None:
+            self.chooser.history = history
 
     def __len__(self) -> int:
         """Batches of one Lightning epoch; the place in the stream carries over to the next epoch."""
@@ -122,7 +116,7 @@ class PromptLoader:
                 prompt, place = self._ask(place)
                 prompts.append(prompt)
             self._taken = place - self._start
-            yield self._hinted(prompts[self.rank])
+            yield self._rewritten(prompts[self.rank])
 
     def agree(self, largest: Callable[[float], float]) -> None:
         """Count to the batch what any rank has taken of the stream; ``largest`` is over ranks."""
@@ -187,7 +181,7 @@ class PromptLoader:
         while len(asked) < wanted:
             prompt, place = self._ask(place)
             asked.append(prompt)
-        return [*map(self._hinted, self._own(asked))], place - self._start
+        return [*map(self._rewritten, self._own(asked))], place - self._start
 
     def _own(self, asked: list[Prompt]) -> list[Prompt]:
         """Of what all ranks ask, the prompts of this one."""
@@ -197,8 +191,11 @@ class PromptLoader:
         places = spread([record.mean_tokens for record in expected], self.world_size)
         return [asked[place] for place in places[self.rank]]
 
-    def _hinted(self, prompt: Prompt) -> Prompt:
-        return prompt if self._hinter is None else self._hinter.hinted(prompt)
+    def _rewritten(self, prompt: Prompt) -> Prompt:
+        if self._rewriter is None:
+            return prompt
+        asked = self._rewriter.asked(prompt)
+        return replace(asked, altered=asked.digest != prompt.digest)
 
     def _ask(self, place: int) -> tuple[Prompt, int]:
         """The first prompt from a place of the stream on that is asked, and the place behind it."""

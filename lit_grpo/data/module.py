@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.budgets.hints import Hint
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
-from lit_grpo.data.hinting import Hinter
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import Row, RowSource, make_source
+from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.policy.loading import TINY, as_given, load_tokenizer
 from lit_grpo.types import Prompt
 
@@ -115,7 +115,7 @@ class PromptDataModule(LightningDataModule):
             continue_final_message,
         )
         self.prompts: dict[str, list[Prompt]] = {}
-        self.hinted: list[Prompt] = []  # training prompts with the longest hint and with the largest token
+        self.rewritten: list[Prompt] = []  # of training prompts, the longest and the one with the largest token
         self._train_rows: dict[str, Row] = {}  # what training prompts are made of, by their ids
         self._train_loader: PromptLoader | None = None
 
@@ -139,27 +139,26 @@ class PromptDataModule(LightningDataModule):
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
 
-    def plug_in(self, rule: PromptRule | None, hint: Hint | None, on_demand: bool) -> None:
+    def plug_in(self, rule: PromptRule | None, rewriter: Rewriter | None, on_demand: bool) -> None:
         """Let plug-ins say which training prompts are asked, with what, and when.
 
         Args:
             rule: Which prompts are asked when they are due; None for all.
-            hint: What prompts that nobody passes are asked with; None for nothing.
+            rewriter: Says what they are asked with; None for what their rows say.
             on_demand: Whether a session draws prompts as it needs them, and batches come empty.
 
         Raises:
-            ValueError: A row lacks what its hint is taken from, or no row has a hint.
+            ValueError: A prompt cannot be rewritten, or none is.
         """
         loader = self.train_dataloader()
         chooser = loader.chooser  # of an earlier call of fit, where the rule is the same
         if chooser is None or chooser.rule != rule:
             chooser = None if rule is None else PromptChooser(rule, self.seed)
-        hinter = None
-        if hint is not None:
-            hinter = Hinter(hint, self.renderer, self._tokenizer, self._train_rows)
+        if rewriter is not None:
+            rewriter.writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows, rewriter.what)
             source = _source_of("train", self.sources["train"])
-            self.hinted = hinter.check(self.prompts["train"], source.describe())
-        loader.plug_in(chooser, hinter, on_demand)
+            self.rewritten = check_rewriting(rewriter, self.prompts["train"], source.describe())
+        loader.plug_in(chooser, rewriter, on_demand)
 
     def train_dataloader(self) -> PromptLoader:
         """The one loader of this fit, wherever it stands in its stream."""
@@ -291,10 +290,10 @@ def loaded_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
 
 
 def asked_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
-    """Those, and among the training prompts the longest that hints may make of them."""
+    """Those, and among the training prompts the largest that a plug-in may make of them."""
     prompts = loaded_prompts(trainer)
-    hinted = getattr(trainer.datamodule, "hinted", [])  # pyright: ignore[reportAttributeAccessIssue]
-    return {split: [*rows, *hinted] if split == "train" else rows for split, rows in prompts.items()}
+    rewritten = getattr(trainer.datamodule, "rewritten", [])  # pyright: ignore[reportAttributeAccessIssue]
+    return {split: [*rows, *rewritten] if split == "train" else rows for split, rows in prompts.items()}
 
 
 def own_loader(trainer: Trainer) -> PromptLoader | None:

@@ -146,7 +146,7 @@ class PromptRenderer:
 
 
 def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokenizerBase, what: str = "prompt") -> None:
-    """Check that the tokenizer knows all characters of a row's prompt or hint.
+    """Check that the tokenizer knows all characters of a row's prompt, or of a text for it.
 
     Raises:
         UnusableRow: The tokenizer lacks a character.
@@ -162,7 +162,7 @@ def _with_text(prompt: Any, text: str) -> Any:
         return text + prompt if text else prompt
     turns = [place for place, message in enumerate(prompt) if message["role"] == "user"]
     if not turns:
-        raise UnusableRow("has no user's turn to put a hint in front of")
+        raise UnusableRow("has no user's turn to put a text in front of")
     turn = {**prompt[turns[-1]], "content": text + prompt[turns[-1]]["content"]}
     return [*prompt[: turns[-1]], turn, *prompt[turns[-1] + 1 :]]
 

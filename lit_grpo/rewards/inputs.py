@@ -73,7 +73,7 @@ class Surroundings:
 def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, Any]:
     """Return the values of one rollout by the names in ``ROLLOUT_INPUTS``.
 
-    A hint that gave the beginning of the answer belongs to the text of the completion, and not to the prompt.
+    Where the prompt gave the beginning of the answer, it belongs to the text of the completion, and not to the prompt.
     """
     completion = rollout.completion
     return {

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lit_grpo.budgets.allocation import Allocation, Replacement
-from lit_grpo.budgets.hints import Hint, hint_metrics
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.plugins import Listener, Plugin, RunFacts, join_all
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -57,13 +57,8 @@ class PromptStream(Protocol):
     chooser: PromptChooser | None
     batch_size: int
 
-    @property
-    def hints(self) -> bool:
-        """Whether prompts may get hints."""
-        ...
-
     def go_by(self, history: PromptHistory) -> None:
-        """Let who is asked, and with which hints, depend on what is known of prompts."""
+        """Let the choice of prompts depend on what is known of them."""
         ...
 
     def draw(self, num_prompts: int) -> list[Prompt]:
@@ -125,11 +120,13 @@ class RolloutSession:
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
         self.turns = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
-        self.prompt_rule, self.hint = self.plugin(PromptRule), self.plugin(Hint)
+        self.prompt_rule = self.plugin(PromptRule)
         replacement = self.plugin(Replacement)
         self.replaces = 0 if replacement is None else replacement.most
         workers = {name: plugin.worker() for name, plugin in self.plugins.items()}
         self.workers = {name: worker for name, worker in workers.items() if worker is not None}
+        rewriters = (worker for worker in self.workers.values() if isinstance(worker, Rewriter))
+        self.rewriter = next(rewriters, None)
         self._choice = ProbeChoice(min_correlation) if probe_tokens == "auto" else None
         self._points: Points = () if probe_tokens == "auto" else check_probe(probe_tokens, plan, predict_lengths)
         self.buffer = RolloutBuffer()
@@ -282,7 +279,8 @@ class RolloutSession:
         """Learn from a batch that the policy has learnt from, and forget it.
 
         Returns:
-            What to log, by source: figures of the rollout, where it went on beside the update, and of what was learnt.
+            What to log, by source: figures of the rollout, where it went on beside the update, of what was learnt, and
+            of what plug-ins have learnt.
         """
         logs: dict[str, dict[str, float]] = {}
         if self._pump is not None:
@@ -296,17 +294,16 @@ class RolloutSession:
                 learnt |= self._choice.metrics()
             self.lengths.end(commit=True)
             learnt |= self.lengths.metrics()
-        history, stream = self._history, self._stream
-        if history is not None:
-            history.commit_lengths(run.ranks.gather)
+        stream = self._stream
+        if self._history is not None:
+            self._history.commit_lengths(run.ranks.gather)
+        logs |= {"learnt": learnt, "plugins": {}}
         for worker in self.workers.values():
-            learnt |= worker.learnt(batch.groups, run.pass_rule, run.policy_version, run.ranks.gather)
+            logs["plugins"] |= worker.learnt(batch.groups, run.pass_rule, run.policy_version, run.ranks.gather)
         if stream is not None and stream.chooser is not None:
-            own = [group.prompt.prompt_id for group in batch.groups if not group.prompt.hint]
+            own = [group.prompt.prompt_id for group in batch.groups if not group.prompt.altered]
             stream.chooser.learn([prompt_id for part in run.ranks.gather(own) for prompt_id in part])
-        has_hints = history is not None and stream is not None and stream.hints
-        logs["hints"] = hint_metrics(history.committed) if history is not None and has_hints else {}
-        return logs | {"learnt": learnt}
+        return logs
 
     # ---- parts of a batch ---------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from test_training_modes import Trained, check_log_probs, describe
 from lit_grpo.budgets.history import Record
 from lit_grpo.callbacks import RolloutScheduler, SampleLogger, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods.hints import Hinter, HintRecord
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.slots.generator import SlotGenerator
@@ -81,7 +82,7 @@ def train(
 def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     trained, module, data = train(policy_folder, RUNS[name], tmp_path / "whole")
     check_log_probs(trained)
-    assert any(rollout.prompt.hint for rollout in trained.rollouts)
+    assert any(rollout.prompt.extra.get("hint") for rollout in trained.rollouts)
     history = module.learner.state.history
     for version in (5, 6):
         checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
@@ -94,6 +95,13 @@ def test_a_run_with_hints_resumes_exactly(policy_folder: Path, tmp_path: Path, n
             assert torch.equal(one, other)
         assert resumed.learner.state.history.records == history.records
         assert resumed_data.state_dict() == data.state_dict()
+        assert known_of_hints(resumed_data) == known_of_hints(data)
+
+
+def known_of_hints(data: PromptDataModule) -> dict[str, HintRecord]:
+    hinter = data.train_dataloader()._rewriter  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(hinter, Hinter) and hinter.known
+    return hinter.known
 
 
 def visits(trained: Trained) -> list[list[list[Rollout]]]:
@@ -118,9 +126,9 @@ def test_hints_go_to_prompts_that_nobody_passed_and_fall_and_rise_by_what_they_e
         hints = []
         for group in groups:
             prompt, earned = group[0].prompt, [rollout.reward for rollout in group]
-            assert len({rollout.prompt.hint for rollout in group}) == 1 and all(r.prompt == prompt for r in group)
+            assert all(rollout.prompt == prompt for rollout in group)
             expected = share.get(prompt.prompt_id, 0.0)
-            assert prompt.hint == expected
+            assert prompt.extra == ({"hint": expected} if expected else {}) and prompt.altered == bool(expected)
             solution = prompt.columns["solution"]
             given = solution[: max(int(expected * len(solution)), 1)] if expected else ""
             assert prompt.given == given and prompt.text == prompt.columns["prompt"] + given
@@ -133,11 +141,14 @@ def test_hints_go_to_prompts_that_nobody_passed_and_fall_and_rise_by_what_they_e
                 rewards.setdefault(prompt.prompt_id, []).append(earned)
                 share[prompt.prompt_id] = 0.0 if passed else 0.5
         assert log["hints/share_of_prompts"] == pytest.approx(len(hints) / BATCH)
-        of = {kind: [r.reward for g in groups for r in g if bool(r.prompt.hint) == kind] for kind in (False, True)}
+        of = {kind: [r.reward for g in groups for r in g if r.prompt.altered == kind] for kind in (False, True)}
         assert log["hints/reward_unhinted"] == pytest.approx(mean(of[False]), nan_ok=True)
         if hints:
             assert log["hints/mean_share"] == pytest.approx(mean(hints))
             assert log["hints/reward_hinted"] == log["hints/pass_rate"] == pytest.approx(mean(of[True]))
+        else:
+            names = ("hints/mean_share", "hints/reward_hinted", "hints/pass_rate")
+            assert all(math.isnan(log.get(name, math.nan)) for name in names)  # the last value is not repeated
     assert min(moves) < 0 < max(moves)
     check_records(module.learner.state.history.records, rewards)
     check_samples(tmp_path)

@@ -208,8 +208,8 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
     for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
-            raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {hint}")
+            remedy = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
+            raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {remedy}")
     if (mode := arguments.get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
         raise ValueError(
             f"engine_args.logprobs_mode is {mode!r}, but tokens are learned with the log-probs that they were sampled "

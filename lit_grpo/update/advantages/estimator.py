@@ -73,7 +73,7 @@ class GroupRewards:
     ``by_function_RK`` are the same by reward function, of which ``functions`` are the names. ``groups_R`` says which
     group each belongs to; a group may have any number of members, and ``prompt_ids`` has one entry a group.
     ``log_weights_R`` say what each member counts in its group's baseline, where the estimator weighs them;
-    ``hinted`` says of each group whether its prompt had a hint; empty, none had.
+    ``altered`` says of each group whether its prompt was asked with something else than its row says; empty, none was.
     """
 
     rewards_R: torch.Tensor
@@ -82,7 +82,7 @@ class GroupRewards:
     prompt_ids: Sequence[str]
     functions: Sequence[str] = ()
     log_weights_R: torch.Tensor | None = None
-    hinted: Sequence[bool] = ()
+    altered: Sequence[bool] = ()
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], functions: Sequence[str]) -> GroupRewards:
@@ -96,7 +96,7 @@ class GroupRewards:
             torch.tensor([number for number, _ in members], dtype=torch.int64),
             [group.prompt.prompt_id for group in groups],
             functions,
-            hinted=[group.prompt.hint > 0 for group in groups],
+            altered=[group.prompt.altered for group in groups],
         )
 
     @classmethod
@@ -109,7 +109,7 @@ class GroupRewards:
             torch.cat([part.groups_R + number for part, number in zip(parts, before, strict=False)]),
             [prompt_id for part in parts for prompt_id in part.prompt_ids],
             parts[0].functions,
-            hinted=[hinted for part in parts for hinted in part.hinted],
+            altered=[altered for part in parts for altered in part.altered],
         )
 
     def only(self, chosen_R: torch.Tensor) -> GroupRewards:
@@ -135,7 +135,7 @@ class GroupRewards:
                 num_passed=int((passed_R & ~self.rewards_R.isnan())[mine].sum()),
                 num_tokens=sum(each.completion.num_sampled for each in group.rollouts if not each.replayed),
                 version=version,
-                hint=group.prompt.hint,
+                altered=group.prompt.altered,
             )
             for group, mine in zip(groups, members, strict=True)
         ]
@@ -231,7 +231,7 @@ class Advantages:
         if self.estimator == "gdpo":
             return per_reward_advantages(rewards.by_function_RK, groups_R, weights_K)
         if self.estimator == "dcpo":
-            return smoothed_advantages(rewards_R, groups_R, rewards.prompt_ids, history, rewards.hinted)
+            return smoothed_advantages(rewards_R, groups_R, rewards.prompt_ids, history, rewards.altered)
         if self.estimator == "least_variance":
             return least_variance_advantages(rewards_R, groups_R, rewards.log_weights_R, scale)
         with_baseline = self.estimator == "reinforce_plus_plus_baseline"

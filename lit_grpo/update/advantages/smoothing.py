@@ -14,7 +14,7 @@ def smoothed_advantages(
     groups_R: torch.Tensor,
     prompt_ids: Sequence[str],
     history: PromptHistory,
-    hinted: Sequence[bool] = (),
+    altered: Sequence[bool] = (),
 ) -> torch.Tensor:
     """Return smoothed advantages with a visit more of each prompt; of several ranks, give all groups to each.
 
@@ -28,13 +28,14 @@ def smoothed_advantages(
         groups_R: The number of the group that each belongs to.
         prompt_ids: The prompt of each group.
         history: Earlier visits, to which these are not added.
-        hinted: Of each group whether its prompt had a hint; such a visit is standardised by itself. Empty for none.
+        altered: Of each group whether its prompt was asked with something else than its row says; such a visit is
+            standardised by itself. Empty for none.
     """
     seen: dict[str, Record] = {}  # a prompt may be visited twice in a batch
     advantages_R = rewards_R.to(torch.float64, copy=True)
     for number, prompt_id in enumerate(prompt_ids):
         members = groups_R == number
-        if hinted and hinted[number]:
+        if altered and altered[number]:
             advantages_R[members], _ = _of_group(advantages_R[members], NEW)
             continue
         before = seen.get(prompt_id, history[prompt_id])

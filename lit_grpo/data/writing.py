@@ -1,0 +1,136 @@
+"""Text is put into prompts that have been rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lit_grpo.budgets.rewriting import Rewriter
+from lit_grpo.data.chat import EndlessTemplate, UnusableRow
+from lit_grpo.data.rendering import PromptRenderer, check_known
+from lit_grpo.data.sources import Row
+from lit_grpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptWriter:
+    """Puts a text before a prompt's question, or after the prompt as the beginning of the answer.
+
+    The text is cut at its end where the prompt would be too long with it. Where there is no room at all, or the text
+    has no tokens, the very same prompt is returned. The question itself is never cut.
+
+    Args:
+        renderer: Of prompts.
+        tokenizer: The policy's.
+        rows: What the prompts are made of, by their ids.
+        what: What the texts are, for messages.
+
+    Attributes:
+        most_tokens: The most tokens of a prompt together with its text.
+    """
+
+    def __init__(
+        self, renderer: PromptRenderer, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Row], what: str
+    ) -> None:
+        self._renderer, self._tokenizer, self._rows, self._what = renderer, tokenizer, rows, what
+        self.most_tokens = renderer.max_prompt_tokens
+
+    def put_before(self, prompt: Prompt, text: str) -> Prompt:
+        """Return a prompt with a text before its question; in a conversation, before its last user message.
+
+        Args:
+            prompt: As its row says.
+            text: For example ``"Count from the end. "``.
+
+        Raises:
+            ValueError: The tokenizer or the chat template cannot use the text; the message goes on after the row's
+                number.
+        """
+        with _told_as_value_errors():
+            token_ids = self._token_ids(text)
+            kept = len(token_ids)
+            while kept > 0:
+                rendered = self._renderer.rendered(self._rows[prompt.prompt_id], self._tokenizer, text)
+                over = len(rendered.token_ids) - self.most_tokens
+                if over <= 0:
+                    return replace(prompt, **rendered._asdict())
+                kept -= over
+                text = self._decode(token_ids[: max(kept, 0)])
+            return prompt
+
+    def put_after(self, prompt: Prompt, text: str, share: float = 1.0) -> Prompt:
+        """Return a prompt that is followed by the beginning of an answer, from which the policy goes on.
+
+        Reward functions get that beginning (``Prompt.given``) as part of the completion.
+
+        Args:
+            prompt: As its row says.
+            text: The answer.
+            share: Which share of the text's tokens is given, rounded down, but one token at least.
+
+        Raises:
+            ValueError: The tokenizer cannot use the text; the message goes on after the row's number.
+        """
+        with _told_as_value_errors():
+            token_ids = self._token_ids(text)
+        room = max(self.most_tokens - len(prompt.token_ids), 0)
+        shown = token_ids[: max(int(share * len(token_ids)), 1)][:room]
+        if not shown:
+            return prompt
+        given = self._decode(shown)
+        return replace(prompt, token_ids=(*prompt.token_ids, *shown), text=prompt.text + given, given=given)
+
+    def _token_ids(self, text: str) -> list[int]:
+        token_ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        check_known(token_ids, text, self._tokenizer, self._what)
+        return token_ids
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+
+def check_rewriting(rewriter: Rewriter, prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+    """Rewrite all prompts once, as large as they may get; no prompt is longer from then on.
+
+    Args:
+        rewriter: With its writer.
+        prompts: As their rows say.
+        source: Where the rows come from, for messages.
+
+    Returns:
+        The rewritten prompt that is longest, and the one that has the largest token.
+
+    Raises:
+        ValueError: A prompt cannot be rewritten, or none is.
+    """
+    rewritten: list[Prompt] = []
+    for prompt in prompts:
+        try:
+            largest = rewriter.largest(prompt)
+        except ValueError as error:
+            number = prompt.prompt_id.rpartition("/")[2]
+            raise ValueError(
+                f"rollout.plugins: the {rewriter.what} of row {number} of {source} cannot be made, since the row "
+                f"{error}; mend the row, name another column, or leave the {rewriter.what} out."
+            ) from None
+        rewritten += [] if largest.digest == prompt.digest else [largest]
+    if not rewritten:
+        raise ValueError(
+            f"rollout.plugins: no row of {source} has a {rewriter.what} that there is room for; give a row a "
+            f"{rewriter.what}, raise data.max_prompt_tokens, or leave the {rewriter.what} out."
+        )
+    longest = max(rewritten, key=lambda prompt: len(prompt.token_ids))
+    rewriter.writer.most_tokens = max(len(prompt.token_ids) for prompt in (longest, *prompts))
+    return [longest, max(rewritten, key=lambda prompt: max(prompt.token_ids))]
+
+
+@contextmanager
+def _told_as_value_errors() -> Iterator[None]:
+    try:
+        yield
+    except (UnusableRow, EndlessTemplate) as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,117 @@
+"""What prompts are asked with: a plug-in of one's own rewrites them, and what is known of prompts leaves them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import save_tokenizer
+
+from lit_grpo.budgets.rewriting import Rewriter, Rewriting
+from lit_grpo.data.module import PromptDataModule, asked_prompts
+from lit_grpo.methods import make_plugins
+from lit_grpo.rollout.session import RolloutSession
+from lit_grpo.types import Prompt
+
+ROWS: Any = [{"prompt": f"{number}+{number}="} for number in range(4)]
+
+
+@dataclass(frozen=True)
+class EveryOther(Rewriting):
+    """Puts a preface before every other prompt: at even visits before even rows, at odd visits before odd rows."""
+
+    preface: str = "add "
+
+    def worker(self) -> Rewriter:
+        return Prefacing(self.preface)
+
+
+class Prefacing(Rewriter):
+    what = "preface"
+
+    def __init__(self, preface: str) -> None:
+        self.preface = preface
+
+    def largest(self, prompt: Prompt) -> Prompt:
+        return replace(self.writer.put_before(prompt, self.preface), extra={"preface": 1.0})
+
+    def asked(self, prompt: Prompt) -> Prompt:
+        row = int(prompt.prompt_id.rpartition("/")[2])
+        return self.largest(prompt) if (row + prompt.visit) % 2 == 0 else prompt
+
+
+@dataclass(frozen=True)
+class Unchanged(Rewriting):
+    """The base class, by another name."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import AutoTokenizer
+
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.unk_token = "?"
+    tokenizer.chat_template = "{% for m in messages %}{{ 'ab'[m.role == 'user'] }} {{ m.content }}#{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def data_of(tokenizer: str, *specs: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
+    data = PromptDataModule(tokenizer, train=rows, batch_size=1, shuffle=False, **options)
+    data.setup("fit")
+    session = RolloutSession(make_plugins([*specs]))
+    data.plug_in(session.prompt_rule, session.rewriter, on_demand=False)
+    return data
+
+
+OWN = f"{__name__}.EveryOther"
+
+
+def test_a_prompt_that_is_asked_with_something_else_is_marked(tokenizer: str) -> None:
+    prompts = data_of(tokenizer, OWN).train_dataloader().draw(8)
+    texts = ["add 0+0=", "1+1=", "add 2+2=", "3+3=", "0+0=", "add 1+1=", "2+2=", "add 3+3="]
+    assert [prompt.text for prompt in prompts] == texts
+    assert [prompt.altered for prompt in prompts] == [text.startswith("add") for text in texts]
+    assert [bool(prompt.extra) for prompt in prompts] == [prompt.altered for prompt in prompts]
+    assert [prompt.visit for prompt in prompts] == [0] * 4 + [1] * 4
+
+
+def test_the_rows_themselves_are_never_marked(tokenizer: str) -> None:
+    data = data_of(tokenizer, OWN)
+    data.train_dataloader().draw(8)
+    assert not any(prompt.altered or prompt.extra for prompt in data.prompts["train"])
+    assert not any(prompt.altered for prompt in data_of(tokenizer).train_dataloader().draw(8))
+
+
+def test_what_a_prompt_may_become_is_checked_with_the_prompts(tokenizer: str) -> None:
+    trainer: Any = SimpleNamespace(datamodule=data_of(tokenizer, OWN))
+    largest = asked_prompts(trainer)["train"][len(ROWS) :]
+    assert [prompt.text for prompt in largest] == ["add 0+0=", "add 0+0="]
+
+
+def test_what_stays_as_its_row_says_is_refused_at_once(tokenizer: str) -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.plugins: no row of the list given has a text that there is room"):
+        data_of(tokenizer, f"{__name__}.Unchanged")
+
+
+def test_a_text_that_cannot_be_put_into_a_row_is_told_with_the_row(tokenizer: str) -> None:
+    no_question: Any = [{"prompt": [{"role": "system", "content": "a"}]}]
+    sentence = r"^rollout\.plugins: the preface of row 0 of the list given cannot be made, since the row has"
+    with pytest.raises(ValueError, match=rf"{sentence} no user's turn to put a text in front of; mend the row"):
+        data_of(tokenizer, OWN, rows=no_question)
+    with pytest.raises(ValueError, match=rf"{sentence} a preface with characters that the tokenizer does not know"):
+        data_of(tokenizer, f"{OWN}:preface=ADD")
+
+
+def test_one_plug_in_alone_says_what_prompts_are_asked_with() -> None:
+    with pytest.raises(ValueError, match=r"both decide what prompts are asked with; take one of them"):
+        make_plugins([OWN, "reference_hint"])
+
+
+def test_a_dataloader_of_ones_own_asks_no_rewriter() -> None:
+    assert EveryOther().needs == {"prompt_stream"}
