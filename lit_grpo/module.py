@@ -51,6 +51,7 @@ from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.credit import Credit
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
@@ -200,8 +201,10 @@ class GRPOModule(EvaluationModule):
 
     # ---- set-up -----------------------------------------------------------------------------------
 
-    def learn_from(self, selection: Selection) -> None:
+    def learn_from(self, selection: Selection, credit: Credit | None = None) -> None:
         """Learn from those rollouts and tokens that ``selection`` chooses, in place of all.
+
+        Each turn has the advantage that ``credit`` gives it; without one, that of its rollout.
 
         :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run with what its plug-ins say, all where none
         says anything; call it yourself only where rollouts come from elsewhere.
@@ -211,7 +214,7 @@ class GRPOModule(EvaluationModule):
         """
         updates_per_batch = self.settings.updates_per_batch
         selection.check(RunFacts(None, self.num_generations, self.sampling.max_tokens, updates_per_batch))
-        self.settings.learn_from(selection)
+        self.settings.learn_from(selection, credit)
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""

@@ -189,6 +189,25 @@ class Trajectory:
             begin, in_turn = end, is_sampled
         return turns
 
+    def of_turns(self, values: Sequence[float]) -> torch.Tensor:
+        """Give each token that is learnt from the value of its turn, float32.
+
+        Args:
+            values: One for each of ``turns``.
+        """
+        import torch
+
+        spread: list[tuple[float, int]] = []
+        turn, in_turn = -1, False
+        for segment in self.segments:
+            is_sampled = segment.version is not None
+            turn += is_sampled and not in_turn
+            in_turn = is_sampled
+            if segment.trained:
+                spread.append((values[turn], segment.num_tokens))
+        counts = torch.tensor([count for _, count in spread], dtype=torch.int64)
+        return torch.tensor([value for value, _ in spread], dtype=torch.float32).repeat_interleave(counts)
+
     @property
     def sampled_ids(self) -> list[int]:
         """The tokens of all turns, without those that were observed."""

@@ -295,6 +295,9 @@ class Rollout:
     another part of its group. One that is ``replayed`` was sampled, rewarded and learnt from at an earlier visit of the
     prompt, and takes part in the group's advantages and in the update alone. ``extra`` is what reward functions logged
     of it, and ``advantage`` what it was learnt from with, NaN before that.
+
+    ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
+    ``turn_advantages`` what each turn was learnt from with, where that is not ``advantage`` for all of them.
     """
 
     prompt: Prompt
@@ -306,6 +309,8 @@ class Rollout:
     replayed: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
+    turn_rewards: tuple[float, ...] = ()
+    turn_advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,15 @@ def ragged_groups() -> list[RolloutGroup]:
     return [RolloutGroup(first, five), RolloutGroup(second, three), RolloutGroup(third, [])]
 
 
-def reference_gradient(groups: Sequence[RolloutGroup], name: str) -> torch.Tensor:
-    """One token after another in float64, by the formulas of DAPO (eq. 12), GRPO (eq. 3) and GSPO (eq. 5)."""
+def reference_gradient(
+    groups: Sequence[RolloutGroup],
+    name: str,
+    of_token: Callable[[Rollout, float, int], float] = lambda rollout, advantage, token: advantage,
+) -> torch.Tensor:
+    """One token after another in float64, by the formulas of DAPO (eq. 12), GRPO (eq. 3) and GSPO (eq. 5).
+
+    ``of_token`` makes a token's advantage of that of its rollout.
+    """
     policy: Any = random_policy().double()
     scored = []
     for group in groups:
@@ -135,7 +142,9 @@ def reference_gradient(groups: Sequence[RolloutGroup], name: str) -> torch.Tenso
         ratios = [log_ratio.exp() for log_ratio in log_ratios]
         if name == "gspo":
             ratios = [(torch.stack(log_ratios).sum() / len(learnt)).exp()]
-        losses = [-torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage) for r in ratios]
+        advantages = [of_token(rollout, advantage, token) for token in learnt][: len(ratios)]
+        pairs = zip(ratios, advantages, strict=True)
+        losses = [-torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage) for r, advantage in pairs]
         divisor = num_tokens if name == "dapo" else len(scored) * len(ratios)
         (torch.stack(losses).sum() / divisor).backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])

@@ -396,11 +396,13 @@ def _group(state: dict[str, Any]) -> _Open:
 
 def _rollout_state(rollout: Rollout) -> dict[str, Any]:
     own = {name: getattr(rollout, name) for name in ("rewards", "reward", "kept", "learnt")}
+    own["turn_rewards"] = list(rollout.turn_rewards)
     return {"completion": _completion_state(rollout.completion), **own}
 
 
 def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
     own = {name: value for name, value in state.items() if name != "completion"}
+    own["turn_rewards"] = tuple(own["turn_rewards"])
     return Rollout(prompt, _completion(prompt, state["completion"]), **own)
 
 

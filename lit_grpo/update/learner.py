@@ -26,6 +26,7 @@ from lit_grpo.update.batches.step import (
     taking_part_and_learnt,
 )
 from lit_grpo.update.budget import TokenBudget
+from lit_grpo.update.credit import give_credit
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
 from lit_grpo.update.normalization import StepTotals
@@ -175,7 +176,8 @@ class Learner:
         advantages_R = self._advantages(rewards, rollouts, chosen_R)
         self.state.history.note(rewards.visits(groups, self.settings.pass_rule, version))
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
-            rollout.advantage = advantage
+            rollout.advantage, rollout.turn_advantages = advantage, ()
+        give_credit(self.settings.credit, groups)
         return advantages_R, fixed
 
     def _fixed_logprobs(self, rollouts: Sequence[Rollout]) -> FixedLogprobs:
@@ -272,7 +274,7 @@ class Learner:
         policy; it counts in the denominator all the same.
         """
         if not self.settings.objective.uses_every_completion:
-            learnt = [(rollout, advantage) for rollout, advantage in learnt if advantage != 0]
+            learnt = [(each, advantage) for each, advantage in learnt if advantage != 0 or any(each.turn_advantages)]
         return Step(
             rollouts=[rollout for rollout, _ in learnt],
             advantages=[advantage for _, advantage in learnt],
@@ -301,7 +303,7 @@ class Learner:
         Without anything to learn from there is no gradient, and the step counts and changes no weight.
         """
         while True:
-            gathered = self.passes.gradient(self.passes.micro_batches(step.rollouts, step.advantages), step)
+            gathered = self.passes.gradient(self.passes.micro_batches(step.rollouts, step.credits), step)
             if gathered is not None:
                 return gathered
             self.passes.halve_budget(step.rollouts)

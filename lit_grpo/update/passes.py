@@ -118,7 +118,7 @@ class PolicyPasses:
         return None if short else gathered
 
     def micro_batches(
-        self, rollouts: Sequence[Rollout], advantages: Sequence[float], equally_many: bool = True
+        self, rollouts: Sequence[Rollout], advantages: Sequence[float | torch.Tensor], equally_many: bool = True
     ) -> MicroBatches:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn."""
         own = make_micro_batches(rollouts, advantages, self._max_tokens(rollouts), self.settings.shares_prefix)

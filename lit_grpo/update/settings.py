@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.credit import Credit
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.selection import Selection
@@ -39,6 +40,7 @@ class Settings:
     gradient_checkpointing: Checkpointing = False
     max_skipped_updates: int = 3
     selection: Selection = field(default_factory=Selection)
+    credit: Credit = field(default_factory=Credit)
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: int = 1
     shares_prefix: bool = True
@@ -49,15 +51,15 @@ class Settings:
             raise ValueError(f"sequence_parallel_size must be at least 1, not {self.sequence_parallel_size}.")
         self.learn_from(self.selection)
 
-    def learn_from(self, selection: Selection) -> None:
-        """Let another selection say which rollouts and tokens are learnt from.
+    def learn_from(self, selection: Selection, credit: Credit | None = None) -> None:
+        """Let another selection say which rollouts and tokens are learnt from, and ``credit`` with which advantage.
 
         Raises:
             ValueError: It chooses tokens, and the objective does so too.
         """
         name = f"rollout.plugins {type(selection).__name__}"
         check_together([*self.objective.parts, Part(name, selection.needs, selection.changes, selection.remedy)])
-        self.selection = selection
+        self.selection, self.credit = selection, credit or self.credit
 
     @property
     def updates_per_batch(self) -> int:

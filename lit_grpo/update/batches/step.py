@@ -54,6 +54,14 @@ class Step:
     kept: Mapping[Key, torch.Tensor] | None = None
     token_gap_limit: float | None = None
 
+    @property
+    def credits(self) -> list[float | torch.Tensor]:
+        """The advantage of each rollout, or where its turns have their own, that of each token that is learnt from."""
+        return [
+            rollout.completion.of_turns(rollout.turn_advantages) if rollout.turn_advantages else advantage
+            for rollout, advantage in zip(self.rollouts, self.advantages, strict=True)
+        ]
+
     def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""
         rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows_C.tolist()]

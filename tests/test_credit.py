@@ -1,0 +1,125 @@
+"""Turns that are learnt from with advantages of their own, against one token after another in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
+
+from lit_grpo.rollout.buffer import _rollout, _rollout_state
+from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
+from lit_grpo.update.credit import Credit
+from lit_grpo.update.objective.objective import Objective
+
+
+@dataclass(frozen=True)
+class Alternating(Credit):
+    """The first turn has twice its rollout's advantage, the second ``other``, and so on."""
+
+    other: float = -0.5
+
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+        return [
+            [self.other if turn % 2 else 2 * advantage for turn in range(len(rollout.completion.turns))]
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+        ]
+
+    def of_token(self, rollout: Rollout, advantage: float, token: int) -> float:
+        """Count the turns before a token, one token after another."""
+        versions, turn = [OBSERVED, *rollout.completion.versions_T.tolist()], -1
+        for place in range(token + 1):
+            turn += versions[place] == OBSERVED and versions[place + 1] != OBSERVED
+        return self.other if turn % 2 else 2 * advantage
+
+
+def several_turns() -> list[RolloutGroup]:
+    """The groups that have members of one turn, two turns, and of none."""
+    groups = ragged_groups()
+    turns = {len(rollout.completion.turns) for group in groups for rollout in group.rollouts}
+    assert turns == {0, 1, 2}
+    return groups
+
+
+@pytest.mark.parametrize("shares_prefix", [True, False])
+@pytest.mark.parametrize("name", ["dapo", "grpo"])
+def test_each_turn_is_learnt_from_with_its_own(name: str, shares_prefix: bool) -> None:
+    groups, credit = several_turns(), Alternating()
+    expected = reference_gradient(groups, name, credit.of_token)
+    for max_tokens in (20, 10_000):
+        learner, steps = make_learner(
+            objective=Objective(name, epsilon=LOW, epsilon_high=HIGH),
+            credit=credit,
+            max_tokens_per_micro_batch=max_tokens,
+            shares_prefix=shares_prefix,
+        )
+        learner.learn(groups)
+        assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_equal_turns_change_nothing() -> None:
+    class Equal(Credit):
+        def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+            pairs = zip(group.rollouts, advantages, strict=True)
+            return [[advantage] * len(rollout.completion.turns) for rollout, advantage in pairs]
+
+    gradients = []
+    for credit in (Credit(), Equal()):
+        learner, steps = make_learner(credit=credit)
+        learner.learn(several_turns())
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients)
+
+
+def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
+    """Rewards are all equal, so that no rollout has an advantage; the second turns have."""
+    groups, credit = several_turns(), Alternating(0.75)
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.reward = 0.5
+    learner, steps = make_learner(credit=credit)
+    learner.learn(groups)
+    flat, without = make_learner()
+    flat.learn(groups)
+    assert steps.gradients[0].norm() > 0 and without.gradients[0].norm() == 0
+
+
+def test_a_later_batch_forgets_what_turns_were_given() -> None:
+    groups = several_turns()
+    make_learner(credit=Alternating())[0].learn(groups)
+    assert any(rollout.turn_advantages for group in groups for rollout in group.rollouts)
+    make_learner()[0].learn(groups)
+    assert not any(rollout.turn_advantages for group in groups for rollout in group.rollouts)
+
+
+@pytest.mark.parametrize(
+    ("credited", "message"),
+    [
+        (lambda group: [], "credits 0 rollouts of prompt 'a', which has 5"),
+        (
+            lambda group: [[1.0]] * len(group.rollouts),
+            r"sample \(1,\) of prompt 'a' the advantages \[1.0\]; .* of which there are 2",
+        ),
+        (
+            lambda group: [[math.inf] * len(each.completion.turns) for each in group.rollouts],
+            r"sample \(0,\) of prompt 'a' the advantages \[inf\]; give one finite number",
+        ),
+    ],
+)
+def test_credit_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
+    class Wrong(Credit):
+        def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
+            return credited(group)
+
+    with pytest.raises(ValueError, match=message):
+        make_learner(credit=Wrong())[0].learn(several_turns())
+
+
+def test_what_turns_have_earned_is_kept_in_checkpoints() -> None:
+    rollout = several_turns()[0].rollouts[1]
+    rollout.turn_rewards = (0.25, 1.0)
+    assert _rollout(rollout.prompt, _rollout_state(rollout)).turn_rewards == (0.25, 1.0)
