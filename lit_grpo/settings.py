@@ -100,6 +100,40 @@ def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row]
         raise ValueError(f"{setting} {spec if isinstance(spec, str) else name}: {error}") from None
 
 
+def find_row(setting: str, name: str, rows: Mapping[str, Row], kind: type[Row]) -> Row:
+    """Return a row of a table by its name, or a user's own row by its import path, as in ``my_file.ROW``.
+
+    Args:
+        setting: What the user has set, for messages.
+        name: See above.
+        rows: Those that have a name.
+        kind: What they are.
+
+    Raises:
+        ValueError: There is no such row, or its module cannot be imported.
+    """
+    if name in rows:
+        return rows[name]
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute) if module else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{setting} {name} cannot be loaded ({error}); give one of {', '.join(rows)}, or the import path of "
+            f"{_a(kind)} of your own, as in my_file.ROW."
+        ) from None
+    if not isinstance(found, kind):
+        raise ValueError(
+            f"{setting} must be one of {', '.join(rows)}, or the import path of {_a(kind)} of your own, as in "
+            f"my_file.ROW, not {name!r}."
+        )
+    return found
+
+
+def _a(kind: type[Any]) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+
+
 def _told(setting: str, spec: str | Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any] | None]:
     """Return the name, what follows a colon, and the mapping of fields, where there is one."""
     if isinstance(spec, str):
@@ -143,7 +177,5 @@ def _own(path: str, rows: Mapping[str, Any], kind: type[Row]) -> Any:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"it cannot be loaded ({error}); give one of {', '.join(rows)}, or a class path.") from None
     if not (isinstance(found, type) and issubclass(found, kind) and is_dataclass(found)):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        names = ", ".join(rows)
-        raise ValueError(f"there is none; give one of {names}, or the class path of {article} {kind.__name__}.")
+        raise ValueError(f"there is none; give one of {', '.join(rows)}, or the class path of {_a(kind)}.")
     return found

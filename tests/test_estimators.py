@@ -367,6 +367,14 @@ def test_steps_that_do_not_match_are_an_error() -> None:
     ("options", "message"),
     [
         ({"estimator": "ppo"}, r"advantages\.estimator must be one of grpo, rloo, .*, not 'ppo'"),
+        (
+            {"estimator": "math.pi"},
+            r"must be one of grpo, .* or the import path of an EstimatorRow .*, not 'math\.pi'",
+        ),
+        (
+            {"estimator": "no_such_file.ROW"},
+            r"no_such_file\.ROW cannot be loaded \(No module named 'no_such_file'\)",
+        ),
         ({"scale": "std"}, r"advantages\.scale must be one of group, batch, none for estimator grpo, not 'std'"),
         ({"estimator": "mc_grpo", "scale": "group"}, r"must be one of mad, none for estimator mc_grpo"),
         ({"estimator": "gdpo", "scale": "none"}, r"must be one of batch for estimator gdpo"),

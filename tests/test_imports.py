@@ -41,8 +41,8 @@ ROOMS: dict[str, set[str]] = {
     "update.prefix": {*UTILITIES, "policy"},
     "update.batches": {*UTILITIES, "update.prefix", "update"},
     "update.logprobs": {*UTILITIES, "policy", "update.prefix", "update.batches"},
-    "update.advantages": {*UTILITIES, "compatibility"},
-    "update.objective": {*UTILITIES, "compatibility", "update", "update.advantages"},
+    "update.advantages": {*UTILITIES, "compatibility", "settings"},
+    "update.objective": {*UTILITIES, "compatibility", "settings", "update", "update.advantages"},
     "update": {
         *UTILITIES,
         "compatibility",

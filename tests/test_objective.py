@@ -297,6 +297,11 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> No
     ("options", "message"),
     [
         ({"loss": "ppo"}, r"objective\.loss must be one of grpo, dr_grpo, .*, not 'ppo'"),
+        (
+            {"loss": "math.pi"},
+            r"must be one of .* or the import path of a Recipe of your own.*, not 'math\.pi'",
+        ),
+        ({"loss": "math.NOPE"}, r"objective\.loss math\.NOPE cannot be loaded \(.*NOPE.*\); give one of grpo"),
         ({"ratio": "word"}, r"objective\.ratio must be one of token, sequence, not 'word'"),
         ({"normalization": "tokens"}, r"objective\.normalization must be one of token, .*, not 'tokens'"),
         ({"epsilon": -0.1}, r"objective\.epsilon must be a number >= 0, not -0\.1"),
@@ -364,6 +369,16 @@ def test_epsilon_set_alone_holds_on_both_sides() -> None:
     assert Objective("gspo").parameters == {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}
     assert Objective("gspo", epsilon=0.1).parameters["epsilon_high"] == 0.1
     assert Objective("gspo", epsilon_high=0.1).parameters["epsilon"] == 3e-4
+
+
+ONE_SIDED = replace(RECIPES["dapo"], parameters={"epsilon": 0.2})
+
+
+def test_a_row_of_ones_own_gets_the_parameters_that_it_takes() -> None:
+    own = Objective(f"{__name__}.ONE_SIDED", epsilon=0.3)
+    assert own.recipe is ONE_SIDED and own.parameters == {"epsilon": 0.3}
+    with pytest.raises(ValueError, match=r"epsilon_high has no meaning for loss .*ONE_SIDED; .*: epsilon\."):
+        Objective(f"{__name__}.ONE_SIDED", epsilon_high=0.3)
 
 
 def test_the_docs_have_each_objective_with_its_source_and_defaults() -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from lit_grpo.plugins import Plugin, Worker
 
 if TYPE_CHECKING:
-    from lit_grpo.data.writing import PromptWriter
     from lit_grpo.types import Prompt
+
+
+class TextWriter(Protocol):
+    """Puts a text into a prompt; :class:`lit_grpo.data.writing.PromptWriter` is one.
+
+    ``most_tokens`` are the most of a prompt together with its text.
+    """
+
+    most_tokens: int
+
+    def put_before(self, prompt: Prompt, text: str) -> Prompt:
+        """Return a prompt with a text before its question."""
+        ...
+
+    def put_after(self, prompt: Prompt, text: str, share: float = 1.0) -> Prompt:
+        """Return a prompt that is followed by a share of a text, from which the policy goes on."""
+        ...
 
 
 class Rewriting(Plugin):
@@ -42,7 +58,7 @@ class Rewriter(Worker):
 
     what: ClassVar[str] = "text"
     """What it puts into prompts, as messages call it."""
-    writer: PromptWriter
+    writer: TextWriter
     """Puts text into prompts. The data module sets it before it calls :meth:`largest`."""
 
     def largest(self, prompt: Prompt) -> Prompt:

@@ -296,7 +296,8 @@ def run_case(case: Case, policy: str, **trainer_options: Any) -> dict[str, Any]:
     """Train on groups made by hand."""
     if case.seeded:
         pl.seed_everything(1, verbose=False)
-    module = make_module(policy, optimizer=momentum, **({"max_tokens_per_micro_batch": 24} | case.options))
+    options: dict[str, Any] = {"max_tokens_per_micro_batch": 24} | case.options
+    module = make_module(policy, optimizer=momentum, **options)
     scarce = ScarceRank()
     trainer = make_trainer(recorder := StepRecorder(), *([scarce] if case.scarce else []), **trainer_options)
     batches = [uneven_groups(rewards) for rewards in case.batches]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,6 +12,7 @@ import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.compatibility import Part
+from lit_grpo.settings import find_row
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
@@ -24,46 +25,7 @@ from lit_grpo.update.advantages.functions import (
 )
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 
-Estimator = Literal[
-    "grpo",
-    "rloo",
-    "mc_grpo",
-    "ngrpo",
-    "gdpo",
-    "dcpo",
-    "least_variance",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-]
 ScaleBy = Literal["group", "batch", "mad", "none"]
-
-
-class EstimatorRow(NamedTuple):
-    """What an estimator allows and needs.
-
-    ``scales`` are what it may divide by, the default first; ``needs`` are words of
-    :data:`lit_grpo.compatibility.REQUIREMENTS`; ``no_kl`` says why rewards cannot have a KL term, where they cannot.
-    """
-
-    scales: tuple[ScaleBy, ...]
-    needs: frozenset[str] = frozenset()
-    no_kl: str = ""
-
-
-ESTIMATORS: Mapping[str, EstimatorRow] = {
-    "grpo": EstimatorRow(("group", "batch", "none")),
-    "rloo": EstimatorRow(("none", "group", "batch")),
-    "mc_grpo": EstimatorRow(("mad", "none")),
-    "ngrpo": EstimatorRow(
-        ("group", "none"),
-        no_kl="the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
-    ),
-    "gdpo": EstimatorRow(("batch",), no_kl="gdpo normalises each reward function by itself, and the KL term is none"),
-    "dcpo": EstimatorRow(("group",), needs=frozenset({"history", "whole_groups", "fresh_members", "all_ranks"})),
-    "least_variance": EstimatorRow(("group", "none"), needs=frozenset({"token_scores", "sampled_log_probs"})),
-    "reinforce_plus_plus": EstimatorRow(("batch",)),
-    "reinforce_plus_plus_baseline": EstimatorRow(("batch",)),
-}
 
 
 @dataclass(frozen=True)
@@ -145,6 +107,94 @@ class GroupRewards:
         return replace(self, rewards_R=self.rewards_R - torch.tensor(penalties, dtype=torch.float32))
 
 
+class Given(NamedTuple):
+    """What an estimator may go by beside the rewards of groups.
+
+    ``weights_K`` are those of the reward functions, ``history`` has earlier visits of prompts, ``scale`` says what to
+    divide by and ``max_reward`` is the highest reward that a completion can get.
+    """
+
+    scale: ScaleBy
+    max_reward: float
+    weights_K: torch.Tensor
+    history: PromptHistory
+
+
+class EstimatorRow(NamedTuple):
+    """What an estimator computes, allows and needs.
+
+    ``compute`` returns advantages_R, NaN for a rollout without a reward, of the groups of this rank, or of all ranks
+    where it needs ``all_ranks``. ``scales`` are what it may divide by, the default first; ``needs`` are words of
+    :data:`lit_grpo.compatibility.REQUIREMENTS`; ``no_kl`` says why rewards cannot have a KL term, where they cannot.
+    A new estimator is one more entry in :data:`ESTIMATORS`, or a row in a file of your own, which
+    ``advantages.estimator`` names.
+    """
+
+    compute: Callable[[GroupRewards, Given], torch.Tensor]
+    scales: tuple[ScaleBy, ...]
+    needs: frozenset[str] = frozenset()
+    no_kl: str = ""
+
+
+def _grpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return group_advantages(rewards.rewards_R, rewards.groups_R, cast(Any, given.scale))
+
+
+def _rloo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return leave_one_out_advantages(rewards.rewards_R, rewards.groups_R, cast(Any, given.scale))
+
+
+def _mc_grpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return median_advantages(rewards.rewards_R, rewards.groups_R, cast(Any, given.scale))
+
+
+def _ngrpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    scale = cast(Any, given.scale)
+    return virtual_maximum_advantages(rewards.rewards_R, rewards.groups_R, given.max_reward, scale)
+
+
+def _gdpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return per_reward_advantages(rewards.by_function_RK, rewards.groups_R, given.weights_K)
+
+
+def _dcpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return smoothed_advantages(rewards.rewards_R, rewards.groups_R, rewards.prompt_ids, given.history, rewards.altered)
+
+
+def _least_variance(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    scale = cast(Any, given.scale)
+    return least_variance_advantages(rewards.rewards_R, rewards.groups_R, rewards.log_weights_R, scale)
+
+
+def _reinforce_plus_plus(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline=False)
+
+
+def _reinforce_plus_plus_baseline(rewards: GroupRewards, given: Given) -> torch.Tensor:
+    return globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline=True)
+
+
+ESTIMATORS: Mapping[str, EstimatorRow] = {
+    "grpo": EstimatorRow(_grpo, ("group", "batch", "none")),
+    "rloo": EstimatorRow(_rloo, ("none", "group", "batch")),
+    "mc_grpo": EstimatorRow(_mc_grpo, ("mad", "none")),
+    "ngrpo": EstimatorRow(
+        _ngrpo,
+        ("group", "none"),
+        no_kl="the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
+    ),
+    "gdpo": EstimatorRow(
+        _gdpo, ("batch",), no_kl="gdpo normalises each reward function by itself, and the KL term is none"
+    ),
+    "dcpo": EstimatorRow(_dcpo, ("group",), needs=frozenset({"history", "whole_groups", "fresh_members", "all_ranks"})),
+    "least_variance": EstimatorRow(
+        _least_variance, ("group", "none"), needs=frozenset({"token_scores", "sampled_log_probs"})
+    ),
+    "reinforce_plus_plus": EstimatorRow(_reinforce_plus_plus, ("batch",)),
+    "reinforce_plus_plus_baseline": EstimatorRow(_reinforce_plus_plus_baseline, ("batch",)),
+}
+
+
 @dataclass(frozen=True)
 class Advantages:
     """How rewards become advantages.
@@ -154,21 +204,21 @@ class Advantages:
             median), ``ngrpo`` (with a virtual member of the best reward), ``gdpo`` (each reward function normalised
             by itself), ``dcpo`` (smoothed over the visits of a prompt), ``least_variance`` (minus the group's mean
             weighted by squared importance weights and gradients), ``reinforce_plus_plus`` (minus the batch's mean) or
-            ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch).
+            ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalised over the batch). An estimator of
+            your own is the import path of a :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in
+            ``my_file.ROW``.
         scale: What they are divided by: the standard deviation of the ``group`` or of the ``batch``, the
             median absolute deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo, dcpo and
             least_variance, ``none`` for rloo, ``mad`` for mc_grpo and ``batch`` for the others.
         max_reward: The highest reward that a completion can get, for ``ngrpo``.
     """
 
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
     scale: ScaleBy | None = None
     max_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(f"advantages.estimator must be one of {', '.join(ESTIMATORS)}, not {self.estimator!r}.")
-        allowed = ESTIMATORS[self.estimator].scales
+        allowed = self._row.scales
         if self.scale is not None and self.scale not in allowed:
             raise ValueError(
                 f"advantages.scale must be one of {', '.join(allowed)} for estimator {self.estimator}, "
@@ -178,15 +228,19 @@ class Advantages:
             raise ValueError(f"advantages.max_reward must be a finite number, not {self.max_reward}.")
 
     @property
+    def _row(self) -> EstimatorRow:
+        return find_row("advantages.estimator", self.estimator, ESTIMATORS, EstimatorRow)
+
+    @property
     def scaled_by(self) -> ScaleBy:
         """What advantages are divided by."""
-        return self.scale or ESTIMATORS[self.estimator].scales[0]
+        return self.scale or self._row.scales[0]
 
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
         of_scale = frozenset({"all_ranks"}) if self.scaled_by == "batch" else frozenset[str]()
-        return ESTIMATORS[self.estimator].needs | of_scale
+        return self._row.needs | of_scale
 
     @property
     def parts(self) -> list[Part]:
@@ -200,7 +254,7 @@ class Advantages:
         Raises:
             ValueError: A median of two, or a KL term in rewards that are compared with something else than themselves.
         """
-        no_kl = ESTIMATORS[self.estimator].no_kl
+        no_kl = self._row.no_kl
         if kl_place == "reward" and no_kl:
             raise ValueError(
                 f"objective.kl.place is reward, but {no_kl}; set kl.place to loss, or advantages.estimator to grpo."
@@ -219,20 +273,4 @@ class Advantages:
             weights_K: Of the reward functions.
             history: Earlier visits, for ``dcpo``.
         """
-        rewards_R, groups_R, scale = rewards.rewards_R, rewards.groups_R, cast(Any, self.scaled_by)
-        if self.estimator == "grpo":
-            return group_advantages(rewards_R, groups_R, scale)
-        if self.estimator == "rloo":
-            return leave_one_out_advantages(rewards_R, groups_R, scale)
-        if self.estimator == "mc_grpo":
-            return median_advantages(rewards_R, groups_R, scale)
-        if self.estimator == "ngrpo":
-            return virtual_maximum_advantages(rewards_R, groups_R, self.max_reward, scale)
-        if self.estimator == "gdpo":
-            return per_reward_advantages(rewards.by_function_RK, groups_R, weights_K)
-        if self.estimator == "dcpo":
-            return smoothed_advantages(rewards_R, groups_R, rewards.prompt_ids, history, rewards.altered)
-        if self.estimator == "least_variance":
-            return least_variance_advantages(rewards_R, groups_R, rewards.log_weights_R, scale)
-        with_baseline = self.estimator == "reinforce_plus_plus_baseline"
-        return globally_normalized_advantages(rewards_R, groups_R, baseline=with_baseline)
+        return self._row.compute(rewards, Given(self.scaled_by, self.max_reward, weights_K, history))

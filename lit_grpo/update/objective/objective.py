@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from lit_grpo.compatibility import Part
+from lit_grpo.settings import find_row
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
@@ -30,8 +31,7 @@ PARAMETERS = (
 
 
 def _check_choices(objective: Objective) -> None:
-    if objective.loss not in RECIPES:
-        raise ValueError(f"objective.loss must be one of {', '.join(RECIPES)}, not {objective.loss!r}.")
+    find_row("objective.loss", objective.loss, RECIPES, Recipe)
     for name, kind in (("ratio", RatioLevel), ("normalization", Normalization), ("proximal", Proximal)):
         value = getattr(objective, name)
         if value is not None and value not in get_args(kind):
@@ -129,7 +129,8 @@ class Objective:
         loss: ``dapo`` (each token of the step alike; it clips at 0.2 on both sides, and DAPO's higher upper clip is
             ``epsilon`` 0.2 and ``epsilon_high`` 0.28), ``grpo`` (each completion alike), ``dr_grpo``, ``gspo``,
             ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's formula,
-            source and defaults.
+            source and defaults. An objective of your own is the import path of a
+            :class:`lit_grpo.update.objective.recipes.Recipe`, as in ``my_file.ROW``.
         ratio: What a probability ratio is taken over, ``token`` or ``sequence``.
         normalization: What a token counts: ``token`` (each token alike), ``sequence`` (each completion alike),
             ``constant`` (by the limit on completion length) or ``sequence_sum`` (a completion by its length).
@@ -193,7 +194,7 @@ class Objective:
     @property
     def recipe(self) -> Recipe:
         """The named recipe."""
-        return RECIPES[self.loss]
+        return find_row("objective.loss", self.loss, RECIPES, Recipe)
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -209,9 +210,10 @@ class Objective:
     def parameters(self) -> dict[str, float | None]:
         """The surrogate's parameters: the recipe's, and those set here."""
         given = {name: getattr(self, name) for name in PARAMETERS if getattr(self, name) is not None}
-        if "epsilon" in given and "epsilon_high" not in given:
+        taken = self.recipe.parameters
+        if "epsilon" in given and "epsilon_high" in taken and "epsilon_high" not in given:
             given["epsilon_high"] = given["epsilon"]
-        return {**self.recipe.parameters, **given}
+        return {**taken, **given}
 
     @property
     def proximal_policy(self) -> Proximal:

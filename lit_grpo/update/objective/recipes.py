@@ -154,7 +154,7 @@ class Recipe:
     ``parameters`` are all that the surrogate takes, with their defaults. ``only_ratio`` is the ratio level that alone
     has a meaning for it, and ``why_only`` the reason. ``takes_correction`` hands rollout corrections to the surrogate
     instead of multiplying its loss by them. ``needs`` are words of :data:`lit_grpo.compatibility.REQUIREMENTS`. A new
-    objective is one more entry in :data:`RECIPES`.
+    objective is one more entry in :data:`RECIPES`, or a row in a file of your own, which ``objective.loss`` names.
     """
 
     surrogate: Callable[..., Surrogate]
