@@ -87,12 +87,12 @@ class RolloutScheduler(pl.Callback):
         )
         if stage == "fit":
             self.session.check(facts, self._other_parts(data, pl_module))
-            if self.session.turns.overlap == "within":
+            if self.session.mode.overlap == "within":
                 has_shards = hasattr(trainer.strategy, "shard")
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.learn_from(self.session.plugin(Selection) or Selection(), self.session.plugin(Credit) or Credit())
             if isinstance(data, PromptDataModule):
-                data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.turns.carries)
+                data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.mode.carries)
         self.session.prepare(facts)
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:
@@ -126,7 +126,7 @@ class RolloutScheduler(pl.Callback):
             self.session.open(pl_module.learner.state.history, own_loader(trainer))
         if self._started:
             return
-        pl_module.generator.start(replace(pl_module.spec, keeps_kv=self.session.turns.at_sync == "keep"))
+        pl_module.generator.start(replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep"))
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if pl_module.rewards and all(can_score(pl_module.rewards, row) for row in rows):
             self.session.rewards = RewardRunner(
@@ -138,11 +138,11 @@ class RolloutScheduler(pl.Callback):
 
     def _check_snapshots(self, module: GRPOModule) -> None:
         """Check that there is room for the weights that old tokens need, and on resuming that they are there."""
-        snapshots, learning, turns = module.learner.snapshots, module.settings, self.session.turns
-        if snapshots is None or not turns.carries:
+        snapshots, learning, mode = module.learner.snapshots, module.settings, self.session.mode
+        if snapshots is None or not mode.carries:
             return
         limit_gib = learning.objective.snapshot_gib
-        snapshots.check_memory(turns.max_staleness, learning.updates_per_batch, limit_gib, module.ranks)
+        snapshots.check_memory(mode.max_staleness, learning.updates_per_batch, limit_gib, module.ranks)
         needed = self.session.buffer.versions(module.policy_version) - {module.policy_version}
         module.ranks.together(lambda: snapshots.check_kept(needed))
 
@@ -152,12 +152,12 @@ class RolloutScheduler(pl.Callback):
         """Sample the completions of the batch, and reward them."""
         assert isinstance(pl_module, GRPOModule)
         self._tell_state(trainer, batch_idx / trainer.num_training_batches)
-        if self.session.turns.carries and pl_module.learner.snapshots is not None:
+        if self.session.mode.carries and pl_module.learner.snapshots is not None:
             pl_module.learner.snapshots.hold(pl_module.policy_version)  # its tokens may be learnt from after the update
         context = trainer.precision_plugin.forward_context
         self.session.next_batch(pl_module, batch, self._heard_by(trainer), context)
         self._warn(batch)
-        if self.session.turns.overlap == "none":
+        if self.session.mode.overlap == "none":
             pl_module.log_anew("rollout", batch.metrics)
 
     def on_train_batch_end(
@@ -166,10 +166,10 @@ class RolloutScheduler(pl.Callback):
         """Learn from the lengths, and forget the batch, now that the update has been made; have the last validated."""
         assert isinstance(pl_module, GRPOModule)
         logs = self.session.learnt(pl_module, batch)
-        if self.session.turns.overlap != "none":
+        if self.session.mode.overlap != "none":
             self._warn(batch)
         snapshots = pl_module.learner.snapshots
-        if self.session.turns.carries and snapshots is not None:
+        if self.session.mode.carries and snapshots is not None:
             pl_module.log_dict(snapshots.metrics())
             snapshots.let_go(self.session.buffer.versions(pl_module.policy_version), pl_module.ranks)
         pl_module.log_dict(logs.pop("learnt"))

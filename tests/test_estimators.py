@@ -23,7 +23,6 @@ from lit_grpo.update.advantages.functions import (
     virtual_maximum_advantages,
 )
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
-from lit_grpo.update.advantages.turns import discounted_returns, step_advantages
 
 NAN = math.nan
 Rewards = list[list[float]]
@@ -319,45 +318,6 @@ def test_a_visit_without_rewards_does_not_count() -> None:
 
 
 # ---- GiGPO: steps --------------------------------------------------------------------------------------
-
-
-def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
-    assert discounted_returns([1.0, 0.0, 2.0], 0.5) == [1.5, 1.0, 2.0]
-    assert discounted_returns([], 0.5) == []
-
-
-EPISODES = [0, 0, 1, 1, 2, 3]
-GROUPS = torch.tensor([0, 0, 1, 1])
-ANCHORS = ["start", "door", "start", "start", "start", "key"]
-RETURNS = [4.0, 2.0, 1.0, 1.0, 7.0, 5.0]
-
-
-def test_steps_are_compared_with_those_of_the_same_prompt_that_began_in_the_same_state() -> None:
-    rewards = tensor([1.0, 0.0, 3.0, 1.0])
-    # episodes: 0.5, -0.5, 1, -1; "start" of prompt 0: returns 4, 1, 1 of mean 2; all others are alone
-    expected = [0.5 + 2, 0.5, -0.5 - 1, -0.5 - 1, 1.0, -1.0]
-    assert_close(step_advantages(rewards, GROUPS, tensor(RETURNS), EPISODES, ANCHORS), expected)
-    halved = [0.5 + 1, 0.5, -0.5 - 0.5, -0.5 - 0.5, 1.0, -1.0]
-    assert_close(step_advantages(rewards, GROUPS, tensor(RETURNS), EPISODES, ANCHORS, weight=0.5), halved)
-
-
-def test_scaled_steps_are_divided_by_the_deviations_of_their_groups() -> None:
-    episode, start = 0.5 / (math.sqrt(0.5) + 1e-4), math.sqrt(3.0) + 1e-4
-    rewards, returns = tensor([1.0, 0.0]), tensor(RETURNS[:4])
-    result = step_advantages(rewards, GROUPS[:2], returns, EPISODES[:4], ANCHORS[:4], scale=True)
-    assert_close(result, [episode + 2 / start, episode, -episode - 1 / start, -episode - 1 / start])
-
-
-def test_steps_of_an_episode_without_a_reward_take_no_part() -> None:
-    groups = torch.zeros(3, dtype=torch.int64)
-    result = step_advantages(tensor([1.0, NAN, 0.0]), groups, tensor([4.0, 9.0, 2.0]), [0, 1, 2], ["s"] * 3)
-    assert_close(result, [0.5 + 1, NAN, -0.5 - 1])
-    assert step_advantages(tensor([1.0]), groups[:1], tensor([]), [], []).tolist() == []
-
-
-def test_steps_that_do_not_match_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"have 1, 2 and 1 steps; give one of each for every step"):
-        step_advantages(tensor([1.0]), torch.zeros(1, dtype=torch.int64), tensor([1.0]), [0, 0], ["s"])
 
 
 # ---- the configuration ---------------------------------------------------------------------------------

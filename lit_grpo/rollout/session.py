@@ -118,7 +118,7 @@ class RolloutSession:
         self.plugins = dict(plugins or {})
         self.plan, self.predict_lengths = plan, predict_lengths
         self._prediction_points, self._min_correlation = prediction_points, min_correlation
-        self.turns = self.plugin(RolloutMode) or RolloutMode()
+        self.mode = self.plugin(RolloutMode) or RolloutMode()
         self.allocation = self.plugin(Allocation) or Allocation()
         self.prompt_rule = self.plugin(PromptRule)
         replacement = self.plugin(Replacement)
@@ -177,13 +177,13 @@ class RolloutSession:
 
     def prepare(self, facts: RunFacts) -> None:
         """Make what learns lengths, once it is known how long completions may be."""
-        if self.predict_lengths and self.lengths is None and self.turns.overlap == "none":
+        if self.predict_lengths and self.lengths is None and self.mode.overlap == "none":
             point = next((worker.point for worker in self.workers.values() if worker.point is not None), None)
             self.lengths = make_predictor(
                 self._prediction_points, self._points, point, self._min_correlation, facts.max_tokens
             )
-        if self.turns.carries and facts.num_prompts is not None:
-            self.buffer.rule = self.turns.rule(facts.num_prompts, facts.num_generations, facts.updates_per_batch)
+        if self.mode.carries and facts.num_prompts is not None:
+            self.buffer.rule = self.mode.rule(facts.num_prompts, facts.num_generations, facts.updates_per_batch)
 
     def open(self, history: PromptHistory, stream: PromptStream | None) -> None:
         """Go by what is known of prompts, and take prompts from a stream.
@@ -216,7 +216,7 @@ class RolloutSession:
     ) -> None:
         """Fill a training batch with groups that have their rewards, and with figures of its rollout.
 
-        Where the turns overlap, decoding goes on after the call.
+        Where the mode overlaps both, decoding goes on after the call.
 
         Args:
             run: Whose policy samples.
@@ -228,11 +228,11 @@ class RolloutSession:
             self.lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
         self._num_slots = run.generator.capacity().slots
-        if self.turns.carries:
+        if self.mode.carries:
             batch.prompts = self._open_prompts(run)
         sizes = self._group_sizes(batch.prompts, run.num_generations)
         requests = group_requests(batch.prompts, sizes, run.sampling, run.sampling_seed)
-        if self.turns.overlap != "none":
+        if self.mode.overlap != "none":
             self._begin_beside(run, batch, requests, listeners)
             return
         loop = RolloutLoop(
@@ -248,7 +248,7 @@ class RolloutSession:
             stats = loop.run(self.buffer.ready)
             batch.groups = self.buffer.take()
         self._describe(batch, stats)
-        if self.turns.carries:
+        if self.mode.carries:
             self._carry(batch, stats)
         batch.prompts = [group.prompt for group in batch.groups]
         if self.replaces and self._rounds is not None and self._stream is not None:
@@ -319,9 +319,9 @@ class RolloutSession:
         self._points = self._choice.points(correlations)
 
     def _open_prompts(self, run: Run) -> list[Prompt]:
-        """Take the prompts that the turns want beside those that are open; on all ranks equally many."""
+        """Take the prompts that the mode wants beside those that are open; on all ranks equally many."""
         assert self._stream is not None
-        wanted = self.turns.num_wanted(len(self.buffer), self._stream.batch_size)
+        wanted = self.mode.num_wanted(len(self.buffer), self._stream.batch_size)
         return self._stream.draw(int(run.ranks.max(wanted)))
 
     def _group_sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
@@ -403,13 +403,13 @@ class RolloutSession:
     ) -> None:
         """Let decoding begin, and the batch be of what is ready, or of what is going to be."""
         assert self.rewards is not None
-        self._pump = self._pump or RolloutPump(self.rewards, drains=self.turns.at_sync == "drain")
+        self._pump = self._pump or RolloutPump(self.rewards, drains=self.mode.at_sync == "drain")
         scoring = Rewarding(self.rewards, waits=False)
         self.buffer.open(requests)
         self._pump.start(
             RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, scoring, *self.workers.values()])
         )
-        if self.turns.overlap == "within":
+        if self.mode.overlap == "within":
             batch.arriving = self._joined(self._pump.arriving(batch, run.phases), run.policy_version)
             return
         with run.phases.of("rollout"):
@@ -428,7 +428,7 @@ class RolloutSession:
         stats = pump.stop()
         assert stats is not None
         self._describe(batch, stats)
-        if self.turns.carries:
+        if self.mode.carries:
             self._carry(batch, stats)
         batch.metrics |= pump.metrics(stats) | self._metrics()
         return batch.metrics
@@ -440,7 +440,7 @@ class RolloutSession:
         if self._pump is not None and self._pump.runs:
             with contextlib.suppress(Exception):
                 self._pump.stop()
-            if not self.turns.carries:
+            if not self.mode.carries:
                 self.buffer.undo()
 
     def close(self) -> None:
@@ -461,20 +461,20 @@ class RolloutSession:
         states = {name: worker.state_dict() for name, worker in self.workers.items()}
         own["workers"] = {name: state for name, state in states.items() if not self.workers[name].common}
         common = {name: state for name, state in states.items() if self.workers[name].common}
-        return {"turns": self._turns_name, "ranks": ranks.gather(own), "workers": common}
+        return {"mode": self._mode_name, "ranks": ranks.gather(own), "workers": common}
 
     def load_state_dict(self, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Go on with what this rank had learnt; of N ranks that saved, rank r takes what r modulo N has left.
 
         Raises:
-            ValueError: Prompts are open that other turns have begun with, or as many ranks as are not there.
+            ValueError: Prompts are open that another mode has begun with, or as many ranks as are not there.
         """
         states = state["ranks"]
         num_open = sum(len(each["buffer"]["groups"]) for each in states)
-        if num_open and (self._turns_name, ranks.size) != (state["turns"], len(states)):
+        if num_open and (self._mode_name, ranks.size) != (state["mode"], len(states)):
             raise ValueError(
-                f"The checkpoint has {num_open} prompts in work, begun on {len(states)} ranks with {state['turns']}, "
-                f"and this run has {ranks.size} and {self._turns_name}: go on as it was."
+                f"The checkpoint has {num_open} prompts in work, begun on {len(states)} ranks with {state['mode']}, "
+                f"and this run has {ranks.size} and {self._mode_name}: go on as it was."
             )
         own = states[ranks.own % len(states)]
         if self.lengths is not None and "lengths" in own:
@@ -489,9 +489,9 @@ class RolloutSession:
         self._predicted = {(name, visit, tuple(path)): value for (name, visit, path), value in own["predicted"]}
 
     @property
-    def _turns_name(self) -> str:
-        """The turns as the user has set them, for messages."""
-        found = [name for name, plugin in self.plugins.items() if plugin is self.turns]
+    def _mode_name(self) -> str:
+        """The mode as the user has set it, for messages."""
+        found = [name for name, plugin in self.plugins.items() if plugin is self.mode]
         return f"rollout.plugins {found[0]}" if found else "no plug-in that keeps prompts open"
 
 

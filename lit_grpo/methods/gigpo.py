@@ -1,0 +1,115 @@
+"""Turns that began in the same state are compared with each other (GiGPO, arXiv 2505.10978, eq. 3 and 6 to 8).
+
+A turn has ``A = A_episode + weight A_step``. A_episode is the advantage of its rollout, as the run's estimator makes
+it (the paper's is ``grpo``, scaled or with ``scale: none``). A_step is the turn's return less the mean return of all
+turns, of any completion of the same visit of the prompt, that began in the same state; a state that was seen once gives
+0. The return is ``sum_k gamma**k r_(t + k)`` of what the turns earned by themselves (``Rollout.turn_rewards``).
+
+The state of a turn is what was observed right before it, for the first turn the prompt. The paper's is the
+environment's; its code counts an episode by its steps where its mean is taken, and the paper, as here, once.
+
+Evidence: worked examples, in ``tests/test_gigpo.py``. No environment ships, so that nothing was trained with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from lit_grpo.settings import check_number
+from lit_grpo.types import Completion, Rollout, RolloutGroup
+from lit_grpo.update.advantages.functions import EPSILON
+from lit_grpo.update.credit import Credit
+
+
+@dataclass(frozen=True)
+class GiGPO(Credit):
+    """Compares turns that began in the same state.
+
+    Args:
+        weight: Weight of a turn's own advantage beside that of its rollout.
+        gamma: What a turn's return makes of rewards of later turns, for each turn in between.
+        scale: Divide by the standard deviation of the turns that are compared (the paper's F_norm = std).
+    """
+
+    weight: float = 1.0
+    gamma: float = 0.95
+    scale: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("weight", self.weight, 0, int | float)
+        check_number("gamma", self.gamma, 0, int | float)
+        if self.gamma > 1:
+            raise ValueError(f"gamma must be at most 1, not {self.gamma}.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """All members of a group, for they are compared."""
+        return frozenset({"whole_groups"})
+
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+        """Return an advantage for each turn.
+
+        Raises:
+            ValueError: An environment has given another number of rewards than there are turns.
+        """
+        turns = [
+            list(zip(states(each.completion), discounted_returns(_turn_rewards(each), self.gamma), strict=True))
+            for each in group.rollouts
+        ]
+        compared: dict[Hashable, list[float]] = defaultdict(list)
+        for rollout, its_turns in zip(group.rollouts, turns, strict=True):
+            for state, value in its_turns:
+                if not math.isnan(rollout.reward):
+                    compared[state].append(value)
+        return [
+            [advantage + self.weight * self._of_turn(value, compared[state]) for state, value in its_turns]
+            for advantage, its_turns in zip(advantages, turns, strict=True)
+        ]
+
+    def _of_turn(self, value: float, others: Sequence[float]) -> float:
+        if len(others) < 2:
+            return 0.0
+        return (value - fmean(others)) / (stdev(others) + EPSILON if self.scale else 1.0)
+
+
+def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Return each turn's return ``sum_k gamma**k r_(t + k)`` to the end of its episode (eq. 6)."""
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * (returns[-1] if returns else 0.0))
+    return returns[::-1]
+
+
+def states(completion: Completion) -> list[tuple[int, ...]]:
+    """Return what was observed right before each turn of a completion, as tokens; nothing before the first."""
+    token_ids: list[int] = completion.token_ids_T.tolist()
+    found: list[tuple[int, ...]] = []
+    begin, observed, in_turn = 0, (), False
+    for segment in completion.segments:
+        end = begin + segment.num_tokens
+        if segment.version is None:
+            observed = (*observed, *token_ids[begin:end]) if not in_turn else tuple(token_ids[begin:end])
+        elif not in_turn:
+            found.append(observed)
+        begin, in_turn = end, segment.version is not None
+    return found
+
+
+def _turn_rewards(rollout: Rollout) -> Sequence[float]:
+    """What each turn earned: without an environment's word, the last one all of the rollout's reward."""
+    turns = len(rollout.completion.turns)
+    if not rollout.turn_rewards:
+        return [0.0] * (turns - 1) + [rollout.reward] if turns else []
+    if len(rollout.turn_rewards) != turns:
+        raise ValueError(
+            f"Sample {rollout.completion.request.path} of prompt {rollout.prompt.prompt_id!r} has {turns} turns and "
+            f"{len(rollout.turn_rewards)} rewards of turns; the environment has to give one for each."
+        )
+    return rollout.turn_rewards
+
+
+PLUGINS = {"gigpo": GiGPO()}
