@@ -17,7 +17,7 @@ from lit_grpo.types import GroupKey, Key
 PREDICTION_POINTS = (0, 8, 32, 64)
 MOST_SCALARS, NUM_COLUMNS = 63, 256  # of features, after their projection
 BETWEEN = 1.0  # rows as which what differs between groups counts in a ridge
-VARIANCE_COUNT = 8  # completions as which all prompts count in what is expected of the variance of one
+VARIANCE_COUNT = 4  # completions as which all prompts count in what is expected of the variance of one
 NUM_ERRORS, NUM_QUANTILES, TAIL = 1024, 128, 8  # past errors kept, and used; the largest go on as a Pareto tail
 MOST_LEARNED = 16_384  # rows of a rollout whose features are kept
 WINDOW = 64  # groups that quality is taken from
@@ -38,12 +38,11 @@ class LengthPredictor:
     mean of all prompts, corrected by a ridge on the policy's features of the prompt, as one completion more. **At
     each later point**, what is expected of completions that have come as far is corrected by a ridge on their
     features, which learns mostly within groups. **An estimate** is the mean over the errors of past predictions that
-    a completion has not yet outlived, in units of how much the lengths of its prompt vary. Without that unit, the
-    rank correlation of prompts with a history is 0.06 less after 32 tokens. What siblings have done changes it by
-    0.01 at most, so it is left out.
+    a completion has not yet outlived, in units of how much the lengths of its prompt vary. What
+    siblings have done is left out: it changed the rank correlation of jobs that wait by 0.01 at most.
 
     New prompts are learnt at the points as if the others of their group had been an earlier visit, so that what is
-    learnt serves their next visit too (without, 0.02 to 0.07 less). What is told of a rollout is kept aside until
+    learnt serves their next visit too. What is told of a rollout is kept aside until
     ``end``, and never part of the state: with ``commit``, all of it is learnt at once; without, nothing remains. Jobs
     that were begun and have not finished count at what is expected of them (Buckley and James 1979), for otherwise
     only the short ones would.
