@@ -15,7 +15,7 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.stats import RolloutStats
 from lit_grpo.scheduling.jobs import Job, LearntLengths, NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.lengths.probe import Points, ProbeChoice
+from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner

@@ -32,7 +32,7 @@ from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import NoLengths
 from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.lengths.probe import ProbeChoice
+from lit_grpo.scheduling.plans.probe_choice import ProbeChoice
 from lit_grpo.tools.simulation.traces import Trace, synthetic_lengths
 from lit_grpo.types import Key, Prompt, Request, SamplingParams
 

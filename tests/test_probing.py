@@ -15,10 +15,9 @@ from hand_made import make_module
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths
-from lit_grpo.scheduling.lengths import Outcome
-from lit_grpo.scheduling.lengths.probe import ProbeChoice, count_steps, time_slices
+from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths, Outcome
 from lit_grpo.scheduling.plans.plan import PLANS
+from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, count_steps, time_slices
 from lit_grpo.scheduling.plans.probing import Probing
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate

@@ -5,15 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lit_grpo.scheduling.lengths.model import LengthModel
+from lit_grpo.scheduling.lengths.predictor import mean_length
 
 NO_LIMIT = 1e9
-
-
-def model_of(errors: np.ndarray) -> LengthModel:
-    model = LengthModel(between=1)
-    model.errors = errors
-    return model
 
 
 def constant(value: float, count: int = 1) -> np.ndarray:
@@ -21,41 +15,34 @@ def constant(value: float, count: int = 1) -> np.ndarray:
 
 
 def test_the_mean_is_over_the_errors_that_have_not_been_outlived() -> None:
-    model = model_of(np.log(np.arange(1.0, 21.0)))
+    errors = np.log(np.arange(1.0, 21.0))
     mu, scale, limit = constant(0.0, 3), constant(1.0, 3), constant(NO_LIMIT, 3)
-    means = model.mean(mu, scale, np.array([0.0, 4.0, 11.5]), limit)
+    means = mean_length(mu, scale, errors, np.array([0.0, 4.0, 11.5]), limit)
     assert means == pytest.approx([10.5, 12.5, 16.0])
 
 
 def test_lengths_beyond_the_limit_count_as_the_limit() -> None:
-    model = model_of(np.log(np.arange(1.0, 21.0)))
-    mean = model.mean(constant(0.0), constant(1.0), constant(0.0), constant(10.0))
+    errors = np.log(np.arange(1.0, 21.0))
+    mean = mean_length(constant(0.0), constant(1.0), errors, constant(0.0), constant(10.0))
     assert mean == pytest.approx([(sum(range(1, 10)) + 11 * 10) / 20])
 
 
 def test_an_exponential_length_is_memoryless() -> None:
     lengths = -np.log(1 - (np.arange(20_000) + 0.5) / 20_000)  # quantiles of the exponential distribution, mean 1
-    model = model_of(np.log(lengths))
+    errors = np.log(lengths)
     lasted = np.array([0.0, 50.0, 100.0, 200.0])
     mu = constant(np.log(100.0), 4)
-    rest = model.mean(mu, constant(1.0, 4), lasted, constant(NO_LIMIT, 4)) - lasted
+    rest = mean_length(mu, constant(1.0, 4), errors, lasted, constant(NO_LIMIT, 4)) - lasted
     assert rest == pytest.approx(constant(100.0, 4), rel=0.01)
 
 
 def test_beyond_all_errors_the_tail_is_that_of_a_pareto_distribution() -> None:
-    model = model_of(np.log(np.arange(1.0, 21.0)))
-    mean = model.mean(constant(0.0), constant(1.0), constant(130.0), constant(NO_LIMIT))
+    errors = np.log(np.arange(1.0, 21.0))
+    mean = mean_length(constant(0.0), constant(1.0), errors, constant(130.0), constant(NO_LIMIT))
     assert mean == pytest.approx([130 * np.mean(np.arange(13.0, 21.0)) / 13])  # the eight largest, scaled up
 
 
 def test_a_smaller_scale_draws_lengths_together() -> None:
-    model = model_of(np.array([-1.0, 0.0, 1.0]))
-    args = constant(0.0, 2), np.array([0.5, 1.0]), constant(0.0, 2), constant(NO_LIMIT, 2)
-    assert model.mean(*args) == pytest.approx([np.exp([-0.5, 0, 0.5]).mean(), np.exp([-1.0, 0, 1.0]).mean()])
-
-
-def test_only_the_last_errors_are_kept() -> None:
-    model, rows = LengthModel(between=1), np.arange(1500)
-    for value in (1.0, 2.0):
-        model.learn(np.empty((1500, 0)), np.full(1500, value), rows, np.ones(1500), rows >= 0)
-    assert model.errors.tolist() == [1.0] * 548 + [2.0] * 1500
+    errors = np.array([-1.0, 0.0, 1.0])
+    means = mean_length(constant(0.0, 2), np.array([0.5, 1.0]), errors, constant(0.0, 2), constant(NO_LIMIT, 2))
+    assert means == pytest.approx([np.exp([-0.5, 0, 0.5]).mean(), np.exp([-1.0, 0, 1.0]).mean()])

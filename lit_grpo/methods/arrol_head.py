@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.scheduling.lengths.model import FORGETTING, LengthModel
-from lit_grpo.scheduling.lengths.projection import Projection
+from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
 
 NUM_COLUMNS, NUM_SCALARS = 256, 2  # of features, after their projection; mean log-prob and entropy among them
 BETWEEN = 100.0  # rows as which what lies between groups counts: all of it, for a group's balance needs it
@@ -21,7 +20,7 @@ MIN_AUC = 0.6  # from which on the head is followed
 class QualityHead:
     """Predicts the chance of success of completions from features at one number of tokens.
 
-    A ridge regression that forgets (that of predicted lengths, :class:`LengthModel`) gives scores. Scores fall into
+    A ridge regression that forgets (that of predicted lengths, :class:`Ridge`) gives scores. Scores fall into
     bins, and a chance is the share of successes in the bin so far, of completions that were scored before they were
     learnt from, with a beta prior of the weight of two completions at the bin's middle; chances rise with the score
     (:func:`rising`). Completions that ended before they were observed have a bin of their own.
@@ -32,7 +31,7 @@ class QualityHead:
 
     def __init__(self) -> None:
         self.proven = False
-        self._projection, self._model = Projection(NUM_COLUMNS, NUM_SCALARS), LengthModel(BETWEEN)
+        self._projection, self._model = Projection(NUM_COLUMNS, NUM_SCALARS), Ridge(BETWEEN)
         self._bins = np.zeros((NUM_BINS + 1, 2))  # number and successes, forgetting; the last is of early ends
         self._judged = np.empty((0, 3))  # rows of chance, success, number of the group
         self._num_groups = 0
@@ -82,8 +81,7 @@ class QualityHead:
             said = np.column_stack([self._posterior[bins], successes, groups + self._num_groups])
             self._judge(said[whole.astype(bool)])
             np.add.at(self._bins, bins, np.column_stack([np.ones(len(bins)), successes]))
-        ones = np.ones(len(x))
-        self._model.learn(x.astype(np.float64), successes.astype(np.float64), groups, ones, ones)
+        self._model.learn(x.astype(np.float64), successes.astype(np.float64), groups)
         self._num_groups += int(groups.max()) + 1
 
     def metrics(self) -> dict[str, float]:

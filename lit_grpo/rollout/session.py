@@ -20,9 +20,9 @@ from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rounds import Rounds
 from lit_grpo.rollout.rules import RolloutMode
 from lit_grpo.rollout.stats import RolloutStats
-from lit_grpo.scheduling.lengths import LengthPredictor
-from lit_grpo.scheduling.lengths.probe import PREDICTION_POINTS, Points, ProbeChoice, make_predictor
+from lit_grpo.scheduling.lengths import PREDICTION_POINTS, LengthPredictor, make_predictor
 from lit_grpo.scheduling.plans.plan import check_probe, find_plan
+from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
 from lit_grpo.types import Key, PassRule, Prompt, PromptBatch, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:

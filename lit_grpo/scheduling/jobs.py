@@ -35,6 +35,21 @@ class Job:
         return self.key[:2]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What was predicted of a rollout's jobs, and what they came to.
+
+    ``said`` has, for each of ``points``, the total tokens predicted when a job had so many, float64, shape (jobs,
+    points); NaN where it did not get there or nothing was said. ``totals`` are 0 of jobs that have not ended;
+    ``groups`` says which share a prompt. Both are int64, shape (jobs,).
+    """
+
+    points: tuple[int, ...]
+    said: np.ndarray
+    totals: np.ndarray
+    groups: np.ndarray
+
+
 class Lengths(Protocol):
     """What is thought of the lengths of completions."""
 

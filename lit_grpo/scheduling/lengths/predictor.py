@@ -1,68 +1,54 @@
-"""How long completions are going to be: learned online, from what the policy does."""
+"""How long completions are going to be: the prompt's mean, one ridge, and a probe within groups, learnt online."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lit_grpo.budgets.history import Lengths, PromptHistory
-from lit_grpo.scheduling.jobs import Job
-from lit_grpo.scheduling.lengths.history import scales, sibling_shifts
-from lit_grpo.scheduling.lengths.model import FORGETTING, LengthModel
-from lit_grpo.scheduling.lengths.projection import Projection
+from lit_grpo.scheduling.jobs import Job, Outcome
 from lit_grpo.scheduling.lengths.quality import spearman, within_correlation
+from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key
 
+PREDICTION_POINTS = (0, 8, 32, 64)
 MOST_SCALARS, NUM_COLUMNS = 63, 256  # of features, after their projection
-MOST_LEARNED = 16_384  # rows of a rollout that each stage learns from
+BETWEEN = 1.0  # rows as which what differs between groups counts in a ridge
+VARIANCE_COUNT = 4  # completions as which all prompts count in what is expected of the variance of one
+NUM_ERRORS, NUM_QUANTILES, TAIL = 1024, 128, 8  # past errors kept, and used; the largest go on as a Pareto tail
+MOST_LEARNED = 16_384  # rows of a rollout whose features are kept
 WINDOW = 64  # groups that quality is taken from
 ENOUGH = 64  # finished completions, before predictions are followed
-NEW_PROMPT, KNOWN_PROMPT = 0.3, 8  # rows as which what lies between groups counts in regressions
-RECOUNTS = 32  # how often in a rollout the siblings are taken account of
 JOB = np.dtype(
     [(name, np.int64) for name in ("group", "limit", "decoded", "total", "seen", "stage")]
-    + [(name, np.float64) for name in ("mu", "new", "before", "shift", "number", "mean", "variance", "scale")]
+    + [(name, np.float64) for name in ("number", "before", "mu", "scale")]
 )
-"""What is known of a job. ``mu`` is the predicted log of the tokens after those of its latest ``stage``, ``before``
-what it was before decoding, ``new`` what that would be without a history, ``shift`` what siblings add; ``number`` to
-``scale`` are of the prompt's history. ``total`` is 0 until it has ended, ``seen`` counts the stages observed."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was foretold of a rollout's jobs, and what they came to.
-
-    ``said`` has, for each of ``points``, the total tokens foretold when a job had so many, float64, shape (jobs,
-    points); NaN where it did not get there or nothing was said. ``totals`` are 0 of jobs that have not ended;
-    ``groups`` says which share a prompt. Both are int64, shape (jobs,).
-    """
-
-    points: tuple[int, ...]
-    said: np.ndarray
-    totals: np.ndarray
-    groups: np.ndarray
+"""A job. ``total`` is 0 until it has ended; ``seen`` counts the stages observed; ``number`` is of earlier completions
+of its prompt. ``before`` is the log of its length as predicted before decoding, ``mu`` that of the tokens after those
+of its latest ``stage``; ``scale`` is the size of the errors to be expected. NaN is not known."""
 
 
 class LengthPredictor:
     """Predicts the lengths of completions, across all rollouts of a run. It implements ``LearntLengths``.
 
-    A stage is the time before decoding or one of the later ``points``. At each, two small regressions correct the log
-    of the tokens that were expected anyway by the policy's features (:class:`LengthModel`), one for prompts without a
-    history, one for those with; a prediction mixes them, the more history the more of the second. Both learn from all
-    completions, the second as if their siblings had been an earlier visit. An estimate is the mean over the errors of
-    past predictions that a completion has not yet outlived; those of jobs that wait are corrected by what siblings have
-    done (:func:`sibling_shifts`).
+    All is in logs of tokens. **Before decoding**, a prompt's length is the mean of its earlier completions, with the
+    mean of all prompts, corrected by a ridge on the policy's features of the prompt, as one completion more. **At
+    each later point**, what is expected of completions that have come as far is corrected by a ridge on their
+    features, which learns mostly within groups. **An estimate** is the mean over the errors of past predictions that
+    a completion has not yet outlived, in units of how much the lengths of its prompt vary. What
+    siblings have done is left out: it changed the rank correlation of jobs that wait by 0.01 at most.
 
-    What is told of a rollout is kept aside until ``end``, and never part of the state: with ``commit``, all of it is
-    learnt at once; without, nothing remains. Of a rollout that is committed before all its jobs have finished, those
-    begun count at what is expected of them (Buckley and James 1979), for otherwise only the short ones would.
+    New prompts are learnt at the points as if the others of their group had been an earlier visit, so that what is
+    learnt serves their next visit too. What is told of a rollout is kept aside until
+    ``end``, and never part of the state: with ``commit``, all of it is learnt at once; without, nothing remains. Jobs
+    that were begun and have not finished count at what is expected of them (Buckley and James 1979), for otherwise
+    only the short ones would.
 
     ``revision`` changes when estimates of jobs that wait have changed. ``informative`` is set when a rollout is
-    committed: whether lengths foretold before decoding have ranked the last completions with a correlation of at least
+    committed: whether lengths predicted before decoding have ranked the last completions with a correlation of at least
     ``min_correlation``, and of twice the standard error that it has by chance with as many groups.
 
     Args:
@@ -78,7 +64,7 @@ class LengthPredictor:
 
     def __init__(
         self,
-        points: Sequence[int] = (0, 8, 32, 64),
+        points: Sequence[int] = PREDICTION_POINTS,
         num_scalars: int = 0,
         min_correlation: float = 0.2,
         max_tokens: int | None = None,
@@ -90,10 +76,12 @@ class LengthPredictor:
         self._stages = tuple(sorted({0, *points}))
         self._projection = Projection(NUM_COLUMNS, num_scalars)
         self.history, self._is_own = PromptHistory(), True
-        self._models = [(LengthModel(NEW_PROMPT), LengthModel(KNOWN_PROMPT)) for _ in self._stages]
+        self._ridges = [Ridge(BETWEEN) for _ in self._stages]
+        self._errors = [
+            [np.empty(0)] * 2 for _ in self._stages
+        ]  # of new and known prompts' logs, in units of the scale
         self._quality = [np.empty((0, 3)) for _ in self._stages]  # rows of predicted, actual, number of the group
-        # of all log lengths, forgetting: their number and sum, squares within groups and their degrees of freedom
-        self._logs = np.zeros(4)
+        self._sums = np.zeros(3)  # of all log lengths, forgetting: their number, sum and squares
         self._num_groups, self._num_ignored = 0, 0  # of what has been committed
         self._clear()
 
@@ -104,18 +92,16 @@ class LengthPredictor:
     def begin(self, jobs: Sequence[Job]) -> None:
         """Take the jobs of a rollout, all at once or in portions."""
         new = list({job.key: job for job in jobs if job.key not in self._rows}.values())
-        self._rows |= {job.key: len(self._jobs) + row for row, job in enumerate(new)}
-        for job in new:
-            self._groups.setdefault(job.group, len(self._groups))
-        added = np.zeros(len(new), dtype=JOB)
-        added["group"], added["limit"] = [self._groups[job.group] for job in new], [job.max_tokens for job in new]
-        for name in ("mu", "new", "before"):
-            added[name] = np.nan
-        known = self.history.lengths([job.key[0] for job in new])
-        self._remember(added, *known.T)
+        first, added = len(self._jobs), np.zeros(len(new), dtype=JOB)
+        self._rows |= {job.key: first + row for row, job in enumerate(new)}
+        added["group"] = [self._groups.setdefault(job.group, len(self._groups)) for job in new]
+        added["limit"] = [job.max_tokens for job in new]
+        number, mean, variance = self.history.lengths([job.key[0] for job in new]).T
+        added["number"], added["scale"] = number, self._scale(number, variance)
+        added["before"] = added["mu"] = (self._mean + number * mean) / (1 + number)
         self._jobs = np.concatenate([self._jobs, added])
         self._said = np.concatenate([self._said, np.full((len(new), len(self._stages)), np.nan)])
-        self._predict(0, np.arange(len(self._jobs) - len(new), len(self._jobs)), np.empty((len(new), 0)))
+        self._say(0, np.arange(first, len(self._jobs)))
         self.revision += 1
 
     def observe(self, keys: Sequence[Key], num_tokens: int, features: np.ndarray) -> None:
@@ -138,14 +124,21 @@ class LengthPredictor:
         jobs, finite = self._jobs[rows], np.isfinite(features).all(1)
         self._ignored += int((~finite).sum())
         fresh = finite & (jobs["total"] == 0) & (jobs["seen"] <= stage) & (jobs["limit"] > num_tokens)
-        if fresh.any():
-            rows, features = rows[fresh], self._projection(features[fresh])
-            self._jobs["decoded"][rows] = np.maximum(self._jobs["decoded"][rows], num_tokens)
-            self._jobs["seen"][rows] = stage + 1
-            learned = rows % math.ceil(len(self._jobs) / MOST_LEARNED) == 0
-            self._observed[stage].append((rows[learned], features[learned]))
-            self._predict(stage, rows, features)
-            self.revision += num_tokens == 0
+        if not fresh.any():
+            return
+        rows, jobs, x = rows[fresh], jobs[fresh], self._projection(features[fresh])
+        jobs["decoded"], jobs["seen"] = np.maximum(jobs["decoded"], num_tokens), stage + 1
+        learned = rows % math.ceil(len(self._jobs) / MOST_LEARNED) == 0
+        self._observed[stage].append((rows[learned], x[learned]))
+        if any(map(len, self._errors[stage])):
+            correction = self._ridges[stage].predict(x)
+            if stage == 0:
+                jobs["before"] += correction / (1 + jobs["number"])
+            jobs["mu"] = self._after(stage, jobs) + (correction if stage else 0.0)
+            jobs["stage"] = stage
+        self._jobs[rows] = jobs
+        self._say(stage, rows)
+        self.revision += num_tokens == 0
 
     def progress(self, num_tokens: Mapping[Key, int]) -> None:
         """Say how many tokens some of the jobs have come to."""
@@ -156,11 +149,6 @@ class LengthPredictor:
         """Say that a job has finished with ``num_tokens`` tokens; an empty completion counts as one."""
         row = self._rows_of([job.key])
         self._jobs["decoded"][row] = self._jobs["total"][row] = max(num_tokens, 1)
-        self._unnoticed += 1
-        if self._unnoticed * RECOUNTS >= len(self._jobs):
-            self._jobs["shift"] = sibling_shifts(self._jobs, self._within)
-            self._unnoticed = 0
-            self.revision += 1
 
     def end(self, commit: bool) -> None:
         """Forget the jobs of the rollout under way; before that, learn from them if ``commit``."""
@@ -172,7 +160,7 @@ class LengthPredictor:
         self.revision += 1
 
     def outcome(self) -> Outcome:
-        """Return what was foretold of the rollout under way, each figure by what was known at its point."""
+        """Return what was predicted of the rollout under way, each figure by what was known at its point."""
         return Outcome(self._stages, self._said.copy(), self._jobs["total"].copy(), self._jobs["group"].copy())
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
@@ -204,9 +192,10 @@ class LengthPredictor:
         return {
             "settings": self._settings,
             "scale": self._projection.scale.tolist() if self._num_groups else [],
-            "models": [[model.state_dict() for model in pair] for pair in self._models],
+            "ridges": [ridge.state_dict() for ridge in self._ridges],
+            "errors": [[errors.tolist() for errors in pair] for pair in self._errors],
             "quality": [rows.tolist() for rows in self._quality],
-            "logs": self._logs.tolist(),
+            "sums": self._sums.tolist(),
             "num_groups": self._num_groups,
             "num_ignored": self._num_ignored,
         }
@@ -222,71 +211,64 @@ class LengthPredictor:
                 f"The checkpoint's length predictor has {state['settings']}, but this one {self._settings}; "
                 "give it the same arguments."
             )
-        for pair, states in zip(self._models, state["models"], strict=True):
-            for model, its_state in zip(pair, states, strict=True):
-                model.load_state_dict(its_state)
+        for ridge, its_state in zip(self._ridges, state["ridges"], strict=True):
+            ridge.load_state_dict(its_state)
+        self._errors = [[np.array(errors, dtype=np.float64) for errors in pair] for pair in state["errors"]]
         self._quality = [np.array(rows, dtype=np.float64).reshape(-1, 3) for rows in state["quality"]]
-        self._logs, self._projection.scale = np.array(state["logs"]), np.array(state["scale"], dtype=np.float64)
+        self._sums, self._projection.scale = np.array(state["sums"]), np.array(state["scale"], dtype=np.float64)
         self._num_groups, self._num_ignored = state["num_groups"], state["num_ignored"]
         self.informative = self._is_informative()
         self.end(commit=False)
 
     @property
-    def _within(self) -> float:
-        """The variance of log lengths within a group."""
-        return self._logs[2] / self._logs[3] if self._logs[3] else 1.0
+    def _mean(self) -> float:
+        return self._sums[1] / self._sums[0] if self._sums[0] else math.nan
 
-    def _remember(self, jobs: np.ndarray, number: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> None:
-        jobs["number"], jobs["mean"], jobs["variance"] = number, mean, variance
-        jobs["scale"] = scales(number, variance, self._within)
+    def _scale(self, number: np.ndarray, variance: np.ndarray) -> np.ndarray:
+        """Return the errors to be expected where so many completions have come, with such a variance of their logs."""
+        of_all = self._sums[2] / self._sums[0] - self._mean**2 if self._sums[0] else 1.0
+        mixed = (number * variance + VARIANCE_COUNT * of_all) / (number + VARIANCE_COUNT)
+        return np.sqrt(np.maximum(mixed, 1e-4))
 
-    def _predict(self, stage: int, rows: np.ndarray, features: np.ndarray) -> None:
-        """Predict rows at a stage, and write down what is said of them as they were then."""
-        jobs = self._jobs[rows]
-        if len(self._of_errors(stage, known=False).errors):
-            new, known = (
-                said + model.predict(features)
-                for said, model in zip(self._anyway(stage, jobs), self._models[stage], strict=True)
-            )
-            jobs["mu"], jobs["stage"] = _mixed(jobs["number"], new, known), stage
-            if stage == 0:
-                jobs["new"], jobs["before"] = new, jobs["mu"]
-        self._jobs[rows] = jobs
-        jobs["decoded"], jobs["shift"] = self._stages[stage], 0.0
-        self._said[rows, stage] = np.where(np.isnan(jobs["mu"]), np.nan, self._expected(jobs))
-
-    def _anyway(self, stage: int, jobs: np.ndarray) -> list[np.ndarray]:
-        """Return the logs of the tokens expected from a stage on by what was known before: of new and known prompts."""
+    def _after(self, stage: int, jobs: np.ndarray) -> np.ndarray:
+        """Return the logs of the tokens to be expected after a stage's by what was known before decoding."""
         if stage == 0:
-            return [np.full(len(jobs), self._logs[1] / self._logs[0]), jobs["mean"]]
-        start = np.full(len(jobs), self._stages[stage])
-        rests = [
-            self._of_errors(0, known).mean(jobs[name], scale, start, jobs["limit"]) - start
-            for known, name, scale in ((False, "new", np.ones(len(jobs))), (True, "before", jobs["scale"]))
-        ]
-        return [np.log(np.maximum(rest, 0.5)) for rest in rests]
+            return jobs["before"]
+        start = np.full(len(jobs), float(self._stages[stage]))
+        total = self._mean_length(0, jobs, jobs["before"], start, jobs["limit"])
+        return np.log(np.maximum(total - start, 0.5))
 
-    def _of_errors(self, stage: int, known: bool) -> LengthModel:
-        """Return the model of known or new prompts if it knows its errors, and else the other one."""
-        pair = self._models[stage]
-        return pair[known] if len(pair[known].errors) else pair[not known]
+    def _mean_length(
+        self, stage: int, jobs: np.ndarray, mu: np.ndarray, lasted: np.ndarray, limit: np.ndarray
+    ) -> np.ndarray:
+        """Return :func:`mean_length` by the errors of a stage: of new prompts for these, of known ones for those."""
+        means = np.empty(len(jobs))
+        for known in (0, 1):
+            mine = (jobs["number"] > 0) == known
+            errors = self._errors[stage][known] if len(self._errors[stage][known]) else self._errors[stage][1 - known]
+            if mine.any():
+                means[mine] = mean_length(mu[mine], jobs["scale"][mine], _quantiles(errors), lasted[mine], limit[mine])
+        return means
+
+    def _say(self, stage: int, rows: np.ndarray) -> None:
+        """Write down what is said of rows at a stage, as it is before anything else has come."""
+        jobs = self._jobs[rows]
+        jobs["decoded"] = self._stages[stage]
+        self._said[rows, stage] = np.where(np.isnan(jobs["mu"]), np.nan, self._expected(jobs))
 
     def _expected(self, jobs: np.ndarray) -> np.ndarray:
         """Return the mean total tokens of jobs, given what has been decoded of them."""
         decoded, limit, totals = jobs["decoded"], jobs["limit"], jobs["limit"].astype(np.float64)
-        mu = jobs["mu"] + np.where(decoded == 0, jobs["shift"], 0.0)
         for stage, start in enumerate(self._stages):
-            for known in (False, True):
-                mine = (jobs["stage"] == stage) & ((jobs["number"] > 0) == known) & ~np.isnan(mu)
-                if mine.any():
-                    lasted, rest = np.maximum(decoded[mine] - start, 0), limit[mine] - start
-                    about = mu[mine], jobs["scale"][mine], lasted, rest
-                    totals[mine] = start + self._of_errors(stage, known).mean(*about)
+            mine = (jobs["stage"] == stage) & ~np.isnan(jobs["mu"])
+            if mine.any():
+                lasted, rest = np.maximum(decoded[mine] - start, 0), limit[mine] - start
+                totals[mine] = start + self._mean_length(stage, jobs[mine], jobs["mu"][mine], lasted, rest)
         totals = np.clip(totals, np.minimum(decoded + 1, limit), limit)
         return np.where(jobs["total"] > 0, jobs["total"], totals)
 
     def _learn(self) -> None:
-        """Judge what was said of the rollout, and refit everything."""
+        """Judge what was said of the rollout, and learn everything."""
         jobs, groups, names = self._jobs, self._jobs["group"], [group[0] for group in self._groups]
         for stage, said in enumerate(self._said.T):
             judged = np.column_stack([said, jobs["total"], groups + self._num_groups])
@@ -295,35 +277,45 @@ class LengthPredictor:
         self._num_groups += len(names)
         totals = np.where((jobs["total"] == 0) & np.isnan(jobs["mu"]), jobs["decoded"] + 1.0, self._expected(jobs))
         begun, logs = jobs["decoded"] > 0, np.log(totals)
-        visit = _moments(groups, logs, begun)
-        sums = visit[:, 0] @ np.column_stack([np.ones(len(visit)), visit[:, 1:]])
-        self._logs = FORGETTING * self._logs + (*sums, np.maximum(visit[:, 0] - 1, 0).sum())
-        self.history.note_lengths([(name, Lengths(*row)) for name, row in zip(names, visit.tolist(), strict=True)])
+        powers = np.column_stack([np.bincount(groups, begun * logs**power) for power in range(3)])
+        self._sums = FORGETTING * self._sums + powers.sum(0)
+        visits = [(name, Lengths(*row)) for name, row in zip(names, _moments(powers).tolist(), strict=True)]
+        self.history.note_lengths(visits)
         if self._is_own:
             self.history.commit_lengths()
-        new, visited = jobs["number"] == 0, jobs.copy()  # as if the others of a group had been an earlier visit
-        count, mean, variance = visit[groups].T
-        self._remember(visited, count - begun, (count * mean - logs * begun) / np.maximum(count - begun, 1), variance)
-        visited["new"] = np.where(np.isnan(jobs["new"]), self._logs[1] / self._logs[0], jobs["new"])
-        visited["before"] = _mixed(visited["number"], visited["new"], visited["mean"])
+        unknown = np.isnan(jobs["before"])
+        jobs["before"][unknown], jobs["scale"][unknown] = self._mean, self._scale(np.zeros(1), np.zeros(1))
+        others = powers[groups] - begun[:, None] * np.column_stack([np.ones(len(logs)), logs, logs**2])
+        number, mean, variance = _moments(others).T
+        visited, twice = jobs.copy(), (jobs["number"] == 0) & (number > 0)  # as if the others had been an earlier visit
+        visited["before"][twice] = ((jobs["before"] + number * mean) / (1 + number))[twice]
+        visited["scale"][twice] = self._scale(number, variance)[twice]
+        visited["number"][twice] = number[twice]
         for stage, (start, chunks) in enumerate(zip(self._stages, self._observed, strict=True)):
-            if stage == 0 and not chunks:
-                chunks.append((np.arange(len(jobs)), np.empty((len(jobs), 0))))
-            if chunks and (stage == 0 or len(self._of_errors(0, known=False).errors)):
-                rows, features = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
-                usable = np.argsort(rows)
-                usable = usable[(begun & (totals > start))[rows[usable]]]
-                rows = rows[usable]
-                self._fit(stage, visited[rows], features[usable], np.log(totals[rows] - start), new[rows])
+            if stage and not chunks:
+                continue
+            parts = chunks or [(np.arange(len(jobs)), np.empty((len(jobs), 0)))]
+            rows, x = (np.concatenate(each) for each in zip(*parts, strict=True))
+            order = np.argsort(rows)
+            order = order[(begun & (totals > start))[rows[order]]]
+            rows, x = rows[order], x[order].astype(np.float64)
+            if len(rows):
+                self._fit(stage, x, np.log(totals[rows] - start), jobs[rows], visited[rows], twice[rows])
         self.informative = self._is_informative()
 
-    def _fit(self, stage: int, jobs: np.ndarray, features: np.ndarray, logs: np.ndarray, new: np.ndarray) -> None:
-        """Teach both models of a stage the logs of the tokens that were to come."""
-        for known, (model, anyway) in enumerate(zip(self._models[stage], self._anyway(stage, jobs), strict=True)):
-            some = (jobs["number"] > 0) | (not known)
-            x = features[some, : 0 if known and stage == 0 else None].astype(np.float64)
-            scale, fresh = (jobs["scale"], some) if known else (np.ones(len(jobs)), new)
-            model.learn(x, (logs - anyway)[some], jobs["group"][some], scale[some], fresh[some])
+    def _fit(
+        self, stage: int, x: np.ndarray, logs: np.ndarray, jobs: np.ndarray, visited: np.ndarray, twice: np.ndarray
+    ) -> None:
+        """Learn the logs of the tokens that came after a stage's, of jobs as they were and as if ``visited``."""
+        correction = self._ridges[stage].predict(x) if stage else 0.0  # what was said before decoding has it
+        anyway, on_return = self._after(stage, jobs), self._after(stage, visited)
+        rows = np.concatenate([jobs, visited[twice]])
+        errors = np.concatenate([logs - anyway - correction, (logs - on_return - correction)[twice]]) / rows["scale"]
+        for known in (0, 1):
+            of_kind = [self._errors[stage][known], errors[(rows["number"] > 0) == known]]
+            self._errors[stage][known] = np.concatenate(of_kind)[-NUM_ERRORS:]
+        if x.shape[1]:
+            self._ridges[stage].learn(x, logs - (on_return if stage else self._mean), jobs["group"])
 
     def _is_informative(self) -> bool:
         said, actual, groups = self._quality[0].T
@@ -343,21 +335,38 @@ class LengthPredictor:
         self._groups: dict[GroupKey, int] = {}
         self._jobs, self._said = np.zeros(0, dtype=JOB), np.empty((0, len(self._stages)))
         self._observed: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in self._stages]
-        self._unnoticed = self._ignored = 0
+        self._ignored = 0
         if not self._num_groups:
             self._projection.scale = np.empty(0)
 
 
-def _moments(groups: np.ndarray, logs: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """Return number, mean and variance of those of ``logs``, shape (n,), that are ``mine``, by group: (groups, 3)."""
-    count, total, squares = (np.bincount(groups, mine * logs**power) for power in range(3))
-    mean = total / np.maximum(count, 1)
-    return np.column_stack([count, mean, np.maximum(squares / np.maximum(count, 1) - mean**2, 0.0)])
+def mean_length(
+    mu: np.ndarray, scale: np.ndarray, errors: np.ndarray, lasted: np.ndarray, limit: np.ndarray
+) -> np.ndarray:
+    """Return the mean of ``min(length, limit)`` over lengths > ``lasted``; all but ``errors`` have the shape (n,).
+
+    A length is ``exp(mu + scale e)``, ``e`` any of the past ``errors``, ascending, with the same chance (Duan 1983,
+    "Smearing estimate"). Where fewer than eight are larger, it is the eight largest, scaled up as a Pareto tail is.
+    """
+    totals, tail = np.exp(mu[:, None] + scale[:, None] * errors), max(len(errors) - TAIL, 0)
+    totals *= np.maximum(lasted / totals[:, tail], 1)[:, None]
+    alive = totals > lasted[:, None]
+    alive[:, tail:] = True
+    return (np.minimum(totals, limit[:, None]) * alive).sum(1) / alive.sum(1)
 
 
-def _mixed(number: np.ndarray, new: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Return logs, the more by what is known of a prompt the more of its completions there have been."""
-    return np.where(number > 0, (new + number * known) / (number + 1), new)
+def _quantiles(errors: np.ndarray) -> np.ndarray:
+    """Return errors in ascending order, as many as are used: of more, their quantiles."""
+    if len(errors) <= NUM_QUANTILES:
+        return np.sort(errors)
+    return np.quantile(errors, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
+
+
+def _moments(powers: np.ndarray) -> np.ndarray:
+    """Return number, mean and variance, shape (n, 3), of what has these sums of powers 0 to 2."""
+    number = np.maximum(powers[:, 0], 1)
+    mean = powers[:, 1] / number
+    return np.column_stack([powers[:, 0], mean, np.maximum(powers[:, 2] / number - mean**2, 0.0)])
 
 
 def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_correlation: float) -> None:
@@ -369,3 +378,32 @@ def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_corre
         raise ValueError(f"num_scalars must be from 0 to {MOST_SCALARS}, not {num_scalars}.")
     if not -1 <= min_correlation <= 1:
         raise ValueError(f"min_correlation must be a correlation from -1 to 1, not {min_correlation}.")
+
+
+def make_predictor(
+    prediction_points: Sequence[int] | None,
+    probe: Sequence[int],
+    prune_at: int | None,
+    min_correlation: float,
+    max_tokens: int,
+) -> LengthPredictor:
+    """Return a predictor for completions of at most ``max_tokens``, which looks wherever anybody wants to know.
+
+    Args:
+        prediction_points: Where a user wants it to look; by default at those of ``PREDICTION_POINTS`` below the limit.
+        probe: Where completions wait for the others, as a user has said.
+        prune_at: Where some are stopped, if any are.
+        min_correlation: From which on predictions are followed.
+        max_tokens: See above.
+
+    Raises:
+        ValueError: The probe leaves nothing to order.
+    """
+    points = prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
+    if probe and probe[-1] > max_tokens - 2:
+        raise ValueError(
+            f"probe_tokens names {probe[-1]}, but sampling.max_tokens is {max_tokens}: {max(max_tokens - 2, 0)} is the "
+            "largest that leaves anything to order."
+        )
+    looks = {*points, *(probe if len(probe) == 1 else ()), *(() if prune_at is None else (prune_at,))}
+    return LengthPredictor(sorted(looks), num_scalars=2, min_correlation=min_correlation, max_tokens=max_tokens)

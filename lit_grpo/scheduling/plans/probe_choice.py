@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.scheduling.lengths.predictor import LengthPredictor, Outcome
+from lit_grpo.scheduling.jobs import Outcome
 
-PREDICTION_POINTS = (0, 8, 32, 64)
 FORGETTING = 0.8  # the weight of all earlier rollouts, at each new one
 MOST_JOBS = 10_000  # of a rollout that are decoded in thought
 NUM_SLICES = 16  # of the limit
@@ -134,32 +133,3 @@ def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num
 def _until(length: int, stops: Sequence[int], stage: int) -> int:
     """The tokens at which a job stops next."""
     return min(length, stops[stage]) if stage < len(stops) else length
-
-
-def make_predictor(
-    prediction_points: Sequence[int] | None,
-    probe: Points,
-    prune_at: int | None,
-    min_correlation: float,
-    max_tokens: int,
-) -> LengthPredictor:
-    """Return a predictor for completions of at most ``max_tokens``, which looks wherever anybody wants to know.
-
-    Args:
-        prediction_points: Where a user wants it to look; by default at those of ``PREDICTION_POINTS`` below the limit.
-        probe: Where completions wait for the others, as a user has said.
-        prune_at: Where some are stopped, if any are.
-        min_correlation: From which on predictions are followed.
-        max_tokens: See above.
-
-    Raises:
-        ValueError: The probe leaves nothing to order.
-    """
-    points = prediction_points or [point for point in PREDICTION_POINTS if point < max_tokens]
-    if probe and probe[-1] > max_tokens - 2:
-        raise ValueError(
-            f"probe_tokens names {probe[-1]}, but sampling.max_tokens is {max_tokens}: {max(max_tokens - 2, 0)} is the "
-            "largest that leaves anything to order."
-        )
-    looks = {*points, *(probe if len(probe) == 1 else ()), *(() if prune_at is None else (prune_at,))}
-    return LengthPredictor(sorted(looks), num_scalars=2, min_correlation=min_correlation, max_tokens=max_tokens)
