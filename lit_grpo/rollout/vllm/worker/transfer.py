@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -150,6 +151,7 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
 
     def _load(self, tensors: Iterable[Named], load_weights: Any) -> None:
         self.arrived.clear()
+        _let_reloads_pack_experts(self.model)
 
         def noted() -> Iterator[Named]:
             for name, tensor in tensors:
@@ -201,3 +203,29 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
     def trainer_send_weights(*args: Any, **options: Any) -> None:
         """Unused: vLLM 0.24 wants every backend to bring a sender."""
         raise NotImplementedError("lit_grpo's fleet sends its weights itself.")
+
+
+def _let_reloads_pack_experts(model: Any) -> None:
+    """Let every reload pack experts for a CPU, as the first load does.
+
+    vLLM 0.32 packs them once. After a reload its kernel would read experts that are not packed as if they were.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if hasattr(experts, "process_weights_after_loading") and not hasattr(method, "processed_as_it_was"):
+            method.processed_as_it_was = method.process_weights_after_loading
+            method.process_weights_after_loading = partial(_process_and_pack, method)
+
+
+def _process_and_pack(method: Any, layer: Any) -> None:
+    """Process a layer's weights as vLLM does, and pack its experts if that has not packed them."""
+    kernel = method.moe_kernel
+    pack, packed = kernel.fused_experts.process_weights_after_loading, list[Any]()
+    kernel.fused_experts.process_weights_after_loading = lambda layer: (packed.append(layer), pack(layer))
+    try:
+        method.processed_as_it_was(layer)
+    finally:
+        del kernel.fused_experts.process_weights_after_loading
+    if method.moe_kernel is kernel and not packed and next(layer.parameters()).device.type == "cpu":
+        pack(layer)
