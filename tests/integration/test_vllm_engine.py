@@ -23,6 +23,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.weights.tensors import check_arrival
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
@@ -187,3 +188,40 @@ def test_experts_are_right_after_every_sync(expert_size: int, tmp_path: Path) ->
         with torch.no_grad():
             for weight in policy.parameters():
                 weight += 0.02 * torch.randn(weight.shape)
+
+
+def test_a_family_whose_class_vllm_shares_with_transformers_is_trained_as_before(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    policy = small_model("glm", width=4)
+    given = [list(PROMPT.token_ids)]
+    expected_T = given_logprobs(policy, given)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
+    generator.start(PolicySpec(policy, load_tokenizer(str(tmp_path))))
+    generator.load_weights(generator.weights(), 0)
+    (scored_T,) = generator.score(given).values()
+    torch.testing.assert_close(scored_T, expected_T, atol=1e-5, rtol=0)
+    called: list[str] = []
+    policy.get_decoder().register_forward_hook(lambda *_: called.append("hook"))  # as fsdp2 has them
+    torch.testing.assert_close(given_logprobs(policy, given), expected_T)
+    assert called == ["hook"]
+    another = small_model("glm", width=4)  # such as the one that an export is opened with
+    torch.testing.assert_close(given_logprobs(another, given), expected_T)
+
+
+def test_biases_that_vllm_holds_in_another_order_have_arrived(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    policy = small_model("gpt_neox", width=4)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
+    generator.start(PolicySpec(policy, load_tokenizer(str(tmp_path))))
+    weights = generator.weights()
+    report = generator.load_weights(weights, 0)
+    check_arrival(weights.digests, report.digests)
+
+
+def test_what_vllm_cannot_start_is_said_in_a_sentence(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64})
+    policy = PolicySpec(small_model("deepseek_v32", width=4), load_tokenizer(str(tmp_path)))
+    said = r"could not start an engine for DeepseekV32ForCausalLM: .*Sparse Attention .* or another policy\."
+    with pytest.raises(ValueError, match=said):
+        generator.start(policy)
