@@ -22,8 +22,12 @@ from lit_grpo.rollout.vllm.arguments import server_environment
 
 LIMIT = 1e-4
 """The most that a log-prob may be off, in nats. In float32 the roundings of a small model add up to 1e-6 or 1e-5."""
+ROUNDED = 0.01
+"""Likewise where vLLM computes a part in bfloat16 (Apertus's activation) or by an approximation (BLOOM's GELU)."""
 PATIENCE_S = 240.0
 QUICK = ("gemma2", "gpt2", "llama", "qwen3_moe")
+OUTCOMES = ("exact", "rounded", "refused", "not run here", "not built")
+"""The last but one: vLLM's CPU build does not run the family, or not so small a model, and a sentence says it."""
 PARTIAL = RESULTS / "architectures_vllm.jsonl"
 """The rows so far of a run that takes long: one that is begun again goes on from them."""
 
@@ -58,10 +62,15 @@ def judge(family: str, log: Path, slack: float = 1.0) -> Row:
     finally:
         process.kill()
         process.join()
-    gap = figures.get("gap", "")
-    if gap != "":
-        figures["outcome"] = "exact" if gap <= slack * LIMIT else "mismatch"
-    return {"family": family, "outcome": figures["outcome"], "gap": gap, "detail": figures.get("detail", "")}
+    return {"family": family, "gap": "", "detail": ""} | figures | {"outcome": _outcome(figures, slack)}
+
+
+def _outcome(figures: dict[str, Any], slack: float) -> str:
+    if figures["outcome"] == "computed":
+        gap = figures["gap"]
+        return "exact" if gap <= slack * LIMIT else "rounded" if gap <= ROUNDED else "mismatch"
+    said = figures.get("detail", "").startswith("vLLM ") and " could not " in figures["detail"]
+    return "not run here" if figures["outcome"] == "refused" and said else figures["outcome"]
 
 
 def _origin() -> Any:
@@ -102,10 +111,10 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "rows.jsonl" if options.quick else PARTIAL
         rows = sweep(QUICK if options.quick else known(families()), kept)
-    counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("exact", "refused", "not built")}
+    counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in OUTCOMES}
     defects = len(rows) - sum(counts.values())
     claims = [
-        Claim("families that are exact or refused in a sentence", counts["exact"] + counts["refused"], ">=", 40),
+        Claim("families that are exact", counts["exact"], ">=", 40),
         Claim("families with a wrong result or a traceback", defects, "<=", 0),
     ]
     settings: Row = {"head_size": 32, "rows": "2 prompts, 3 completions each", "limit_nats": LIMIT, **counts}

@@ -310,7 +310,7 @@ def _heads(config: PreTrainedConfig) -> list[tuple[Any, int]]:
 
 def start_failure(policy: PolicySpec, error: Exception) -> str:
     """Say that vLLM could not start an engine for a policy, and why: its text can have several lines."""
-    kind, text = type(error).__name__, " ".join(str(error).split("For further information")[0].split())
+    kind, text = type(error).__name__, " ".join(str(error).split("For further information")[0].split()).rstrip(".")
     return (
         f"vLLM {_installed_version()} could not start an engine for {policy.name}: {kind}: {text}. Change its "
         "arguments if one of them is named here, or take lit_grpo.rollout.slots.SlotGenerator, or another policy."

@@ -77,6 +77,8 @@ class EngineGenerator(Versioned, ABC):
         self.sends_alone = False
         self.arguments = dict(arguments or {})
         self.weights_dtype = dtype_of(self.arguments)
+        if self.weights_dtype is None:
+            self.abilities |= {"policy_dtype"}
         self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
         self.feature_points: tuple[int, ...] = ()
         self._policy: PolicySpec | None = None

@@ -165,7 +165,8 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
         if missing := [min(names) for names in expected.values() if not names & loaded]:
             raise WeightSyncError(
                 f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
-                "them."
+                f"them: its {type(self.model).__name__} is not built as transformers builds the policy; take another "
+                "generator or policy."
             )
 
     def finish_weight_update(self) -> None:
