@@ -52,7 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4": {"text_config": _LLAMA4},
     "llama4_text": _LLAMA4,
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """What vLLM needs beside: sizes, and fields that stand in the configs of real models and have no default."""
 OURS = Path(lit_grpo.__file__).parent
