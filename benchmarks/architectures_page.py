@@ -106,7 +106,7 @@ def _vllm_cell(row: dict[str, Any] | None) -> str:
         return "-"
     if row["gap"] != "":
         return f"{row['gap']:.1e}"
-    return {"refused": "refused", "not run here": "not here"}.get(row["outcome"], row["outcome"])
+    return "not here" if row["outcome"] == "not run here" else str(row["outcome"])
 
 
 def _rounded(families: list[str]) -> str:

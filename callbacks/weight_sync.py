@@ -60,7 +60,7 @@ class WeightSync(pl.Callback):
         if not max_logprob_gap > 0:
             raise ValueError(f"max_logprob_gap must be above 0, not {max_logprob_gap}.")
         for name, value in (("max_relative_gap", max_relative_gap), ("max_token_gap", max_token_gap)):
-            if value != "auto" and not value > 0:
+            if not isinstance(value, str) and not value > 0:
                 raise ValueError(f"{name} must be above 0, or auto, not {value}.")
         if not max_gap_growth > 1:
             raise ValueError(f"max_gap_growth must be above 1, not {max_gap_growth}.")

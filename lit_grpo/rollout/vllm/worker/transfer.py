@@ -216,7 +216,7 @@ def _let_reloads_pack_experts(model: Any) -> None:
     vLLM 0.32 packs them once. After a reload its kernel would read experts that are not packed as if they were.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if hasattr(experts, "process_weights_after_loading") and not hasattr(method, "processed_as_it_was"):
             method.processed_as_it_was = method.process_weights_after_loading
