@@ -208,7 +208,7 @@ class VLLMGenerator(EngineGenerator):
             while len(outputs) < len(sequences):
                 outputs += [output for output in self._step_engine() if output.finished]
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not score given tokens: {error}") from error
+            raise WeightSyncError(f"vLLM could not score given tokens: {str(error) or type(error).__name__}") from error
         finally:
             self._stop(str(number) for number in range(len(sequences)))
         outputs.sort(key=lambda output: int(output.request_id))
