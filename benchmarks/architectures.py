@@ -203,7 +203,7 @@ def _sampled(
     groups, _ = roll_out(generator, PROMPTS, GROUP, SAMPLING)
     generator.close()
     gaps = [
-        (rollout.completion.logprobs_T - _logprobs(plain, group.prompt, rollout.completion).detach()).abs().max()
+        (rollout.completion.logprobs_T - logprobs(plain, group.prompt, rollout.completion).detach()).abs().max()
         for group in groups
         for rollout in group.rollouts
     ]
@@ -216,11 +216,11 @@ def _drawn(plain: PreTrainedModel, prompt: Prompt, sample: int) -> Rollout:
     tokens_T = torch.randint(4, 80, (8 + sample,), generator=draw)
     request = Request(prompt, (sample,), SAMPLING)
     completion = Completion(request, tokens_T, torch.zeros(len(tokens_T)), torch.zeros_like(tokens_T), "stop", "")
-    completion.logprobs_T = _logprobs(plain, prompt, completion).detach()
+    completion.logprobs_T = logprobs(plain, prompt, completion).detach()
     return Rollout(prompt, completion)
 
 
-def _logprobs(plain: PreTrainedModel, prompt: Prompt, completion: Completion) -> torch.Tensor:
+def logprobs(plain: PreTrainedModel, prompt: Prompt, completion: Completion) -> torch.Tensor:
     """Of a completion's tokens, by a plain forward of prompt and completion."""
     ids_T = torch.cat([torch.tensor(prompt.token_ids), completion.token_ids_T])
     logits_TV = _logits(plain, ids_T)[len(prompt.token_ids) - 1 : -1]
@@ -264,7 +264,7 @@ def _learnt(
     num_tokens = sum(rollout.completion.num_tokens for rollout in rollouts)
     gaps = []
     for rollout in rollouts:
-        logprobs_T = _logprobs(plain, rollout.prompt, rollout.completion)
+        logprobs_T = logprobs(plain, rollout.prompt, rollout.completion)
         gaps.append(float((logprobs_T.detach() - measured[rollout.completion.request.key]).abs().max()))
         (-rollout.advantage * logprobs_T.sum() / num_tokens).backward()
     row["learnt"] = max(gaps)

@@ -1,8 +1,9 @@
-"""The page docs/architectures.md, made of the newest result: ``python -m benchmarks.architectures_page``."""
+"""The page docs/architectures.md, made of the newest results: ``python -m benchmarks.architectures_page``."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ forwards, one unpadded row at a time. **{refused} are refused** in one sentence 
 *Slots* says whether the embedded generator decodes the family; where it does not, let vLLM decode it
 (`--model.generator lit_grpo.rollout.vllm.VLLMGenerator`): the update is exact all the same. *Prefix* says whether a
 prompt goes through the update once for its whole group; where it does not, each completion has a prompt of its own.
+*vLLM* says what becomes of the family there: an engine starts, all weights and buffers change, and are sent as a run
+sends them (`python -m benchmarks.architectures_vllm`, {vllm_result}, in float32 on vLLM {vllm}'s CPU build, heads of
+32 dimensions). Of {vllm_known} families that vLLM has a class for, **{vllm_exact} are exact**: a number is the largest
+difference in nats between a sampled log-prob and that of a plain forward with the changed weights. {vllm_rounded}
+*Refused* and *not here* are sentences below, said before the first token; the latter are of vLLM's CPU build or of a
+package that it lacks, and may be different on a GPU. A dash: vLLM has no class of its own for the family.
+
 *Log-probs* is the largest difference in nats of a sampled or learnt token, *gradient* that of the whole gradient as a
 share of its norm, *LoRA* the largest difference in nats between the policy with adapters and its export.
 
@@ -34,14 +42,21 @@ def newest() -> Path:
     return max(RESULTS.glob("architectures-*.json"))
 
 
-def architectures_page(path: Path) -> str:
-    """Return the page of a result file."""
-    result = json.loads(path.read_text())
-    return "\n".join([*_parts(result, path.stem), ""])
+def newest_with_vllm() -> Path:
+    """The newest result file of weights that are sent to vLLM."""
+    return max(RESULTS.glob("architectures_vllm-*.json"))
 
 
-def _parts(result: dict[str, Any], name: str) -> Iterator[str]:
+def architectures_page(path: Path, path_with_vllm: Path) -> str:
+    """Return the page of the two result files."""
+    result, with_vllm = (json.loads(each.read_text()) for each in (path, path_with_vllm))
+    return "\n".join([*_parts(result, path.stem, with_vllm, path_with_vllm.stem), ""])
+
+
+def _parts(result: dict[str, Any], name: str, with_vllm: dict[str, Any], name_with_vllm: str) -> Iterator[str]:
     rows = result["rows"]
+    in_vllm = {row["family"]: row for row in with_vllm["rows"]}
+    outcomes = [row["outcome"] for row in in_vllm.values()]
     counts = {
         outcome: [row for row in rows if row["outcome"] == outcome] for outcome in ("exact", "refused", "not built")
     }
@@ -55,14 +70,21 @@ def _parts(result: dict[str, Any], name: str) -> Iterator[str]:
         exact=len(counts["exact"]),
         refused=len(counts["refused"]),
         other=told,
+        vllm=with_vllm["settings"]["vllm"],
+        vllm_result=f"`{name_with_vllm}`",
+        vllm_known=len(in_vllm),
+        vllm_exact=outcomes.count("exact"),
+        vllm_rounded=_rounded([row["family"] for row in in_vllm.values() if row["outcome"] == "rounded"]),
     )
-    yield "\n## Exact\n\n| family | slots | prefix | log-probs | gradient | LoRA |\n|---|---|---|---|---|---|"
+    yield "\n## Exact\n\n| family | slots | prefix | vLLM | log-probs | gradient | LoRA |"
+    yield "|---|---|---|---|---|---|---|"
     for row in counts["exact"]:
         slots = "yes" if row["slots"] == "decode" else "no"
         prefix = "yes" if row["prefix"] == "shared" else "no"
         gap = max(value for value in (row["sampled"], row["learnt"]) if value != "")
         lora = f"{row['adapted']:.1e}" if isinstance(row["adapted"], float) else "refused"
-        yield f"| `{row['family']}` | {slots} | {prefix} | {gap:.1e} | {row['gradient']:.1e} | {lora} |"
+        vllm = _vllm_cell(in_vllm.get(row["family"]))
+        yield f"| `{row['family']}` | {slots} | {prefix} | {vllm} | {gap:.1e} | {row['gradient']:.1e} | {lora} |"
     yield f"\n{REASONS}\n\n| what | sentence | families |\n|---|---|---|"
     yield from _reasons("policy", ((row["family"], _without_name(row["detail"])) for row in counts["refused"]))
     exact = counts["exact"]
@@ -73,7 +95,31 @@ def _parts(result: dict[str, Any], name: str) -> Iterator[str]:
     yield from _reasons(
         "LoRA", ((row["family"], _without_name(row["adapted"])) for row in exact if isinstance(row["adapted"], str))
     )
+    for what, outcome in (("vLLM", "refused"), ("vLLM, not here", "not run here")):
+        told_of = [row for row in in_vllm.values() if row["outcome"] == outcome]
+        yield from _reasons(what, ((row["family"], _cut(_of_family(row), 400)) for row in told_of))
     yield from _reasons("not built", ((row["family"], _cut(row["detail"])) for row in counts["not built"]))
+
+
+def _vllm_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if row["gap"] != "":
+        return f"{row['gap']:.1e}"
+    return "not here" if row["outcome"] == "not run here" else str(row["outcome"])
+
+
+def _rounded(families: list[str]) -> str:
+    if not families:
+        return ""
+    names = " and ".join(f"`{family}`" for family in families)
+    return f"vLLM computes a part of {names} with rounding or by an approximation, with fresh weights too."
+
+
+def _of_family(row: dict[str, Any]) -> str:
+    """The sentence of a row, with FAMILY for its name and without the figures, which differ."""
+    sentence = re.sub(rf"\b{re.escape(row['family'])}\b", "FAMILY", _without_name(row["detail"]))
+    return re.sub(r"\b\d[\d.e-]* (?=nats|of their|makes)", "N ", sentence)
 
 
 def _reasons(what: str, sentences: Iterator[tuple[str, str]]) -> Iterator[str]:
@@ -97,9 +143,9 @@ def _is_class(word: str) -> bool:
     return word.rstrip(":.,").endswith(("ForCausalLM", "LMHeadModel", "Decoder", "WithLMHead", "ConditionalGeneration"))
 
 
-def _cut(sentence: str) -> str:
-    return sentence if len(sentence) < 120 else sentence[:117] + "..."
+def _cut(sentence: str, length: int = 120) -> str:
+    return sentence if len(sentence) < length else sentence[: length - 3] + "..."
 
 
 if __name__ == "__main__":
-    print(architectures_page(newest()), end="")
+    print(architectures_page(newest(), newest_with_vllm()), end="")

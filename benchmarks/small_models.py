@@ -75,6 +75,12 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 """What a field of these names is set to, in whichever config it stands."""
 
+WIDTHS = {name for name, value in SIZES.items() if value in (HIDDEN, 48, 24, 16, HEAD_SIZE)} - {
+    *("state_size", "ssm_state_size", "mamba_d_state"),
+} | {"mamba_d_ssm", "global_head_dim", "emb_dim", "input_embedding_size", "output_embedding_size", "mlp_dim",
+     "output_channels", "dim_model_base"}  # fmt: skip
+"""The fields that are widths: of hidden states, heads and feed-forward layers."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_expand": 2, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_expand": 2, "layer_types": ["mamba", "attention"]},
@@ -178,17 +184,31 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def small_config(family: str, changes: Mapping[str, Any] = {}) -> PreTrainedConfig:
+def small_config(family: str, changes: Mapping[str, Any] = {}, width: int = 1) -> PreTrainedConfig:
     """Return a config of few parameters.
 
     Args:
         family: The ``model_type``.
         changes: Fields that are to have other values than by default.
+        width: What every width is multiplied by. With 4, heads have 32 dimensions, the fewest that vLLM knows on CPUs.
     """
     sizes: dict[str, Any] = _sizes(CONFIG_MAPPING[family])
-    for more in (_layers(family), FAMILIES.get(family, {}), changes):
+    for more in (_layers(family), FAMILIES.get(family, {})):
         sizes = _merged(sizes, more)
-    return CONFIG_MAPPING[family](**sizes)
+    return CONFIG_MAPPING[family](**_merged(_widened(sizes, width), changes))
+
+
+def _widened(sizes: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return ``sizes`` with all widths, those of parts of a model too, multiplied; random weights shrink with them."""
+    wide: dict[str, Any] = {}
+    for name, value in sizes.items():
+        if isinstance(value, Mapping):
+            wide[name] = _widened(value, width)
+        elif name in WIDTHS:
+            wide[name] = value * width
+        else:
+            wide[name] = value / width**0.5 if name in ("initializer_range", "init_std") else value
+    return wide
 
 
 def _merged(sizes: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,11 +248,11 @@ def _layers(family: str) -> dict[str, Any]:
     return {"layer_types": (kinds * num_layers)[:num_layers], "num_hidden_layers": num_layers}
 
 
-def small_model(family: str, changes: Mapping[str, Any] = {}, seed: int = 0) -> PreTrainedModel:
+def small_model(family: str, changes: Mapping[str, Any] = {}, seed: int = 0, width: int = 1) -> PreTrainedModel:
     """Return a random model in evaluation mode; no weight of it is 0 or 1 for all that is random, such as biases."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(small_config(family, changes), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(small_config(family, changes, width), dtype=torch.float32)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn(weight.shape), alpha=0.02)

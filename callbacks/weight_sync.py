@@ -20,6 +20,8 @@ from .rollout_scheduler import RolloutScheduler
 
 EXACT_GAP, ROUNDED_GAP = 0.05, 2.0
 """How far a token's log-prob may be off, in nats: if both sides compute alike in float32, and if one of them rounds."""
+EXACT_RELATIVE_GAP, ROUNDED_RELATIVE_GAP = 0.02, 0.1
+"""How far the log-probs of given tokens may be off, relative to their spread: in float32, and in other types."""
 
 
 class WeightSync(pl.Callback):
@@ -40,7 +42,9 @@ class WeightSync(pl.Callback):
             ``auto`` is 0.05 where the generator decodes with the policy's own weights in float32, since gaps are then
             about 1e-5, and 2 elsewhere, for bfloat16 and engines with other kernels.
         max_relative_gap: How far the log-probs of the given tokens may be from the policy's on average, relative to
-            their spread. In bfloat16 it is about 0.01, in float32 1e-6.
+            their spread. In bfloat16 it is about 0.01, in float32 1e-6. ``auto`` is 0.02 where policy and engine
+            compute in float32, which shows an engine that computes a model in another way than transformers, and 0.1
+            elsewhere.
         max_gap_growth: How much the rounding error that would explain the gap may grow, as a multiple of the largest at
             earlier syncs. It shows weights that lack one small update. If it grows more, all weights are sent once
             more, and then it may be twice as large.
@@ -49,15 +53,15 @@ class WeightSync(pl.Callback):
     def __init__(
         self,
         max_logprob_gap: float = 0.2,
-        max_relative_gap: float = 0.1,
+        max_relative_gap: float | Literal["auto"] = "auto",
         max_gap_growth: float = 1.3,
         max_token_gap: float | Literal["auto"] = "auto",
     ) -> None:
-        for name, value in (("max_logprob_gap", max_logprob_gap), ("max_relative_gap", max_relative_gap)):
-            if not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}.")
-        if max_token_gap != "auto" and not max_token_gap > 0:
-            raise ValueError(f"max_token_gap must be above 0, or auto, not {max_token_gap}.")
+        if not max_logprob_gap > 0:
+            raise ValueError(f"max_logprob_gap must be above 0, not {max_logprob_gap}.")
+        for name, value in (("max_relative_gap", max_relative_gap), ("max_token_gap", max_token_gap)):
+            if not isinstance(value, str) and not value > 0:
+                raise ValueError(f"{name} must be above 0, or auto, not {value}.")
         if not max_gap_growth > 1:
             raise ValueError(f"max_gap_growth must be above 1, not {max_gap_growth}.")
         self.max_logprob_gap, self.max_relative_gap = max_logprob_gap, max_relative_gap
@@ -78,10 +82,15 @@ class WeightSync(pl.Callback):
         """Return the limit of one token's gap, by what both sides compute in where it is left open."""
         if not isinstance(self.max_token_gap, str):
             return self.max_token_gap
-        exact = module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32")
-        nf4 = module.lora is not None and module.lora.base == "nf4"
         in_place = "own_weights" not in module.generator.abilities
-        return EXACT_GAP if exact and not nf4 and in_place else ROUNDED_GAP
+        return EXACT_GAP if _is_exact(trainer, module) and in_place else ROUNDED_GAP
+
+    def _relative_limit(self, trainer: pl.Trainer, module: GRPOModule) -> float:
+        """Return the limit of the relative gap, by what both sides compute in where it is left open."""
+        if not isinstance(self.max_relative_gap, str):
+            return self.max_relative_gap
+        alike = _is_exact(trainer, module) and "policy_dtype" in module.generator.abilities
+        return EXACT_RELATIVE_GAP if alike else ROUNDED_RELATIVE_GAP
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sync where the generator does not have this version yet."""
@@ -129,7 +138,8 @@ class WeightSync(pl.Callback):
 
     def _prove(self, trainer: pl.Trainer, module: GRPOModule, scorer: Scorer) -> dict[str, float]:
         """Compare log-probs; if they are too far apart on any rank, all ranks send all weights again."""
-        proof = self._proof = self._proof or SyncProof(module.tokenizer, self.max_relative_gap, self.max_gap_growth)
+        max_gap = self._relative_limit(trainer, module)
+        proof = self._proof = self._proof or SyncProof(module.tokenizer, max_gap, self.max_gap_growth)
         with trainer.precision_plugin.forward_context():
             gap = proof.measure(scorer, module.policy)
         if module.ranks.max(float(not proof.accepts(gap))):
@@ -143,3 +153,9 @@ class WeightSync(pl.Callback):
                 gap = proof.measure(scorer, module.policy)
             proof.check(gap, module.policy_version)
         return {"sync/logprob_gap": gap.nats, "sync/relative_gap": gap.relative, "sync/rounding": gap.rounding}
+
+
+def _is_exact(trainer: pl.Trainer, module: GRPOModule) -> bool:
+    """Whether the policy computes in float32, with weights that are not rounded."""
+    nf4 = module.lora is not None and module.lora.base == "nf4"
+    return module.policy.dtype == torch.float32 and str(trainer.precision).startswith("32") and not nf4

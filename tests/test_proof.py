@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from conftest import random_policy
 from transformers import PreTrainedModel
 
+from lit_grpo.callbacks import WeightSync
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rollout.proof import SyncProof, given_logprobs
+from lit_grpo.rollout.vllm import VLLMGenerator, VLLMServerGenerator
+from lit_grpo.rollout.weights.tensors import WeightSyncError
 
 
 def measured(proof: SyncProof, scorer: Any, policy: PreTrainedModel) -> Any:
@@ -66,3 +71,32 @@ def test_a_policy_in_which_rounding_errors_grow_is_proved_as_before(policy_folde
     assert second.relative > 2 * 1.3 * first.relative
     assert proof.accepts(second)
     assert not proof.accepts(measured(proof, Rounding(policy, 3e-5), policy))
+
+
+@pytest.mark.parametrize(
+    "generator, precision, limit",
+    [
+        (VLLMGenerator(), "32-true", 0.02),
+        (VLLMGenerator(), "bf16-mixed", 0.1),
+        (VLLMGenerator(engine_args={"dtype": "bfloat16"}), "32-true", 0.1),
+        (VLLMServerGenerator(), "32-true", 0.02),
+        (VLLMServerGenerator(urls=["http://127.0.0.1:9"]), "32-true", 0.1),  # it may compute in any type
+    ],
+)
+def test_what_computes_in_float32_has_to_agree_closely(generator: Any, precision: str, limit: float) -> None:
+    trainer: Any = SimpleNamespace(precision=precision)
+    module: Any = SimpleNamespace(policy=random_policy(), lora=None, generator=generator)
+    assert WeightSync()._relative_limit(trainer, module) == limit
+    assert WeightSync(max_relative_gap=0.05)._relative_limit(trainer, module) == 0.05
+    with pytest.raises(ValueError, match="max_relative_gap must be above 0, or auto, not 0"):
+        WeightSync(max_relative_gap=0)
+
+
+def test_an_engine_that_computes_the_model_in_another_way_is_named_with_it(policy_folder: Path) -> None:
+    policy = random_policy()
+    assert isinstance(policy, PreTrainedModel)
+    proof = SyncProof(load_tokenizer(str(policy_folder)), max_gap=0.02, max_growth=1.3)
+    gap = measured(proof, Scorer(policy, 0.2), policy)
+    assert not proof.accepts(gap)
+    with pytest.raises(WeightSyncError, match=f"or it computes {type(policy).__name__} in another way than transf"):
+        proof.check(gap, 0)

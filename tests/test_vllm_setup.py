@@ -12,7 +12,6 @@ import time
 import warnings
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,11 +19,13 @@ import torch
 from conftest import random_policy
 
 from benchmarks.make_tiny import make_tokenizer
+from benchmarks.small_models import small_config
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
 from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
+    check_family,
     check_on_cpu,
     kv_bytes_per_token,
     require_vllm,
@@ -92,7 +93,7 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
 
 
 def test_speculation_on_a_cpu_is_refused() -> None:
-    config: Any = SimpleNamespace(head_dim=64)
+    config: Any = small_config("qwen3", width=8)
     check_on_cpu(config, {"speculative_config": None})
     with pytest.raises(ValueError, match=r"speculative_config is given, but on CPUs .* are NaN .* leave it out\."):
         check_on_cpu(config, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
@@ -349,6 +350,23 @@ def test_a_skeleton_says_nothing_of_four_bits_since_its_weights_come_whole(tmp_p
 
 def test_bytes_of_a_token() -> None:
     assert kv_bytes_per_token(random_policy().config, torch.float32) == 2 * 2 * 2 * 16 * 4  # pyright: ignore
+    assert kv_bytes_per_token(small_config("gemma4_text"), torch.float32) == 2 * 2 * (2 * 8 + 1 * 16) * 4  # 4 layers
+    assert kv_bytes_per_token(small_config("falcon_mamba"), torch.float32) is None  # it has no attention
+
+
+def test_a_family_that_vllm_computes_in_another_way_is_refused_with_a_remedy() -> None:
+    check_family(small_config("qwen3"), {}, 128)
+    with pytest.raises(ValueError, match=r"keeps old weights of gpt_oss .* \(its experts and attention sinks\), "):
+        check_family(small_config("gpt_oss"), {}, 128)
+    cohere2 = small_config("cohere2", {"sliding_window": 96})
+    with pytest.raises(ValueError, match=r"lets it see 95, .* set max_model_len among vLLM's arguments to at most 96"):
+        check_family(cohere2, {}, 128)
+    check_family(cohere2, {"max_model_len": 96}, 128)
+    with pytest.raises(ValueError, match=r"On a CPU .* without the bias of their router, .* ernie4_5_moe .* or a GPU"):
+        check_on_cpu(small_config("ernie4_5_moe", width=4), {})
+    check_on_cpu(small_config("falcon_mamba"), {})
+    with pytest.raises(ValueError, match="heads have 16 dimensions, for which vLLM has no attention on CPUs"):
+        check_on_cpu(small_config("gemma4_text", {"head_dim": 32}), {})  # those of its full layers
 
 
 def test_servers_on_a_cpu_share_its_threads_and_what_the_user_has_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +386,7 @@ def test_heads_of_a_size_that_vllm_does_not_know_are_refused_before_an_engine_st
     monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setattr("lit_grpo.rollout.vllm.arguments._installed_version", lambda: "0.32.0")
+    monkeypatch.setattr("lit_grpo.rollout.vllm.arguments.installed_version", lambda: "0.32.0")
     policy = PolicySpec(load_policy(str(policy_folder)), load_tokenizer(str(policy_folder)))
     with pytest.raises(ValueError, match=r"heads have 16 dimensions, for which vLLM has no attention on CPUs"):
         VLLMGenerator().start(policy)

@@ -134,6 +134,7 @@ class Generator(Decoder, Protocol):
     - ``entropies``: completions come with the mean entropy of the distributions that their tokens were sampled from.
     - ``keeps_kv``: a request that is stopped before a sync can go on after it with the keys and values of the old
       weights, where :class:`lit_grpo.policy.spec.PolicySpec` asks for that.
+    - ``policy_dtype``: it computes in the type of the policy's weights, so in float32 its scores are the policy's.
     - ``hidden_states``: the features of its observations are the policy's last hidden states.
     """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lit_grpo.policy.architecture.decoder import context_length, hidden_states
-from lit_grpo.policy.sharding import compute
+from lit_grpo.policy.sharding import class_of, compute
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.update.logprobs.forward import head_logprobs
 
@@ -26,10 +26,12 @@ _NUM_TOKENS, _MOST_TOKENS_EACH = 512, 256
 class Gap(NamedTuple):
     """How far an engine's log-probs are from the policy's on average, in ``nats`` and ``relative`` to their spread.
 
-    ``rounding`` is the relative error of the policy's embeddings that would move its log-probs as far.
+    ``rounding`` is the relative error of the policy's embeddings that would move its log-probs as far. ``model``
+    is the policy's class.
     """
 
     engine: str
+    model: str
     nats: float
     relative: float
     rounding: float
@@ -63,7 +65,8 @@ class SyncProof:
         gaps = {name: float((scored_N - expected_N).abs().mean()) for name, scored_N in scores.items()}
         worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else math.inf)
         moved = float((_shaken_logprobs(policy, sequences) - expected_N).abs().mean()) / _SHAKE
-        return Gap(worst, gaps[worst], gaps[worst] / spread, gaps[worst] / max(moved, _LEAST_SPREAD))
+        nats, model = gaps[worst], class_of(policy).__name__
+        return Gap(worst, model, nats, nats / spread, nats / max(moved, _LEAST_SPREAD))
 
     def accepts(self, gap: Gap) -> bool:
         """Whether a sync is good; later syncs are then compared with it."""
@@ -81,8 +84,9 @@ class SyncProof:
                 f"After the sync of version {version} the log-probs that {gap.engine} gives to given tokens differ "
                 f"from the policy's by {gap.nats:.3g} nats on average, {gap.relative:.3g} of their spread and as a "
                 f"rounding error of {gap.rounding:.3g} makes them, where {self.max_gap:.3g} and {limit:.3g} are "
-                "allowed: its weights are not the policy's, or it computes something else. The limits are "
-                f"weight_sync.max_relative_gap and twice max_gap_growth ({self.max_growth}) times the largest so far."
+                f"allowed: its weights are not the policy's, or it computes {gap.model} in another way than "
+                "transformers, which another generator or policy avoids. The limits are weight_sync.max_relative_gap "
+                f"and twice max_gap_growth ({self.max_growth}) times the largest so far."
             )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import table_rows
 
+from benchmarks import architectures_vllm
 from benchmarks.architectures import judge
 
 pytestmark = pytest.mark.integration
@@ -20,6 +21,8 @@ DECODED = (
 UPDATED = ("bloom", "falcon_mamba", "lfm2", "nemotron", "qwen3_5_text", "recurrent_gemma", "rwkv")
 SLACK = 5.0
 """The benchmark's limits are for one processor; a test runs on any. What is really wrong is off by 1e-3 or more."""
+IN_VLLM_REFUSED = ("cohere2", "deepseek_v3", "gpt_oss")
+IN_VLLM = ("exaone_moe", "falcon", "gemma4_text", "glm", "llama4_text", "minicpm3", "qwen3_moe", *IN_VLLM_REFUSED)
 REFUSED = ("bert", "bert-generation", "prophetnet", "xlnet")
 
 
@@ -41,3 +44,12 @@ def test_a_family_that_they_do_not_is_learnt_from_exactly(family: str, tmp_path:
 def test_what_is_no_policy_is_refused_in_a_sentence(family: str, tmp_path: Path) -> None:
     row = judge(family, tmp_path, SLACK)
     assert row["outcome"] == "refused" and str(row["detail"]).endswith("."), row
+
+
+@pytest.mark.parametrize("family", table_rows(IN_VLLM, ("deepseek_v3", "exaone_moe")))
+def test_a_family_is_exact_in_vllm_after_its_weights_have_changed(family: str, tmp_path: Path) -> None:
+    row = architectures_vllm.judge(family, tmp_path / "log", SLACK)
+    if family in IN_VLLM_REFUSED:
+        assert row["outcome"] == "refused" and str(row["detail"]).endswith("."), row
+    else:
+        assert row["outcome"] == "exact", (row, (tmp_path / "log").read_text()[-2000:])

@@ -123,6 +123,10 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_architectures.py::test_a_family_that_the_slots_decode_is_exact",
     ),
+    "benchmarks.architectures_vllm": (
+        "takes minutes",
+        "integration/test_architectures.py::test_a_family_is_exact_in_vllm_after_its_weights_have_changed",
+    ),
     "benchmarks.NAME": ("takes minutes", "integration/test_benchmarks.py::test_the_other_benchmarks_run"),
 }
 """Commands that are not run, why, and the test that runs their like."""

@@ -12,7 +12,16 @@ from quick_runs import check_result, run_quick
 
 pytestmark = pytest.mark.integration
 
-WITH_VLLM = ("weight_sync", "lora_sync", "sync_proof", "soak", "vllm_learning", "modes", "overlap")
+WITH_VLLM = (
+    "weight_sync",
+    "lora_sync",
+    "sync_proof",
+    "soak",
+    "vllm_learning",
+    "modes",
+    "overlap",
+    "architectures_vllm",
+)
 
 
 @pytest.mark.nightly
@@ -68,6 +77,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "update_peak",
         "budgets",
         "checkpoint_stall",
+        "architectures_vllm",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import random_policy
+import torch
+from conftest import random_policy, save_tokenizer, table_rows
 from hand_made import chosen, make_module, make_trainer, save_policy_for_vllm, sgd
 
+from benchmarks.small_models import small_model
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.plugins import Listener
@@ -19,7 +21,9 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.proof import given_logprobs
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.weights.tensors import check_arrival
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 
@@ -168,3 +172,56 @@ def test_one_engine_at_a_time_lives_in_a_process(folder: Path, starts: list[VLLM
     train(folder, first)  # starts anew
     assert first.version == 2 and second.version == -1
     assert starts == [first, second, first]
+
+
+@pytest.mark.parametrize("expert_size", table_rows((64, 48), (48,)))  # the second is padded for the CPU's kernel
+def test_experts_are_right_after_every_sync(expert_size: int, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    policy = small_model("qwen3_moe", {"moe_intermediate_size": expert_size}, width=4)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
+    generator.start(PolicySpec(policy, load_tokenizer(str(tmp_path))))
+    given = [list(PROMPT.token_ids)]
+    for version in range(2):
+        generator.load_weights(generator.weights(), version)
+        (scored_T,) = generator.score(given).values()
+        torch.testing.assert_close(scored_T, given_logprobs(policy, given), atol=1e-5, rtol=0)
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight += 0.02 * torch.randn(weight.shape)
+
+
+def test_a_family_whose_class_vllm_shares_with_transformers_is_trained_as_before(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    policy = small_model("glm", width=4)
+    given = [list(PROMPT.token_ids)]
+    expected_T = given_logprobs(policy, given)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
+    generator.start(PolicySpec(policy, load_tokenizer(str(tmp_path))))
+    generator.load_weights(generator.weights(), 0)
+    (scored_T,) = generator.score(given).values()
+    torch.testing.assert_close(scored_T, expected_T, atol=1e-5, rtol=0)
+    called: list[str] = []
+    policy.get_decoder().register_forward_hook(lambda *_: called.append("hook"))  # as fsdp2 has them
+    torch.testing.assert_close(given_logprobs(policy, given), expected_T)
+    assert called == ["hook"]
+    another = small_model("glm", width=4)  # such as the one that an export is opened with
+    torch.testing.assert_close(given_logprobs(another, given), expected_T)
+
+
+def test_biases_that_vllm_holds_in_another_order_have_arrived(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    policy = small_model("gpt_neox", width=4)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64, "block_size": BLOCK})
+    generator.start(PolicySpec(policy, load_tokenizer(str(tmp_path))))
+    weights = generator.weights()
+    report = generator.load_weights(weights, 0)
+    check_arrival(weights.digests, report.digests)
+
+
+def test_what_vllm_cannot_start_is_said_in_a_sentence(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64})
+    policy = PolicySpec(small_model("deepseek_v32", width=4), load_tokenizer(str(tmp_path)))
+    said = r"could not start an engine for DeepseekV32ForCausalLM: .*Sparse Attention .* or another policy\."
+    with pytest.raises(ValueError, match=said):
+        generator.start(policy)

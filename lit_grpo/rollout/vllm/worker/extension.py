@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.weights.tensors import Named
 
 _KEPT_AS_IT_CAME = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_REORDERED = "query_key_value"  # the layer whose rows vLLM's loaders put into another order (BLOOM, Falcon, GPT-NeoX)
 
 
 class WorkerExtension:
@@ -158,6 +159,8 @@ def held_weights(model: Any) -> Iterator[Named]:
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             parent, _, layer = checkpoint_name(f"{path}.{kind}").removesuffix(f".{kind}").rpartition(".")
+            if layer == _REORDERED:
+                continue
             parts, sizes = fused.get(layer, [layer]), getattr(module, "output_partition_sizes", [])
             rows = parameter[: getattr(module, "org_vocab_size", None)]  # the rows after these are padding
             tensors = rows.split(sizes) if len(parts) == len(sizes) and sum(sizes) == len(rows) else [rows]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,7 +105,11 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
             self.link = Link(Meeting(**init_info.meeting), 1 + before + parallel.rank)
 
     def start_weight_update(self) -> None:
-        """Begin a layer by layer reload."""
+        """Begin a layer by layer reload, which asks for the names of the functions that load tensors."""
+        for parameter in self.model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial) and not hasattr(loader, "__name__"):  # MiniMax M2's, for example
+                setattr(loader, "__name__", "partial")  # noqa: B010
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -150,6 +155,7 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
 
     def _load(self, tensors: Iterable[Named], load_weights: Any) -> None:
         self.arrived.clear()
+        _let_reloads_pack_experts(self.model)
 
         def noted() -> Iterator[Named]:
             for name, tensor in tensors:
@@ -163,7 +169,8 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
         if missing := [min(names) for names in expected.values() if not names & loaded]:
             raise WeightSyncError(
                 f"{len(missing)} of {len(expected)} parameters of vLLM's model got no weight, {min(missing)!r} among "
-                "them."
+                f"them: its {type(self.model).__name__} is not built as transformers builds the policy; take another "
+                "generator or policy."
             )
 
     def finish_weight_update(self) -> None:
@@ -201,3 +208,29 @@ class DigestingTransfer(WeightTransferEngine[Hello, Update]):
     def trainer_send_weights(*args: Any, **options: Any) -> None:
         """Unused: vLLM 0.24 wants every backend to bring a sender."""
         raise NotImplementedError("lit_grpo's fleet sends its weights itself.")
+
+
+def _let_reloads_pack_experts(model: Any) -> None:
+    """Let every reload pack experts for a CPU, as the first load does.
+
+    vLLM 0.32 packs them once. After a reload its kernel would read experts that are not packed as if they were.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if hasattr(experts, "process_weights_after_loading") and not hasattr(method, "processed_as_it_was"):
+            method.processed_as_it_was = method.process_weights_after_loading
+            method.process_weights_after_loading = partial(_process_and_pack, method)
+
+
+def _process_and_pack(method: Any, layer: Any) -> None:
+    """Process a layer's weights as vLLM does, and pack its experts if that has not packed them."""
+    kernel = method.moe_kernel
+    pack, packed = kernel.fused_experts.process_weights_after_loading, list[Any]()
+    kernel.fused_experts.process_weights_after_loading = lambda layer: (packed.append(layer), pack(layer))
+    try:
+        method.processed_as_it_was(layer)
+    finally:
+        del kernel.fused_experts.process_weights_after_loading
+    if method.moe_kernel is kernel and not packed and next(layer.parameters()).device.type == "cpu":
+        pack(layer)
