@@ -131,7 +131,7 @@ def test_memory_counts_what_is_observed(make: Any, expected: dict[Key, Completio
 
 def test_lengths_are_told_of_sampled_tokens(make: Any, expected: dict[Key, Completion]) -> None:
     class Told(NoLengths):
-        points = (3,)
+        points: tuple[int, ...] = (3,)
 
         def __init__(self) -> None:
             self.ended: dict[Key, int] = {}

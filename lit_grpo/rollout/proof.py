@@ -70,7 +70,7 @@ class SyncProof:
 
     def accepts(self, gap: Gap) -> bool:
         """Whether a sync is good; later syncs are then compared with it."""
-        if not (gap.relative <= self.max_gap and gap.rounding <= self.max_growth * self._largest):
+        if not self._is_within(gap, self.max_growth * self._largest):
             return False
         known = max(gap.rounding, _ROUNDING)
         self._largest = known if math.isinf(self._largest) else max(self._largest, known)
@@ -79,7 +79,7 @@ class SyncProof:
     def check(self, gap: Gap, version: int) -> None:
         """Raise a WeightSyncError if the gap is still too large after all weights were sent again."""
         limit = 2 * self.max_growth * self._largest
-        if not (gap.relative <= self.max_gap and gap.rounding <= limit):
+        if not self._is_within(gap, limit):
             raise WeightSyncError(
                 f"After the sync of version {version} the log-probs that {gap.engine} gives to given tokens differ "
                 f"from the policy's by {gap.nats:.3g} nats on average, {gap.relative:.3g} of their spread and as a "
@@ -89,7 +89,12 @@ class SyncProof:
                 f"and twice max_gap_growth ({self.max_growth}) times the largest so far."
             )
 
+    def _is_within(self, gap: Gap, most_rounding: float) -> bool:
+        return gap.nats <= _LEAST_NATS or (gap.relative <= self.max_gap and gap.rounding <= most_rounding)
 
+
+_LEAST_NATS = 1e-6
+"""What float32 rounds a log-prob of -10 to; a gap that is no larger is none."""
 _LEAST_SPREAD = 0.01
 """In nats; for a policy to which all tokens are about equally likely, whose own spread is 0."""
 _ROUNDING = 5e-7

@@ -89,6 +89,7 @@ def train(
     (output / f"{name}.jsonl").write_text(rows)
     batch_size = 4 // trainer_options.get("devices", 1)
     data = PromptDataModule(policy, train=str(output / f"{name}.jsonl"), batch_size=batch_size)
+    generator: dict[str, Any] = {"generator": SlotsApart()} if apart else {}
     module = make_module(
         policy,
         optimizer=momentum,
@@ -97,7 +98,7 @@ def train(
         objective=Objective(kl=KLTerm(0.1)),
         max_tokens_per_micro_batch=24,
         lora=lora,
-        **({"generator": SlotsApart()} if apart else {}),
+        **generator,
     )
     callbacks = (PolicyExporter(), RunCheckpoint(every_n_updates=0), RolloutScheduler(), Shards(apart), WeightSync())
     options = {"max_epochs": -1, "max_steps": updates, "limit_val_batches": 0, **trainer_options}
