@@ -7,9 +7,11 @@ import os
 import shlex
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -24,7 +26,9 @@ from lit_grpo.cli.parsing.refusals import check_settings, check_values, find_las
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.faults import lost_rank
+from lit_grpo.memory import is_out_of_memory
 from lit_grpo.module import GRPOModule
+from lit_grpo.process.terminal import first_line
 from lit_grpo.rewards import RewardError
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.weights.tensors import WeightSyncError
@@ -242,6 +246,11 @@ def run(args: list[str] | None = None) -> None:
                 f"The run's file {error.filename} does not exist any more: its folder {run_folder.path} was moved or "
                 "deleted while the run went on; resume from a checkpoint in it with --ckpt_path, or begin again."
             )
+        if error.errno == errno.EMFILE and not os.environ.get("LIT_GRPO_TRACEBACK"):
+            exit_with(
+                f"The process may not open another file ({error.filename or error.strerror}): its limit, which ulimit "
+                "-n shows, is too low; raise it, for example with ulimit -n 4096, and begin again or resume the run."
+            )
         if error.errno not in FULL or os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         place = "" if error.filename is None else f" to {error.filename}"
@@ -253,10 +262,25 @@ def run(args: list[str] | None = None) -> None:
         if os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(f"{one_sentence(str(error))}{own_frames(error)}\n(LIT_GRPO_TRACEBACK=1 shows where)")
-    except RuntimeError as error:
-        if not (sentence := lost_rank(error)) or os.environ.get("LIT_GRPO_TRACEBACK"):
+    except (RuntimeError, MemoryError) as error:
+        sentence = _out_of_memory(error) if is_out_of_memory(error) else lost_rank(error)
+        if not sentence or os.environ.get("LIT_GRPO_TRACEBACK"):
             raise
         exit_with(sentence)
+
+
+def _out_of_memory(error: BaseException) -> str:
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    if raised.is_relative_to(Path(__file__).parents[1]):  # it has a sentence of its own
+        return str(error)
+    where = "The device's" if isinstance(error, torch.OutOfMemoryError) else "The host's"
+    said = first_line(error).rpartition("] ")[2]  # without torch's place in its own code
+    return (
+        f"{where} memory ran out ({said or type(error).__name__}): lower model.max_tokens_per_micro_batch (auto halves "
+        "it by itself), model.generator's kv_memory or sampling.max_tokens, or set model.gradient_checkpointing, and "
+        "resume the run from its last checkpoint; python -m lit_grpo fit-check shows what a run needs.\n"
+        "(LIT_GRPO_TRACEBACK=1 shows where)"
+    )
 
 
 def _is_gone(error: OSError, folder: Path) -> bool:
