@@ -63,7 +63,7 @@ class Rule:
     first: int = 16
 
     def arguments(self) -> dict[str, Any]:
-        """What stands behind the config."""
+        """The arguments after the config."""
         return {
             "--rollout.plugins": json.dumps(self.plugins),
             "--model.num_generations": self.first,

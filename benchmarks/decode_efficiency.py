@@ -6,7 +6,7 @@ them: no sampling, no refill, no prompt, no bookkeeping. They are timed at a sam
 the rollouts, and the others take what the nearest of the sample takes.
 
 What a step consists of is counted in a rollout of its own: torch's operations that compute, those that only make views,
-and how often who reads which keys and values was laid out anew; beside it the operations of a bare forward pass.
+and how often who reads which keys and values was laid out again; beside it the operations of a bare forward pass.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def _layouts(count: Counter[str]) -> Iterator[None]:
-    """Count how often readers of keys and values are laid out anew."""
+    """Count how often readers of keys and values are laid out again."""
     lay_out = SlotCache._read_anew
 
     def counted(self: SlotCache, *args: Any) -> None:

@@ -1,6 +1,6 @@
 """The demo, as ``make demo`` runs it: exact match on held-out exercises by update, for three seeds.
 
-All start from the policy that comes with the package, and hence from the same score, on any machine. The first seed is
+All start from the policy that comes with the package, and so from the same score, on any machine. The first seed is
 then run once more, for a part of the way, to see whether it gives the same numbers again.
 """
 
@@ -45,7 +45,7 @@ def learnt(configs: Sequence[str], arguments: Sequence[str]) -> tuple[float, Log
     """Train in an empty folder as the command line does.
 
     Args:
-        configs: Names of the package's configurations, each behind the one before it.
+        configs: Names of the package's configurations, each after the one before it.
         arguments: Further ones.
 
     Returns:

@@ -50,7 +50,7 @@ class Stopwatch:
         return inner
 
     def _note(self) -> None:
-        """Count the time since the last note for whoever is at work."""
+        """Count the time since the last note for the one that is at work."""
         now = time.perf_counter()
         if self._callers:
             self.seconds[self._callers[-1]] += now - self._since

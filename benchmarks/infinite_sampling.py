@@ -2,10 +2,10 @@
 
 Three workloads. *announcing*: a policy trained on the spot that first says how long it is going to be, and mostly keeps
 to it: the case that a probe is made for. *demo*: the demo's policy as its training begins, whose completions of one
-prompt differ by little. Both sample, and lengths are foretold by the real predictor, which has learned from some
+prompt differ by little. Both sample, and lengths are predicted by the real predictor, which has learned from some
 rollouts before. *forced*: a random Qwen3 of 31 million parameters, each case in a process of its own, whose
 completions end after given lengths (log-normal with a heavy tail, up to 1,024 tokens); there is nothing to learn of
-them, so the plans are told them with an assumed error of 0.35 in the logarithm, behind a probe as before it.
+them, so the plans are told them with an assumed error of 0.35 in the logarithm, after a probe as before it.
 
 Rows, from top to bottom: Hugging Face ``generate`` on the whole group, which keeps keys and values of the prompt for
 each completion; the whole group in as many slots; naive micro groups (rounds, whose rows leave the computation when

@@ -171,7 +171,7 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
     different = sum(int(row["runs"]) - int(row["equal"]) for row in rows)
     claims = [
         Claim("kills by SIGKILL of one process", kills, ">=", 30),
-        Claim("runs that ended otherwise than the one left alone", different, "<=", 0),
+        Claim("runs that ended unlike the one left alone", different, "<=", 0),
         Claim("lives that ended with another code than their signal's", sum(int(r["wrong"]) for r in rows), "<=", 0),
     ]
     return claims

@@ -54,7 +54,7 @@ class Stopwatch:
 
 
 class Clock(pl.Callback):
-    """Write the seconds and the CPU seconds since training began behind every update, validations left out."""
+    """Write the seconds and the CPU seconds since training began after every update, validations left out."""
 
     def __init__(self) -> None:
         self._watch = Stopwatch()
@@ -102,7 +102,7 @@ class KeepPolicies(Clock):
 
 
 def is_kept(update: int, updates: int) -> bool:
-    """Whether the policy behind this update is one of those that are kept: the first, the last and some between."""
+    """Whether the policy after this update is one of those that are kept: the first, the last and some between."""
     return update * KEPT % updates == 0
 
 

@@ -267,7 +267,7 @@ def _first(seeds: Sequence[Learnt], name: str, level: float) -> float:
 
 
 def draw(found: dict[tuple[str, str], list[Learnt]], path: Path) -> None:
-    """Draw greedy exact match by CPU seconds, tokens and updates, a row for each task, the seeds' range behind."""
+    """Draw greedy exact match by CPU seconds, tokens and updates, a row a task, with the seeds' range as a band."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for task, _ in found))

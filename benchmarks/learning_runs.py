@@ -37,7 +37,7 @@ EXACT, REWARD = "val/pass@1", "reward"
 
 @dataclass(frozen=True)
 class LearningRun:
-    """One run: ``config`` is a name of ``configs/``, ``arguments`` stand behind it; it takes ``callbacks`` along.
+    """One run: ``config`` is a name of ``configs/``, ``arguments`` stand after it; it takes ``callbacks`` along.
 
     Of those that are not ``alone`` as many are run at a time as there are cores, up to two.
     """
@@ -67,7 +67,7 @@ class Run(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether it has all cores, behind the others."""
+        """Whether it has all cores, after the others."""
         ...
 
     def words(self, folder: Path) -> list[str]:
@@ -80,7 +80,7 @@ class Curves:
     """What a run has come to, by update from 0 on; NaN where it was not measured.
 
     ``exact_U`` is held-out exact match, ``reward_U`` and ``length_U`` the mean reward and length of the batch that led
-    to the update, ``open_U`` the prompts that stayed open behind it, ``flat_U`` the share of its groups without a
+    to the update, ``open_U`` the prompts that stayed open after it, ``flat_U`` the share of its groups without a
     difference, ``samples_U`` and ``tokens_U`` what has been learnt from and decoded so far; seconds are without
     validations.
     """
@@ -116,7 +116,7 @@ def run_all(runs: Sequence[LearningRun], folder: Path) -> dict[str, Curves]:
 
 
 def train_all(runs: Sequence[Run], folder: Path) -> None:
-    """Run those that have not been run, in the order given, and those that are to be alone behind the others."""
+    """Run those that have not been run, in the order given, and those that are to be alone after the others."""
     together = [run for run in runs if not run.alone]
     alone = [run for run in runs if run.alone]
     every = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

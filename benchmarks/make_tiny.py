@@ -3,7 +3,7 @@
 A tiny Qwen3 is warm-started on :func:`lit_grpo.tasks.arithmetic.demonstration`: first on whole workings, then on
 a crowd most of whom answer hastily. What comes out can do the working, and mostly does not: GRPO is to find
 that the working pays. The same seed gives the same weights, bit for bit, on one kind of CPU; on another they
-round otherwise, and differ: hence it is shipped, and not made where it is used.
+round otherwise, and differ, so it is shipped, and not made where it is used.
 """
 
 from __future__ import annotations

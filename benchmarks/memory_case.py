@@ -59,7 +59,7 @@ class Phases:
 
 
 class PhaseProbe(pl.Callback):
-    """Measures the first step of a fit. Stands behind RolloutScheduler, whose rollout has ended when it is called."""
+    """Measures the first step of a fit. Stands after RolloutScheduler, whose rollout has ended when it is called."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The process is idle: model and optimizer are loaded."""

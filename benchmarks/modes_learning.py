@@ -182,7 +182,7 @@ def _name(mode: str) -> str:
 
 
 def draw(found: dict[tuple[str, str], list[Curves]], path: Path) -> None:
-    """Draw held-out exact match by samples and by seconds, a column for each task, the range of the seeds behind."""
+    """Draw held-out exact match by samples and by seconds, a column for each task, with the seeds' range as a band."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(task for task, _ in found))

@@ -94,7 +94,7 @@ class Runner:
         group_size: Completions of a prompt.
         limit: The most tokens of one.
         lengths: Tokens that completions are forced to, by key; by default the policy decides.
-        told: What is foretold of them, where there is nothing that could be learned; by default a predictor learns.
+        told: What is predicted of them, where there is nothing that could be learned; by default a predictor learns.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _PlainSteps:
         compute_loss().backward()
 
     def take_step(self, scale: float = 1.0) -> float:
-        """Keep the sum, and begin anew."""
+        """Keep the sum, and begin again."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._policy.parameters()]
         self.gradient = torch.cat([gradient.flatten() for gradient in gradients])
         self._policy.zero_grad()

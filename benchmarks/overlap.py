@@ -59,7 +59,7 @@ class Watch(pl.Callback):
             self.gradient = torch.cat([grad.flatten().clone() for grad in grads if grad is not None])
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Note the time; the callback stands behind the sync."""
+        """Note the time; the callback comes after the sync."""
         self.ends.append(time.perf_counter())
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 

@@ -1,6 +1,6 @@
 """Peak memory and time of an update of long sequences, on one rank and on two that share the tokens of every row.
 
-A group of two completions behind one prompt, packed into one row, with a random Qwen3 of 7 million parameters. Every
+A group of two completions of one prompt, packed into one row, with a random Qwen3 of 7 million parameters. Every
 step is taken in a real fit, each rank a process on one thread, after a first one: memory is the peak of the fullest
 rank above weights, gradients and moments. Two ranks have a row each, which go through both, one after another.
 """

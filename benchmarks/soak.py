@@ -1,7 +1,7 @@
-"""A long run on two vLLM servers in which something goes wrong all the time, and what it leaves behind.
+"""A long run on two vLLM servers in which something goes wrong all the time, and what is left over from it.
 
 A fault comes every few updates, drawn at random: a server is killed, and another started at its port; a server stands
-still for some seconds; its weights are exchanged behind the run's back; a reward function fails, or a call of it takes
+still for some seconds; its weights are exchanged unseen by the run; a reward function fails, or a call of it takes
 long; a gradient is not finite. The run has to go on to its end. Memory, file descriptors, threads, child processes and
 files in shared memory are counted after every ten updates, and may not grow.
 """

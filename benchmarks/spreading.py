@@ -1,7 +1,7 @@
 """How far apart ranks end their rollouts, by how prompts are dealt to them.
 
 Prompts of long-tailed lengths come a second time. How long their completions were at the first visit is known, and the
-lengths of the second are drawn anew about the same mean of each prompt: log-normal, of a spread of 1 in all, one half
+lengths of the second are drawn again about the same mean of each prompt: log-normal, of a spread of 1 in all, one half
 of its square between prompts, or nine tenths. Ranks are dealt prompts
 
 - ``in order``, equally many each, as they come;

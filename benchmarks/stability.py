@@ -1,8 +1,8 @@
-"""Does training survive a sampler that is far behind, and what of the objective does it take?
+"""Does training survive a sampler that is many updates old, and what of the objective does it take?
 
 The demo's task, sampled throughout by the weights of 16 updates ago: every token is 16 versions old when it is learnt
 from (in the first 16 updates, as old as the run). Objectives differ in nothing else. The mean reward is that of the
-sampler, and hence behind too.
+sampler, and so is old too.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _claims(rows: Sequence[Row], size: Size) -> list[Claim]:
 
 
 def draw(found: dict[str, list[Curves]], path: Path) -> None:
-    """Draw the mean reward by update, the range of the seeds behind it."""
+    """Draw the mean reward by update, with the range of the seeds as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -40,7 +40,7 @@ System = Literal["lit_grpo", "TRL", "TRL, GPU path of its head"]
 class Case:
     """What one process measures.
 
-    ``size`` is tokens a micro-batch for lit_grpo, rows a micro-batch for TRL. ``share`` lays completions out behind a
+    ``size`` is tokens a micro-batch for lit_grpo, rows a micro-batch for TRL. ``share`` lays completions out after a
     common prompt. ``warm`` counts gradients and the optimizer's state as part of the idle process. ``first`` is how
     many completions of each group the warm-up has: all, unless told otherwise. Of several ``ranks``, which share every
     row, the process is the one that torchrun's variables say.
@@ -85,14 +85,14 @@ class Probe(pl.Callback):
         return time.perf_counter()
 
     def start(self) -> float:
-        """Return the time when a step begins, behind a look at how fast the machine is at the moment."""
+        """Return the time when a step begins, after a look at how fast the machine is at the moment."""
         self.rate = matmul_tflops(self)
         return self.clock()
 
     def tell(self, seconds: float) -> None:
-        """Answer with what was measured of a step; the first layer runs twice in it where activations are made anew.
+        """Answer with what was measured of a step; the first layer runs twice in it where activations are made again.
 
-        The rate of matrix products is the better one of those before and behind it.
+        The rate of matrix products is the better one of those before and after it.
         """
         peak_mib = (self.peak.peak_gib() - self.idle_gib) * 1024
         rate = max(self.rate, matmul_tflops(self))
@@ -117,7 +117,7 @@ class Probe(pl.Callback):
 
 
 class PlainRows(pl.Callback):
-    """Makes the module lay out each completion behind a prompt of its own."""
+    """Makes the module lay out each completion after a prompt of its own."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Switch."""

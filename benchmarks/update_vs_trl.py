@@ -10,7 +10,7 @@ as it is here; a row of its own shows it as installed, and what counts is the be
 Memory is the peak above the idle process, gradients and AdamW's moments included, each setting in a process of its own;
 what a method can save is told as the peak above these, which both sides must hold.
 The floor is the FLOPs that any method must do (see ``floor_flops``); how near we come is told as the share of the rate
-at which the same process multiplies large matrices just before and behind the step, for a shared machine's rate drifts.
+at which the same process multiplies large matrices just before and after the step, for a shared machine's rate drifts.
 The first layer of a policy runs once a micro-batch without checkpointing and twice with it, which ``layer_runs`` shows.
 """
 

@@ -73,7 +73,7 @@ def _in_process(policy: Any, tokenizer: Any, repeats: int) -> dict[str, list[flo
 
     def sync(version: int) -> None:
         for parameter in policy.parameters():
-            parameter.mul_(1.0)  # as an update does, after which a digest is taken anew
+            parameter.mul_(1.0)  # as an update does, after which a digest is taken again
         start = time.perf_counter()
         weights = PolicyWeights(policy)
         report = generator.load_weights(weights, version)

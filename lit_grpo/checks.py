@@ -208,7 +208,7 @@ def check_order(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> None:
         ranks = [next(rank for rank, kind in enumerate(kinds) if isinstance(one, kind)) for one in (first, second)]
         if ranks[0] > ranks[1]:
             raise ValueError(
-                f"trainer.callbacks lists {type(first).__name__} before {type(second).__name__}; put it behind, for "
+                f"trainer.callbacks lists {type(first).__name__} before {type(second).__name__}; put it after, for "
                 "each works on what the one before it has done."
             )
 

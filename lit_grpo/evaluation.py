@@ -76,7 +76,7 @@ class EvaluationModule(pl.LightningModule):
         cast(MeanMetric, mean).update(value)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the counts anew."""
+        """Begin the counts again."""
         for metric in (*self.means.values(), *self.reward_means):
             cast(MeanMetric, metric).reset()
 

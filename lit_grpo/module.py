@@ -100,7 +100,7 @@ class GRPOModule(EvaluationModule):
         num_minibatches: Into how many optimizer steps one pass is cut, by prompts.
         max_tokens_per_micro_batch: Tokens that go through the model at once: completions, and a prompt with some of
             its completions or by itself. ``auto`` estimates it from the free memory, and halves it and begins
-            the step anew when memory runs out all the same.
+            the step again when memory runs out all the same.
         sequence_parallel_size: How many ranks share the tokens of a micro-batch (Ulysses), for sequences that are too
             long for one; each takes all of them in attention, for its part of the heads.
         max_grad_norm: The gradient's norm is clipped to this; 0 does not clip.

@@ -83,7 +83,7 @@ def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row]
 
     Args:
         setting: What the user has set, for messages.
-        spec: The name of a row, or the class path of a dataclass of ``kind``; behind a colon fields and their values,
+        spec: The name of a row, or the class path of a dataclass of ``kind``; after a colon fields and their values,
             as in ``april:batches_in_work=3,max_staleness=4``; or a mapping of one name to its fields.
         rows: Those that have a name, dataclasses.
         kind: What they are.

@@ -245,7 +245,7 @@ class Trajectory:
     def followed_by(
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
     ) -> Trajectory:
-        """Return this and more tokens behind it: sampled with ``logprobs`` by ``version``, or observed without."""
+        """Return this followed by more tokens: sampled with ``logprobs`` by ``version``, or observed without."""
         whole = Trajectory(
             [*self.token_ids_T.tolist(), *token_ids],
             [*self.logprobs_T.tolist(), *(logprobs or [0.0] * len(token_ids))],

@@ -156,7 +156,7 @@ class Prompt:
     """One prompt, tokenised.
 
     ``prompt_id`` is stable across runs and epochs (``"train/17"``: split and row number); ``visit``
-    counts how often it has been drawn before, so that a second epoch samples anew. ``columns`` are
+    counts how often it has been drawn before, so that a second epoch samples again. ``columns`` are
     all fields of its row, for the reward functions. ``messages`` is the conversation that ``text`` was rendered from,
     where the row's prompt is one.
 
@@ -210,11 +210,11 @@ class Request:
         return (self.prompt.prompt_id, self.prompt.visit)
 
     def after(self, prefix: Trajectory) -> Request:
-        """Return the request that goes on behind ``prefix``."""
+        """Return the request that goes on after ``prefix``."""
         return self if prefix is self.prefix else replace(self, prefix=prefix)
 
     def check_prefix(self) -> None:
-        """Check that there is a token left to sample behind its prefix, and that it has not observed too many.
+        """Check that there is a token left to sample after its prefix, and that it has not observed too many.
 
         Raises:
             ValueError: Its sampling parameters allow no more.

@@ -63,7 +63,7 @@ def test_lightnings_own_monitor_sees_the_learning_rate_of_every_step(policy_fold
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ([MemoryMonitor(), RolloutScheduler()], "lists MemoryMonitor before RolloutScheduler; put it behind"),
+        ([MemoryMonitor(), RolloutScheduler()], "lists MemoryMonitor before RolloutScheduler; put it after"),
         ([RolloutScheduler(), ThroughputMonitor(), WeightSync()], "lists ThroughputMonitor before WeightSync"),
         ([WeightSync(), RolloutScheduler()], "lists WeightSync before RolloutScheduler"),
         ([RolloutScheduler(), RunCheckpoint()], "lists RolloutScheduler before RunCheckpoint"),

@@ -90,7 +90,7 @@ def test_plans_that_follow_lengths_go_behind_a_probe(capsys: pytest.CaptureFixtu
     trace = "lognormal_heavy:prompts=1,group=32,seed=3"
     main(["--trace", trace, "--slots", "8", "--plans", "fcfs", "lpt", "--noise", "0.35", "--probe_tokens", "32"])
     said = capsys.readouterr().out
-    assert "fcfs " in said and "lpt behind 32 tokens" in said
+    assert "fcfs " in said and "lpt after 32 tokens" in said
 
 
 @pytest.mark.parametrize("text", ["", "0", "32,8", "8,,9", "many"])

@@ -207,10 +207,10 @@ def test_what_is_away_can_be_finished_aborted_and_dropped(make: Any) -> None:
     ("act", "message"),
     [
         (lambda held: Answer(hold=[held[0].request.key]), "has not just come to the end of a turn"),
-        (lambda held: Answer(go_on=[held[0].request]), "put what is observed behind them"),
+        (lambda held: Answer(go_on=[held[0].request]), "put what is observed after them"),
         (
             lambda held: Answer(go_on=[held[0].request.after(held[0].followed_by([3], [-1.0], 0))]),
-            "put what is observed behind them",
+            "put what is observed after them",
         ),
         (
             lambda held: Answer(go_on=[each.request.after(each.followed_by([3] * 13)) for each in held if short(each)]),

@@ -70,7 +70,7 @@ class Record:
         pass_rate: Share of these that passed.
         last_pass_rate: Share of the last visit's.
         mean_tokens: Of these; completions without a reward among them.
-        num_flat: Visits on end, the last one included, in which all rewards were equal.
+        num_flat: Visits in a row, the last one included, in which all rewards were equal.
         version: Of the policy that learnt from the last one.
         lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
             half at each new one.

@@ -29,7 +29,7 @@ class PromptLoader:
     ahead. A batch counts as consumed once it is marked ``trained`` or the next one is asked for, so
     that a step which was cut off is done again after resuming.
 
-    With ``on_demand`` its batches are empty, and whoever fills them takes prompts by :meth:`draw`, which count as
+    With ``on_demand`` its batches are empty, and what fills them takes prompts by :meth:`draw`, which count as
     consumed at once: a checkpoint has to keep them.
 
     Args:
@@ -105,7 +105,7 @@ class PromptLoader:
         return prompts
 
     def further(self, most: int) -> Iterator[Prompt]:
-        """Yield prompts that are asked behind the batch's, at most so many, and count those that are taken to it.
+        """Yield prompts that are asked after the batch's, at most so many, and count those that are taken to it.
 
         Of W ranks this one gets every W-th; once all have what they want, :meth:`agree` has to be told.
         """
@@ -154,7 +154,7 @@ class PromptLoader:
         self._start = state_dict["prompts_consumed"]
         self._batch = None
         rule = state_dict.get("ask", {})
-        if self.chooser is not None and rule.keys() == self.chooser.state.keys():  # else another rule begins anew
+        if self.chooser is not None and rule.keys() == self.chooser.state.keys():  # else another rule begins again
             self.chooser.load_state_dict(rule)
 
     def _identity(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class PromptLoader:
         return replace(asked, altered=asked.digest != prompt.digest)
 
     def _ask(self, place: int) -> tuple[Prompt, int]:
-        """The first prompt from a place of the stream on that is asked, and the place behind it."""
+        """The first prompt from a place of the stream on that is asked, and the place after it."""
         for index in range(place, place + MOST_SKIPPED):
             prompt = self._draw(index)
             if self.chooser is None or self.chooser.asks(prompt):

@@ -181,7 +181,7 @@ class PromptDataModule(LightningDataModule):
         """The place in the training stream.
 
         Lightning keeps the state of the loader too, but gives it back only where an epoch was cut off:
-        from a checkpoint at the end of an epoch the stream would begin anew.
+        from a checkpoint at the end of an epoch the stream would begin again.
         """
         return {} if self._train_loader is None else self._train_loader.state_dict()
 

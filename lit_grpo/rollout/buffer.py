@@ -151,7 +151,7 @@ class RolloutBuffer:
     def renew(self, version: int) -> Renewal:
         """Let open groups go on as the rule says, before the policy of ``version`` samples.
 
-        What would be too old begins anew, completions that have ended and wait among it.
+        What would be too old begins again, completions that have ended and wait among it.
 
         Raises:
             ValueError: A prefix was sampled by a version that is yet to come.
@@ -299,7 +299,7 @@ class RolloutBuffer:
     def begin(self) -> None:
         """A rollout begins: until it has been learnt from, checkpoints have what there was before it.
 
-        So a run that is cut off in it, or in the update, takes both again, and comes to the same. Where a release waits
+        So a run that is cut off in it, or in the update, takes both again, with the same result. Where a release waits
         for all, there is nothing before it: the prompts are drawn again.
         """
         if self.rule.leftovers != "finish":

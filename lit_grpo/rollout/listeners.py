@@ -39,7 +39,7 @@ class Rewarding(Listener):
         self._runner.submit(group)
 
     def end(self, failed: bool) -> None:
-        """Wait for the rewards, or drop what is being scored; where it does not wait, leave it to whoever does."""
+        """Wait for the rewards, or drop what is being scored; where it does not wait, leave it to the one that does."""
         if not self._waits:
             return
         if failed:

@@ -346,7 +346,7 @@ class _Rollout:
             raise ValueError(
                 f"A listener lets {key} go on from {prefix.num_tokens} tokens, of which {prefix.num_sampled} were "
                 f"sampled, but the request has {before.num_tokens}, of which {before.num_sampled} were: put what is "
-                "observed behind them, with prefix.followed_by(token_ids)."
+                "observed after them, with prefix.followed_by(token_ids)."
             )
         request.check_prefix()
         self._plan.come_back(self._flight.come_back(request))

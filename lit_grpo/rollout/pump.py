@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from lit_grpo.faults import Phases
     from lit_grpo.rewards import RewardRunner
 
-_LOOK_S = 1.0  # after which whoever waits is told that time has passed
+_LOOK_S = 1.0  # after which a thread that waits is told that time has passed
 
 
 class RolloutPump:
     """Runs a rollout loop in a thread, and gives out groups that are whole and scored while it goes on.
 
-    The thread owns generator and buffer but for the moments between two of its steps, in which whoever asks has them:
+    The thread owns generator and buffer but for the moments between two of its steps, in which others may have them:
     so each has one owner at a time. It decodes with one policy version; for another it is stopped, and started again.
 
     Args:

@@ -29,7 +29,7 @@ class ReleaseRule:
             (``finish``); they go on from their prefixes next time (``keep``), which are not learnt from (``mask``), or
             from their beginnings (``discard``).
         max_staleness: Policy updates that may lie between the version that sampled the oldest token of a completion and
-            the one that learns from it, the time that it waits for its release included. What is older is sampled anew.
+            the one that learns from it, the time before its release included. What is older is sampled again.
         max_restarts: How often a group may lose tokens; from then on a release waits for it where it would lose more.
         num_updates: Policy updates from one release to the next.
     """
@@ -69,9 +69,9 @@ class RolloutMode(Plugin):
             members that have ended so far: the first parts are of short completions alone.
         leftovers: What becomes of completions that are unfinished when a batch is ready: there are none, because it
             waits for all (``finish``); they go on next time with the tokens and log-probs that they have (``keep``), of
-            which only those that are still to come are learnt from (``mask``); or they begin anew (``discard``).
+            which only those that are still to come are learnt from (``mask``); or they begin again (``discard``).
         max_staleness: Policy updates that may lie between the oldest token of a completion and the update that learns
-            from it, waiting included; what would be older is sampled anew. 0 is on-policy.
+            from it, waiting included; what would be older is sampled again. 0 is on-policy.
         max_restarts: How often a prompt may lose tokens by that; from then on the update waits for its completions
             before they would lose more. With 0 nothing is lost: updates wait.
         tokens_per_update: A rollout ends after so many decode steps, whatever has ended then.
@@ -79,7 +79,7 @@ class RolloutMode(Plugin):
             those that are whole, with one optimizer step at the end (``within``; on-policy); or the next batches
             (``across``). Both need a generator with devices of its own.
         at_sync: What becomes of completions that are being decoded when new weights come: they go on, and their keys
-            and values are computed anew (``recompute``) or stay those of the old weights (``keep``, vLLM alone); or
+            and values are computed again (``recompute``) or stay those of the old weights (``keep``, vLLM alone); or
             the weights wait for them, while nothing else begins (``drain``).
 
     Raises:

@@ -55,7 +55,7 @@ class Lengths(Protocol):
 
     @property
     def revision(self) -> int:
-        """It changes when estimates have changed, so that a plan knows when to sort anew."""
+        """It changes when estimates have changed, so that a plan knows when to sort again."""
         ...
 
     @property

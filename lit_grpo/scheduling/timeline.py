@@ -1,4 +1,4 @@
-"""Pictures of who decoded when."""
+"""Pictures of which slot decoded which completion when."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
         What the keys of one of its tokens look like, and the short way to decode where there is one for the model.
 
     Raises:
-        ValueError: The model cannot be decoded, or comes out otherwise than by its own forward.
+        ValueError: The model cannot be decoded, or comes out unlike its own forward.
     """
     config = model.config.get_text_config(decoder=True)
     training, before = model.training, attention_name(model)

@@ -348,7 +348,7 @@ class SlotGenerator(Versioned):
                     events.observations.append(observe_prompts([key[:2] for key, _ in batch], hidden_BD, entropies_B))
 
     def _resume(self, rows: TokenRows, cache: SlotCache) -> None:
-        """Give a row to each request that has a prefix: keys and values of all but its last token are kept, or anew."""
+        """Give a row to each request that has a prefix, with the keys and values of all but its last token."""
         assert self.budget is not None
         resumed = [request for request in self._incoming if request.prefix.num_tokens]
         with self.budget.prefilling():

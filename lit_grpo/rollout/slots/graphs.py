@@ -67,7 +67,7 @@ class GraphedDecoder:
 
     Recordings read the weights where they are, under autocast too, so weights that are updated in place need nothing;
     where one lies elsewhere than when it was recorded, there are more positions, or autocast has been switched, all is
-    recorded anew.
+    recorded again.
 
     Args:
         decoder: Computes the parts.
@@ -164,7 +164,7 @@ class _Buffers:
         self.attended = self.value.new_zeros((most_rows, num_queries * self.value.shape[2]))
 
     def parts(self, decoder: FusedDecoder, size: int) -> list[Part]:
-        """The parts of a step of ``size`` rows: one before each attention, one behind the last."""
+        """The parts of a step of ``size`` rows: one before each attention, one after the last."""
         hidden, attended = self.hidden[:size], self.attended[:size]
 
         def before(layer: int) -> None:

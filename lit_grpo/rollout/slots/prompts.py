@@ -78,7 +78,7 @@ class PromptStates:
         self._released &= {key[:2] for key in needed | set(self.states)}
 
     def forget_idle(self, cache: SlotCache, needed: set[PromptKey]) -> None:
-        """Drop the prompts that no row reads, but for those ``needed``: they are computed anew in their turn."""
+        """Drop the prompts that no row reads, but for those ``needed``: they are computed again in their turn."""
         for key in self.states.keys() - cache.prompts_in_use - needed:
             cache.drop_prompt(key)
             del self.states[key]
@@ -106,7 +106,7 @@ class PromptStates:
 class KeptCompletions:
     """Keys and values of completions that have left their rows and may come back: a cache, and no more.
 
-    Whatever is missing is computed anew from the prefixes that requests own.
+    Whatever is missing is computed again from the prefixes that requests own.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class KeptCompletions:
     ) -> Iterator[list[Request]]:
         """Open rows for requests with prefixes, some at a time, and yield which; nothing more of them is kept.
 
-        What is not kept is computed anew, with one pass for those of one prompt whose prefixes are equally long.
+        What is not kept is computed again, with one pass for those of one prompt whose prefixes are equally long.
 
         Args:
             policy: Switched to slot attention.

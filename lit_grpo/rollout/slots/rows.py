@@ -79,7 +79,7 @@ class TokenRows:
         return self._uniform[self._index[:rows], self._counts[:rows]]
 
     def admit(self, requests: Sequence[Request], version: int) -> None:
-        """Open rows behind the others, each with the prefix of its request."""
+        """Open rows after the others, each with the prefix of its request."""
         first, last = len(self), len(self) + len(requests)
         keys = np.array([request_key(request) for request in requests], dtype=np.uint64)
         self._uniform[first:last] = uniform(keys[:, None], np.arange(self.room))

@@ -30,10 +30,10 @@ def time_slices(max_tokens: int) -> Points:
 class ProbeChoice:
     """Chooses the points at which completions wait for the others (:class:`Probing`): none, a probe, or time slices.
 
-    All completions pass every point at which lengths are foretold, probe or not. So after each rollout it is known what
+    Completions pass every point at which lengths are predicted, probe or not. So it is known after each rollout what
     would have been said of them at a probe, and the steps that they would have taken are counted: in the order
-    of arrival or by what was said before decoding, behind a probe of each of the predictor's points, and in time
-    slices, for which nothing need be foretold. What has saved most is taken, where that is more than it costs.
+    of arrival or by what was said before decoding, after a probe of each of the predictor's points, and in time
+    slices, for which nothing need be predicted. What has saved most is taken, where that is more than it costs.
     A probe has to rank the completions of one prompt, too: a correlation over all would mostly be that of the prompts,
     which are told apart before decoding.
 
@@ -54,7 +54,7 @@ class ProbeChoice:
         worth = {
             points: saving
             for points, saving in self.savings.items()
-            # a point that is not foretold at is a slice, for which nothing need be
+            # a point that is not predicted at is a slice, for which nothing need be
             if saving >= WORTH_IT and not (len(points) == 1 and correlations.get(points[0], 1) < self.min_correlation)
         }
         return max(worth, key=worth.__getitem__, default=())
@@ -95,11 +95,11 @@ class ProbeChoice:
 
 
 def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num_slots: int) -> tuple[int, int]:
-    """Return the steps of a rollout that waits at points, longest foretold first, and how often a job is parked.
+    """Return the steps of a rollout that waits at points, longest predicted first, and how often a job is parked.
 
     Args:
         totals: Tokens of each job, in the order of arrival, shape (jobs,).
-        said: Tokens that are foretold behind the first point, or without points before decoding, shape (jobs,); jobs of
+        said: Tokens that are predicted after the first point, or without points before decoding, shape (jobs,); jobs of
             which nothing is, NaN, come last, as they have arrived.
         points: Numbers of tokens, ascending, as for :class:`Probing`.
         num_slots: Slots that decode.

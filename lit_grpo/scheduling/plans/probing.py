@@ -12,7 +12,7 @@ from lit_grpo.types import GroupKey, Key
 
 
 class Probing:
-    """Decodes all jobs to the first of some ``points`` before any goes on to the next, and to its end behind the last.
+    """Decodes all jobs to the first of some ``points`` before any goes on to the next, and to its end after the last.
 
     A job that has come to a point gives up its slot (``park``). Those that have not been begun are begun in the order
     of arrival; among those that wait at a point, the plan chooses. With one point this is the probe of Infinite

@@ -218,7 +218,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
     for name, plan in plans.items():
         points = options.probe_tokens if plan.follows_lengths else ()
         schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
-        behind = f" behind {', '.join(map(str, points))} tokens" if points else ""
+        after = f" after {', '.join(map(str, points))} tokens" if points else ""
         outcomes.append(Outcome(name + behind, bound, schedules))
     return outcomes
 

@@ -103,7 +103,7 @@ class Schedule:
 class ReplayGenerator:
     """Decodes completions that come to known lengths, with tokens that mean nothing.
 
-    A step of it is as many decode steps as pass until something can change: a completion ends, memory is entered anew,
+    A step of it is as many decode steps as pass until something can change: a completion ends, memory is entered again,
     or a request that memory has refused is offered again.
 
     Args:

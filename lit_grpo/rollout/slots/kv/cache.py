@@ -90,7 +90,7 @@ class SlotCache:
         return set(self._prompt_of)
 
     def admit(self, prompts: Sequence[Hashable]) -> None:
-        """Open a row for a new completion of each of ``prompts``, behind the others."""
+        """Open a row for a new completion of each of ``prompts``, after the others."""
         first = self.num_rows
         self._rows_of[0] += range(first, first + len(prompts))
         self._entries_of += [[entry] for entry in self._pieces[0].add(len(prompts))]
@@ -201,7 +201,7 @@ class SlotCache:
         """Make room for one new token a row.
 
         Args:
-            positions_B: Where the token of each row stands in its completion: behind the one of the last step.
+            positions_B: Where the token of each row stands in its completion: after the one of the last step.
         """
         for piece, start in enumerate(self._starts.tolist()):
             if piece and len(entering := np.flatnonzero(positions_B == start)):
@@ -280,7 +280,7 @@ class SlotCache:
         self._masks.clear()
 
     def _see_next(self) -> None:
-        """Let each token attend to one position more; what slides, or is cut, is computed anew."""
+        """Let each token attend to one position more; what slides, or is cut, is computed again."""
         self._masks = {sight: mask for sight, mask in self._masks.items() if sight == ALL}
         for mask in self._masks.values():
             mask[:, 0, 0].scatter_(1, self._positions_B[:, None], 0.0)

@@ -129,7 +129,7 @@ class ShelfReader:
 
     An entry is read by one row (a piece of a completion) or by several (a prompt): their queries stand side by side, so
     that the keys are read once for all of them. A *line* is a row's part in one KV head: line = row x KV heads + head.
-    Readers have to be made anew when entries or rows have come, gone or moved; before they are used, their ``layout``
+    Readers have to be made again when entries or rows have come, gone or moved; before they are used, their ``layout``
     goes to the device together with that of the others.
 
     Args:
@@ -141,7 +141,7 @@ class ShelfReader:
 
     def __init__(self, shelf: Shelf, entries_B: np.ndarray, width: int, columns_B: np.ndarray | None = None) -> None:
         self.width, self._shelf = width, shelf
-        self._num_entries = int(entries_B.max()) + 1  # that are read; prompts may lie behind that nobody reads yet
+        self._num_entries = int(entries_B.max()) + 1  # that are read; prompts that nobody reads yet may lie after these
         self._per_entry = 1
         self.layout: dict[tuple[str, int], np.ndarray] = {}
         """By name and number of KV heads."""

@@ -37,7 +37,7 @@ class ShelfWriter:
     Where they lie on several shelves, what attention reads is put together for one layer at a time.
 
     Args:
-        pieces: Where they are to stand, one stretch after another; what is behind a row's own tokens is not read.
+        pieces: Where they are to stand, one stretch after another; what is after a row's own tokens is not read.
         before: What stands before them: the prompt that the completions share.
     """
 
