@@ -219,7 +219,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
         points = options.probe_tokens if plan.follows_lengths else ()
         schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
         after = f" after {', '.join(map(str, points))} tokens" if points else ""
-        outcomes.append(Outcome(name + behind, bound, schedules))
+        outcomes.append(Outcome(name + after, bound, schedules))
     return outcomes
 
 
