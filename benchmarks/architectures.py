@@ -36,9 +36,9 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.support import prefix_refusal
-from lit_grpo.update.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -251,7 +251,7 @@ def _learnt(
         for number, rollout in enumerate(group.rollouts):
             rollout.reward = float(number)
             rollout.rewards = {"reward": rollout.reward}
-    settings = Settings(Objective(), Advantages(), {"reward": 1.0}, 1.0, SAMPLING.max_tokens, max_grad_norm=0.0)
+    settings = LearnerSettings(Objective(), Advantages(), {"reward": 1.0}, 1.0, SAMPLING.max_tokens, max_grad_norm=0.0)
     settings.shares_prefix = shares
     settings.max_tokens_per_micro_batch = 64
     steps = _Gradient(policy)

@@ -19,8 +19,8 @@ from lit_grpo.scheduling.plans.probe_choice import Points, ProbeChoice
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
-from lit_grpo.update.settings import Settings
 
 POINTS = (0, 8, 32, 64)
 
@@ -175,7 +175,9 @@ def gradient_of(policy: Any, groups: Sequence[RolloutGroup], limit: int) -> torc
             rollout.reward = float(rollout.completion.num_tokens % 2)
             rollout.rewards = {"odd": rollout.reward}
     steps = _PlainSteps(policy.train())
-    settings = Settings(Objective(), Advantages(), {"odd": 1.0}, temperature=1.0, max_tokens=limit, max_grad_norm=0.0)
+    settings = LearnerSettings(
+        Objective(), Advantages(), {"odd": 1.0}, temperature=1.0, max_tokens=limit, max_grad_norm=0.0
+    )
     Learner(policy, steps, settings).learn(list(groups))
     policy.eval()
     return steps.gradient

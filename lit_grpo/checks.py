@@ -18,8 +18,8 @@ from lit_grpo.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.policy.adapters import LoraSettings
+    from lit_grpo.update.learner_settings import LearnerSettings
     from lit_grpo.update.logprobs.reference import ReferenceSettings
-    from lit_grpo.update.settings import Settings
 
 FORMAT = 11
 """Of checkpoints; it changes whenever what they hold does."""
@@ -133,7 +133,11 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_ranks(
-    trainer: pl.Trainer, policy: object, lora: LoraSettings | None, reference: ReferenceSettings, settings: Settings
+    trainer: pl.Trainer,
+    policy: object,
+    lora: LoraSettings | None,
+    reference: ReferenceSettings,
+    settings: LearnerSettings,
 ) -> None:
     """Refuse what ranks cannot do together: share rows, or need whole weights where each has a shard of them.
 

@@ -53,13 +53,13 @@ from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.learner import Learner
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
 from lit_grpo.update.prefix.support import prefix_refusal
 from lit_grpo.update.selection import Selection
-from lit_grpo.update.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -167,7 +167,7 @@ class GRPOModule(EvaluationModule):
         self.num_generations, self.eval_num_generations = num_generations, eval_num_generations
         self.sampling, self.eval_sampling = sampling, eval_sampling or sampling
         weights = {function.name: function.weight for function in self.rewards}
-        self.settings = Settings(
+        self.settings = LearnerSettings(
             objective=objective,
             advantages=advantages,
             weights=weights,

@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_all_groups_together(policy_folder: Path, name: 
 
 
 def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_grpo.update.budget import TokenBudget
+    from lit_grpo.update.micro_batch_size import MicroBatchSize
 
     module = make_module(policy_folder)
     module.configure_model()
@@ -90,7 +90,7 @@ def test_memory_that_runs_out_takes_all_parts_again(policy_folder: Path, monkeyp
     module.add_gradient = fails_once
     arrived = as_they_come(module, groups)
     budget = module.learner.passes.budget
-    assert isinstance(budget, TokenBudget) and budget.tokens < 40
+    assert isinstance(budget, MicroBatchSize) and budget.tokens < 40
     assert relative_error(flat(arrived.gradients[0]), flat(together.gradients[0])) < 1e-6
     assert arrived.logs[0]["loss"] == pytest.approx(together.logs[0]["loss"], rel=1e-4)
     assert not any(calls)  # one rank has nobody to exchange with

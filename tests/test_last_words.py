@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lit_grpo.cli import command_line
-from lit_grpo.update.budget import TokenBudget
+from lit_grpo.update.micro_batch_size import MicroBatchSize
 
 
 def too_large() -> Any:
@@ -27,7 +27,7 @@ def too_many_files() -> Any:
     ("fail", "message"),
     [
         (too_large, r"^error: The host's memory ran out \(.*allocate.*\): lower model\.max_tokens_per_micro_batch"),
-        (lambda: TokenBudget(8).halve(8), r"^error: .*8.*set gradient_checkpointing"),
+        (lambda: MicroBatchSize(8).halve(8), r"^error: .*8.*set gradient_checkpointing"),
         (too_many_files, r"^error: The process may not open another file \(policy/config\.json\): .* ulimit -n 4096"),
     ],
 )

@@ -19,13 +19,13 @@ from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, Roll
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
 from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.learner import Learner
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.step_size import scaled_learning_rate
-from lit_grpo.update.settings import Settings
 
 NAN = math.nan
 OF_SOMETHING = ("sampling/", "advantages/")  # NaN where there is nothing to measure
@@ -68,7 +68,7 @@ def make_learner(lr: float = 0.0, double: bool = True, **changes: Any) -> tuple[
         "pass_rule": PassRule("exact"),
     }
     steps = PlainSteps(policy, lr)
-    return Learner(policy, steps, Settings(**(defaults | changes))), steps
+    return Learner(policy, steps, LearnerSettings(**(defaults | changes))), steps
 
 
 def gradient_of(groups: Sequence[RolloutGroup]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hand_made import make_module
 
 from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.scheduling.bounds import slot_bound
-from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths, Outcome
+from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths, PredictedRollout
 from lit_grpo.scheduling.plans.plan import PLANS
 from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, count_steps, time_slices
 from lit_grpo.scheduling.plans.probing import Probing
@@ -160,12 +160,12 @@ def test_time_slices_end_before_the_limit() -> None:
     assert time_slices(17) == () and time_slices(18) == (16,)
 
 
-def outcome(noise: float, seed: int, spread: float) -> Outcome:
+def outcome(noise: float, seed: int, spread: float) -> PredictedRollout:
     """Of 32 completions: nothing was known before decoding, then something after 8 tokens."""
     rng = np.random.default_rng(seed)
     totals = np.clip(np.exp(rng.normal(4, spread, 32)), 10, 1000).astype(np.int64)
     after = totals * np.exp(noise * rng.standard_normal(32))
-    return Outcome((0, 8), np.column_stack([np.full(32, 100.0), after]), totals, np.zeros(32, dtype=np.int64))
+    return PredictedRollout((0, 8), np.column_stack([np.full(32, 100.0), after]), totals, np.zeros(32, dtype=np.int64))
 
 
 def learned(noise: float, num_slots: int = 8, max_tokens: int = 16, spread: float = 0.8) -> ProbeChoice:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 from hand_made import plugin
 
-from lit_grpo.budgets.history import Lengths, PromptHistory, Record, Visit
+from lit_grpo.budgets.history import LengthMoments, PromptHistory, Record, Visit
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.methods.greso import Greso
 from lit_grpo.methods.near_half import NearHalf
-from lit_grpo.methods.sgpo import Phases
+from lit_grpo.methods.sgpo import PhasedPrompts
 from lit_grpo.types import Prompt
 
 NAN = math.nan
@@ -53,10 +53,10 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
     history.note([visit([1.0, 0.0])])
     assert history.records == {}
     history.note([visit([1.0, 1.0])])
-    history.note_lengths([("a", Lengths(2, 3.0, 0.5)), ("c", Lengths(0, 0.0, 0.0))])
+    history.note_lengths([("a", LengthMoments(2, 3.0, 0.5)), ("c", LengthMoments(0, 0.0, 0.0))])
     history.commit(lambda own: [own, [visit([0.0], name="b")]])  # of two ranks
     assert not history.lengths(["a"]).any()
-    history.commit_lengths(lambda own: [own, [("b", Lengths(4, 1.0, 0.0))]])
+    history.commit_lengths(lambda own: [own, [("b", LengthMoments(4, 1.0, 0.0))]])
     assert history["a"].mean == 1.0 and history["b"].mean == 0.0
     assert history.lengths(["b", "a", "c"]).tolist() == [[4, 1.0, 0.0], [2, 3.0, 0.5], [0, 0, 0]]
     assert "c" not in history.records  # of which nothing has come
@@ -66,7 +66,7 @@ def test_a_visit_that_is_noted_twice_counts_once_and_only_when_it_is_committed()
 
 def test_a_history_goes_on_from_a_checkpoint() -> None:
     history, again = history_of([1.0, 0.0], [0.5, 0.25]), PromptHistory()
-    history.note_lengths([("a", Lengths(2, 3.0, 0.5)), ("new", Lengths(1, 2.0, 0.0))])
+    history.note_lengths([("a", LengthMoments(2, 3.0, 0.5)), ("new", LengthMoments(1, 2.0, 0.0))])
     history.commit_lengths()
     assert history["new"].num_visits == 0 and history["new"].lengths.number == 1
     again.load_state_dict(history.state_dict())
@@ -122,13 +122,13 @@ def phase_of_paper(rate: float) -> int | None:
 @pytest.mark.parametrize("phase", [2, 4, 8])
 @pytest.mark.parametrize("rate", RATES)
 def test_a_phase_asks_those_of_its_bucket_and_a_share_of_those_nobody_passed(phase: int, rate: float) -> None:
-    chance = Phases().chance(Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0})
+    chance = PhasedPrompts().chance(Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0})
     assert chance == (0.1 if rate == 0 else 1.0 if phase_of_paper(rate) == phase else 0.01)
-    assert Phases().chance(Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
+    assert PhasedPrompts().chance(Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
 
 
 def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> None:
-    rule, profile = Phases(batches=3), [Record(1, pass_rate=0.6)] * 2
+    rule, profile = PhasedPrompts(batches=3), [Record(1, pass_rate=0.6)] * 2
     state = rule.begin()
     for _ in range(5):
         state = rule.learn(state, profile + [Record(2, pass_rate=0.6)] * 2)  # half of them on their first visit
@@ -143,7 +143,7 @@ def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> N
 
 
 def test_a_phase_without_prompts_takes_one_batch_and_no_run_stops() -> None:
-    rule = Phases(batches=50)
+    rule = PhasedPrompts(batches=50)
     hard, unsolved = [Record(3, pass_rate=0.1)], [Record(3)]
     state = rule.learn(rule.begin(), hard + unsolved)
     assert state["phase"] == 4.0

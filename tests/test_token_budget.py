@@ -12,12 +12,12 @@ from conftest import random_policy
 from hand_made import fit, flat, make_micro_batch, make_module, make_rollout, random_groups, relative_error
 
 from lit_grpo.module import GRPOModule
-from lit_grpo.update import budget as token_budget
+from lit_grpo.update import micro_batch_size as token_budget
 from lit_grpo.update.batches.microbatch import least_tokens
-from lit_grpo.update.budget import MOST_TOKENS, TokenBudget, estimate_tokens
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
+from lit_grpo.update.micro_batch_size import MOST_TOKENS, MicroBatchSize, estimate_tokens
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
@@ -35,7 +35,7 @@ class ScarceMemory(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        pl_module.learner.passes.budget = TokenBudget(200)
+        pl_module.learner.passes.budget = MicroBatchSize(200)
         reference = pl_module.learner.reference
         model = reference.model if self.of_the_reference and isinstance(reference, Reference) else pl_module.policy
         model.get_decoder().layers[1].register_forward_hook(self._check)  # pyright: ignore
@@ -103,7 +103,7 @@ def test_other_errors_and_a_fixed_budget_are_left_alone(policy_folder: Path) -> 
 
 
 def test_the_budget_is_halved_down_to_the_longest_sequence() -> None:
-    budget = TokenBudget(100)
+    budget = MicroBatchSize(100)
     budget.halve(least=40)
     assert budget.tokens == 50
     budget.halve(least=40)

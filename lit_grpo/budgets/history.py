@@ -15,22 +15,22 @@ SMALLEST = 1e-6
 """A deviation of less than this (relative to the mean, above 1) is rounding: such rewards are all equal."""
 
 
-class Lengths(NamedTuple):
+class LengthMoments(NamedTuple):
     """Number, mean and variance of the logs of completions' lengths, in tokens."""
 
     number: float = 0.0
     mean: float = 0.0
     variance: float = 0.0
 
-    def after(self, visit: Lengths) -> Lengths:
+    def after(self, visit: LengthMoments) -> LengthMoments:
         """Return them with those of a visit, one completion or more."""
         number = visit.number + EARLIER_VISITS * self.number
         weight = visit.number / number
         mean = self.mean + (visit.mean - self.mean) * weight
-        return Lengths(number, mean, self.variance + (visit.variance - self.variance) * weight)
+        return LengthMoments(number, mean, self.variance + (visit.variance - self.variance) * weight)
 
 
-NO_LENGTHS = Lengths()
+NO_LENGTHS = LengthMoments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Record:
     mean_tokens: float = 0.0
     num_flat: int = 0
     version: int = -1
-    lengths: Lengths = NO_LENGTHS
+    lengths: LengthMoments = NO_LENGTHS
 
     @property
     def is_easy(self) -> bool:
@@ -126,7 +126,7 @@ class Record:
 
 
 NEW = Record()
-Length = tuple[str, Lengths]
+Length = tuple[str, LengthMoments]
 """Those of a prompt, by its id."""
 
 
@@ -156,7 +156,7 @@ class PromptHistory:
         return [record if record.num_visits else replace(record, mean_tokens=mean) for record in records]
 
     def lengths(self, prompt_ids: Sequence[str]) -> np.ndarray:
-        """Return the :class:`Lengths` of prompts, shape (prompts, 3); zeros of those without a completion so far."""
+        """Return the :class:`LengthMoments` of prompts, shape (prompts, 3); zeros of those without a completion."""
         return np.array([self[prompt_id].lengths for prompt_id in prompt_ids]).reshape(-1, 3)
 
     def note(self, visits: Sequence[Visit]) -> None:
@@ -188,9 +188,10 @@ class PromptHistory:
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Go on from a checkpoint."""
-        width = len(Lengths._fields)
+        width = len(LengthMoments._fields)
         self.records = {
-            prompt_id: Record(*[*values[:-width], Lengths(*values[-width:])]) for prompt_id, values in state.items()
+            prompt_id: Record(*[*values[:-width], LengthMoments(*values[-width:])])
+            for prompt_id, values in state.items()
         }
 
 

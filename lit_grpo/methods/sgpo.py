@@ -41,7 +41,7 @@ class Buckets(Allocation):
 
 
 @dataclass(frozen=True)
-class Phases(PromptRule):
+class PhasedPrompts(PromptRule):
     """Ask from easy to hard, by the number of completions that a pass takes (the phases of sGPO, arXiv 2606.08854).
 
     The first visits are the profile, in which all are asked. Then, where a share p has passed, prompts above ``easy``
@@ -100,4 +100,4 @@ class Phases(PromptRule):
         return next((bucket for bucket in BUCKETS if record.pass_rate * bucket >= 1), BUCKETS[-1])
 
 
-PLUGINS = {"buckets": Buckets(), "phases": Phases()}
+PLUGINS = {"buckets": Buckets(), "phases": PhasedPrompts()}

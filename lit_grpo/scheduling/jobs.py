@@ -36,7 +36,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PredictedRollout:
     """What was predicted of a rollout's jobs, and what they came to.
 
     ``said`` has, for each of ``points``, the total tokens predicted when a job had so many, float64, shape (jobs,

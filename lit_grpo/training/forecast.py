@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
-from lit_grpo.update.budget import kept_bytes
+from lit_grpo.update.micro_batch_size import kept_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

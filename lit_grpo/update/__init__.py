@@ -1,6 +1,6 @@
 """How groups become one optimizer step after another."""
 
 from lit_grpo.update.learner import Learner
-from lit_grpo.update.settings import Optimization, Settings
+from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 
-__all__ = ["Learner", "Optimization", "Settings"]
+__all__ = ["Learner", "LearnerSettings", "Optimization"]

@@ -7,15 +7,17 @@ from collections.abc import Iterable
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.update.batches.microbatch import MicroBatches
 from lit_grpo.update.batches.step import Gathered, Step
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.settings import Settings
 
 PROVISIONAL = 2**12
 """What the gradient is divided by until all groups are there; a power of two, which rounds nothing."""
 
 
-def check_arriving(settings: Settings, num_ranks: int, has_shards: bool = False, plugins: Iterable[Part] = ()) -> None:
+def check_arriving(
+    settings: LearnerSettings, num_ranks: int, has_shards: bool = False, plugins: Iterable[Part] = ()
+) -> None:
     """Check that the gradient of one batch can be added up group by group.
 
     Args:

@@ -25,16 +25,16 @@ from lit_grpo.update.batches.step import (
     problem_of,
     taking_part_and_learnt,
 )
-from lit_grpo.update.budget import TokenBudget
 from lit_grpo.update.credit import give_credit
+from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, InitialAdapterReference, Reference
 from lit_grpo.update.metrics import GapLimits, LogprobGapError, TokenMetrics, advantage_metrics
+from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.normalization import StepTotals
 from lit_grpo.update.objective.controllers import ObjectiveState
 from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.tokens import highest
 from lit_grpo.update.passes import PolicyPasses
-from lit_grpo.update.settings import Optimization, Settings
 from lit_grpo.update.snapshots import Snapshots
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Learner:
         self,
         policy: PreTrainedModel,
         optimization: Optimization,
-        settings: Settings,
+        settings: LearnerSettings,
         reference: Reference | AdapterFreeReference | InitialAdapterReference | None = None,
         folder: Path | None = None,
     ) -> None:
@@ -153,7 +153,7 @@ class Learner:
         """Go on from a checkpoint."""
         self.state.load_state_dict(state["objective_state"])
         self._broken.num_skipped, tokens = state["learner"]["skipped"], state["learner"]["budget"]
-        self.passes.budget = None if tokens is None else TokenBudget(tokens)
+        self.passes.budget = None if tokens is None else MicroBatchSize(tokens)
         if isinstance(self.reference, Reference):
             self.reference.load_state_dict(state["reference"])
         if self.snapshots is not None:

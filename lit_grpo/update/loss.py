@@ -10,6 +10,7 @@ import torch
 from lit_grpo.policy.sharding import compute
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.batches.step import Gathered, Step
+from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.logprobs.checkpointing import check_mode
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.metrics import Gap, MicroBatchSums
@@ -18,7 +19,6 @@ from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.proximal import interpolated_logprobs
 from lit_grpo.update.objective.tokens import Tokens, completion_sums, spread
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
-from lit_grpo.update.settings import Settings
 from lit_grpo.update.snapshots import factor_metrics
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class MicroBatchLoss:
     """
 
     policy: PreTrainedModel
-    settings: Settings
+    settings: LearnerSettings
     rows: SequenceParallel
 
     def __call__(self, micro_batch: MicroBatch, owner: int, step: Step, gathered: Gathered) -> torch.Tensor:

@@ -15,12 +15,12 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
-from lit_grpo.update.budget import TokenBudget, estimate_tokens
+from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.loss import MicroBatchLoss
+from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
 from lit_grpo.update.prefix.sequence_parallel import SequenceParallel
 from lit_grpo.update.prefix.sharing import shared_prefixes
-from lit_grpo.update.settings import Optimization, Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,9 +38,9 @@ class PolicyPasses:
         budget: The number of tokens, where ``max_tokens_per_micro_batch`` is ``auto`` and it has been estimated.
     """
 
-    def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: Settings) -> None:
+    def __init__(self, policy: PreTrainedModel, optimization: Optimization, settings: LearnerSettings) -> None:
         self.policy, self.optimization, self.settings = policy, optimization, settings
-        self.budget: TokenBudget | None = None
+        self.budget: MicroBatchSize | None = None
         self._rows = SequenceParallel.of(policy, settings.sequence_parallel_size, settings.shares_prefix)
         self._loss = MicroBatchLoss(policy, settings, self._rows)
 
@@ -139,5 +139,5 @@ class PolicyPasses:
         if self.budget is None:
             is_selective = settings.gradient_checkpointing == "selective"
             tokens = estimate_tokens(self.policy, free_bytes(self.device), settings.shares_prefix, is_selective)
-            self.budget = TokenBudget(int(-self.ranks.max(-tokens)))
+            self.budget = MicroBatchSize(int(-self.ranks.max(-tokens)))
         return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))

@@ -272,7 +272,7 @@ def no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
 
 def little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
     """There is a little memory left."""
-    monkeypatch.setattr("lit_grpo.tools.doctor.memory.free_bytes", lambda device: 2**19)
+    monkeypatch.setattr("lit_grpo.tools.doctor.largest_step.free_bytes", lambda device: 2**19)
     return []
 
 

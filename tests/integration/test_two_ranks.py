@@ -49,7 +49,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.weights.tensors import SyncReport
 from lit_grpo.types import OBSERVED, Prompt, PromptBatch, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages
-from lit_grpo.update.budget import TokenBudget
+from lit_grpo.update.micro_batch_size import MicroBatchSize
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
@@ -270,7 +270,7 @@ class ScarceRank(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        pl_module.learner.passes.budget = TokenBudget(40)
+        pl_module.learner.passes.budget = MicroBatchSize(40)
         pl_module.policy.get_decoder().register_forward_pre_hook(self._check, with_kwargs=True)
 
     def _check(self, _: Any, __: Any, kwargs: dict[str, Any]) -> None:

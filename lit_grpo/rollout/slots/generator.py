@@ -21,13 +21,13 @@ from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
 from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kv.cache import SlotCache
-from lit_grpo.rollout.slots.kv.memory import KVBudget, check_request, kv_budget_bytes
+from lit_grpo.rollout.slots.kv.kv_budget import KVBudget, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.shelves import KVShape
 from lit_grpo.rollout.slots.prompts import AHEAD_TOKENS, KeptCompletions, PromptKey, PromptStates, batches
 from lit_grpo.rollout.slots.rows import TokenRows, observe_prompts, observe_rows, with_stop_string
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, WeightSyncError, check_complete
-from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.layouts import prompt_room
+from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
 
 KEPT_SHARE = 4
@@ -57,7 +57,7 @@ class SlotGenerator(Versioned):
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
         self.num_slots = num_slots
         self.prefill_tokens = prefill_tokens
-        self.kv_memory = MemoryBudget(kv_memory)
+        self.kv_memory = MemoryAmount(kv_memory)
         self.feature_points: tuple[int, ...] = ()
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None

@@ -34,7 +34,7 @@ from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.weights.files import PrivateFolder
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
-from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.scheduling.memory_amount import MemoryAmount
 
 _OVER_DEVICES = ("tensor", "pipeline", "data", "prefill_context")  # ways to spread an engine
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
@@ -76,7 +76,7 @@ class VLLMGenerator(EngineGenerator):
             raise ValueError(f"sleep_level must be 0, 1 or 2, not {sleep_level}.")
         if adapters == "alone" and sleep_level == 2:
             raise ValueError("sleep_level 2 drops the weights, which adapters: alone sends once; take sleep_level 1.")
-        self.kv_memory = MemoryBudget(kv_memory)
+        self.kv_memory = MemoryAmount(kv_memory)
         self.sleep_level = sleep_level
         self._engine: Any = None
         self._keyed = False  # it draws random numbers by position

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.budgets.history import Lengths, PromptHistory
-from lit_grpo.scheduling.jobs import Job, Outcome
+from lit_grpo.budgets.history import LengthMoments, PromptHistory
+from lit_grpo.scheduling.jobs import Job, PredictedRollout
 from lit_grpo.scheduling.lengths.quality import spearman, within_correlation
 from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
 from lit_grpo.types import GroupKey, Key
@@ -159,9 +159,9 @@ class LengthPredictor:
         self._clear()
         self.revision += 1
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PredictedRollout:
         """Return what was predicted of the rollout under way, each figure by what was known at its point."""
-        return Outcome(self._stages, self._said.copy(), self._jobs["total"].copy(), self._jobs["group"].copy())
+        return PredictedRollout(self._stages, self._said.copy(), self._jobs["total"].copy(), self._jobs["group"].copy())
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
         """Return the tokens expected of each job in all, float64, shape (jobs,); its limit where nothing is known yet.
@@ -279,7 +279,7 @@ class LengthPredictor:
         begun, logs = jobs["decoded"] > 0, np.log(totals)
         powers = np.column_stack([np.bincount(groups, begun * logs**power) for power in range(3)])
         self._sums = FORGETTING * self._sums + powers.sum(0)
-        visits = [(name, Lengths(*row)) for name, row in zip(names, _moments(powers).tolist(), strict=True)]
+        visits = [(name, LengthMoments(*row)) for name, row in zip(names, _moments(powers).tolist(), strict=True)]
         self.history.note_lengths(visits)
         if self._is_own:
             self.history.commit_lengths()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.scheduling.jobs import Outcome
+from lit_grpo.scheduling.jobs import PredictedRollout
 
 FORGETTING = 0.8  # the weight of all earlier rollouts, at each new one
 MOST_JOBS = 10_000  # of a rollout that are decoded in thought
@@ -59,7 +59,7 @@ class ProbeChoice:
         }
         return max(worth, key=worth.__getitem__, default=())
 
-    def learn(self, outcome: Outcome, max_tokens: int, num_slots: int, follows: bool) -> None:
+    def learn(self, outcome: PredictedRollout, max_tokens: int, num_slots: int, follows: bool) -> None:
         """Take what was said in a rollout, and what came.
 
         Args:

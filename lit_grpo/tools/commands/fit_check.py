@@ -19,7 +19,7 @@ from lit_grpo.memory import free_bytes
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.loading import resolve_policy
 from lit_grpo.rollout.slots import SlotGenerator
-from lit_grpo.scheduling.budget import MemoryBudget
+from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.training.forecast import MOMENTS, Demand, Forecast, Sizes, forecast, largest
 
 GIB = 2**30
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> None:
     own.add_argument("--memory")
     options, others = own.parse_known_args(arguments)
     try:
-        limit = None if options.memory is None else MemoryBudget(options.memory).bytes(0, 0)
+        limit = None if options.memory is None else MemoryAmount(options.memory).bytes(0, 0)
         FitCheckCLI(limit, **cli_arguments(["fit", *others]))
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):

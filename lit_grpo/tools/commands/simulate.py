@@ -22,7 +22,7 @@ from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanResult:
     """What a plan made of the batches of a trace, one after the other."""
 
     plan: str
@@ -45,7 +45,7 @@ class Outcome:
         return float(np.concatenate([schedule.ends for schedule in self.schedules]).mean())
 
 
-def print_table(source: str, engine: Engine, outcomes: list[Outcome], cost: StepCost | None) -> None:
+def print_table(source: str, engine: Engine, outcomes: list[PlanResult], cost: StepCost | None) -> None:
     """Print a row for each plan.
 
     Args:
@@ -78,7 +78,7 @@ def print_table(source: str, engine: Engine, outcomes: list[Outcome], cost: Step
     console.print(table, highlight=False)
 
 
-def _cells(outcome: Outcome, engine: Engine, cost: StepCost | None) -> list[str]:
+def _cells(outcome: PlanResult, engine: Engine, cost: StepCost | None) -> list[str]:
     schedules = outcome.schedules
     cells = [
         outcome.plan,
@@ -206,7 +206,7 @@ def _parse_step_cost(text: str) -> StepCost:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list[Outcome]:
+def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list[PlanResult]:
     """Run all plans on all batches of a trace."""
     batches = trace.batches()
     for batch in batches:
@@ -219,7 +219,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
         points = options.probe_tokens if plan.follows_lengths else ()
         schedules = [simulate(batch, name, engine, lengths, points) for batch, lengths in known]
         after = f" after {', '.join(map(str, points))} tokens" if points else ""
-        outcomes.append(Outcome(name + after, bound, schedules))
+        outcomes.append(PlanResult(name + after, bound, schedules))
     return outcomes
 
 
@@ -238,7 +238,7 @@ def _bound(trace: Trace, engine: Engine) -> int:
     return memory_bound(trace.group, trace.prompt_tokens, trace.lengths, engine.num_slots, engine.kv_tokens)
 
 
-def _write_picture(path: Path, engine: Engine, outcomes: list[Outcome]) -> None:
+def _write_picture(path: Path, engine: Engine, outcomes: list[PlanResult]) -> None:
     from lit_grpo.scheduling.timeline import Timeline, draw_timeline
 
     timelines, num_batches = [], len(outcomes[0].schedules)

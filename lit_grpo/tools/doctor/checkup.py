@@ -12,8 +12,8 @@ from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.tools.doctor.checkpoint import check_checkpoint, check_export
+from lit_grpo.tools.doctor.largest_step import check_memory
 from lit_grpo.tools.doctor.logprobs import check_dropout, check_gap
-from lit_grpo.tools.doctor.memory import check_memory
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.prompts import check_prompts, check_tokenizer
 from lit_grpo.tools.doctor.report import Finding, Report

@@ -36,16 +36,16 @@ class PackedGroup:
 
 
 @dataclass(frozen=True)
-class Span:
+class Stretch:
     """Neighbouring tokens of the row whose positions are neighbours too: ``start`` in the row, ``first`` position."""
 
     start: int
     first: int
     length: int
 
-    def cut(self, begin: int, end: int) -> Span:
+    def cut(self, begin: int, end: int) -> Stretch:
         """Return the tokens at the positions from ``begin`` to before ``end``."""
-        return Span(self.start + begin - self.first, begin, end - begin)
+        return Stretch(self.start + begin - self.first, begin, end - begin)
 
     @property
     def end(self) -> int:
@@ -92,11 +92,11 @@ def group_pieces(group: PackedGroup, window: int | None) -> list[Piece]:
         group: Where it stands in the row.
         window: How many tokens back a query sees, its own among them; ``None`` for all.
     """
-    prompt = Span(group.prompt_start, 0, group.prompt_tokens)
+    prompt = Stretch(group.prompt_start, 0, group.prompt_tokens)
     responses, start = [], group.response_start
     for length in group.response_tokens:
         if length:
-            responses.append(Span(start, group.prompt_tokens, length))
+            responses.append(Stretch(start, group.prompt_tokens, length))
             start += length
     pieces = list(_own_pieces(prompt, window)) if group.carried_at is None else []
     for response in responses:
@@ -109,7 +109,7 @@ def group_pieces(group: PackedGroup, window: int | None) -> list[Piece]:
     return pieces
 
 
-def _own_pieces(span: Span, window: int | None) -> Iterator[Piece]:
+def _own_pieces(span: Stretch, window: int | None) -> Iterator[Piece]:
     """Causal attention of a span to itself."""
     if window is None or span.length <= window:
         yield Piece(span.rows, span.rows, causal=True)
@@ -117,7 +117,7 @@ def _own_pieces(span: Span, window: int | None) -> Iterator[Piece]:
         yield from _windowed(span, span, window, merges=False)
 
 
-def _windowed(queries: Span, keys: Span, window: int, merges: bool) -> Iterator[Piece]:
+def _windowed(queries: Stretch, keys: Stretch, window: int, merges: bool) -> Iterator[Piece]:
     """Cut queries into rows of at most ``MASKED_ROWS``, each with the keys that some of them see."""
     last = min(queries.end, keys.end + window - 1)  # later queries see none of the keys
     for begin in range(queries.first, last, MASKED_ROWS):

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lit_grpo.memory import free_bytes, update_bytes
-from lit_grpo.scheduling.budget import MemoryBudget
 from lit_grpo.scheduling.layouts import Pieces, smallest_budget
+from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def kv_budget_bytes(budget: MemoryBudget, policy: PreTrainedModel) -> int:
+def kv_budget_bytes(budget: MemoryAmount, policy: PreTrainedModel) -> int:
     """Return what ``budget`` comes to on the policy's device."""
     return budget.bytes(free_bytes(policy.device), update_bytes(policy))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Settings:
+class LearnerSettings:
     """What is learnt, and how it is cut into steps and micro-batches; :class:`lit_grpo.module.GRPOModule` says more.
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,

@@ -21,7 +21,7 @@ SHARE = 0.7  # of the free memory; the rest is for what is not kept for the back
 _PROBE = 64  # tokens
 
 
-class TokenBudget:
+class MicroBatchSize:
     """A number of tokens that starts from an estimate and is halved whenever memory runs out.
 
     Args:

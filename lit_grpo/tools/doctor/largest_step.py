@@ -15,7 +15,7 @@ from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens
-from lit_grpo.update.budget import bytes_per_token, estimate_tokens, pending_bytes
+from lit_grpo.update.micro_batch_size import bytes_per_token, estimate_tokens, pending_bytes
 
 _GIB = 2**30
 _TOKEN_BYTES = 8  # host memory for a token of a completion that waits for its group

@@ -9,7 +9,7 @@ _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]ib|%)", re.IGNORECASE)
 
 
-class MemoryBudget:
+class MemoryAmount:
     """An amount of memory: ``"2.5GiB"``, a share of what is free such as ``"60%"``, or ``"auto"``.
 
     Args:
