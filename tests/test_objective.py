@@ -310,8 +310,13 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> No
         ({"off_policy_threshold": -1.0}, r"off_policy_threshold must be a number >= 0, not -1\.0"),
         ({"loss": "sapo", "epsilon": 0.2}, r"epsilon has no meaning for loss sapo; .* temperature_positive"),
         ({"loss": "cispo", "epsilon": 0.2}, r"epsilon has no meaning for loss cispo; .* epsilon_high"),
-        ({"k_positive": 2.0}, r"k_positive has no meaning for loss dapo"),
-        ({"loss": "sapo", "temperature_negative": 0.0}, r"temperature_negative must be above 0"),
+        ({"parameters": {"k_positive": 2.0}}, r"objective.parameters.k_positive has no meaning for loss dapo"),
+        ({"loss": "sapo", "parameters": {"temperature_negative": 0.0}}, r"temperature_negative must be above 0"),
+        (
+            {"parameters": {"epsilon": 0.1}},
+            r"parameters has epsilon, .* set objective.epsilon",
+        ),
+        ({"loss": "sapo", "parameters": {"temperature_negative": "hot"}}, r"must be a number >= 0, not 'hot'"),
         ({"loss": "cispo", "epsilon_high": 0.28}, r"largest weight itself.* what verl calls 0\.28 is 1\.28 here"),
         ({"delta": 1.1}, r"delta is 1\.1, inside the clip range, which ends at 1\.2; set it above"),
         ({"ratio": "sequence"}, r"ratio is sequence, but normalization token adds up tokens.* loss to gspo or luspo"),
@@ -364,11 +369,11 @@ def test_a_term_that_cannot_be_is_refused(make: Any, options: dict[str, Any], me
 
 
 def test_epsilon_set_alone_holds_on_both_sides() -> None:
-    assert Objective(epsilon=0.3).parameters == {"epsilon": 0.3, "epsilon_high": 0.3, "delta": None}
-    assert Objective(epsilon=0.3, epsilon_high=0.0).parameters["epsilon_high"] == 0.0
-    assert Objective("gspo").parameters == {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}
-    assert Objective("gspo", epsilon=0.1).parameters["epsilon_high"] == 0.1
-    assert Objective("gspo", epsilon_high=0.1).parameters["epsilon"] == 3e-4
+    assert Objective(epsilon=0.3).surrogate_parameters == {"epsilon": 0.3, "epsilon_high": 0.3, "delta": None}
+    assert Objective(epsilon=0.3, epsilon_high=0.0).surrogate_parameters["epsilon_high"] == 0.0
+    assert Objective("gspo").surrogate_parameters == {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}
+    assert Objective("gspo", epsilon=0.1).surrogate_parameters["epsilon_high"] == 0.1
+    assert Objective("gspo", epsilon_high=0.1).surrogate_parameters["epsilon"] == 3e-4
 
 
 ONE_SIDED = replace(RECIPES["dapo"], parameters={"epsilon": 0.2})
@@ -376,7 +381,7 @@ ONE_SIDED = replace(RECIPES["dapo"], parameters={"epsilon": 0.2})
 
 def test_a_row_of_ones_own_gets_the_parameters_that_it_takes() -> None:
     own = Objective(f"{__name__}.ONE_SIDED", epsilon=0.3)
-    assert own.recipe is ONE_SIDED and own.parameters == {"epsilon": 0.3}
+    assert own.recipe is ONE_SIDED and own.surrogate_parameters == {"epsilon": 0.3}
     with pytest.raises(ValueError, match=r"epsilon_high has no meaning for loss .*ONE_SIDED; .*: epsilon\."):
         Objective(f"{__name__}.ONE_SIDED", epsilon_high=0.3)
 

@@ -215,7 +215,7 @@ def our_loss(case: Case, objective: Objective, coefficient: float | None = None)
 
 
 # TRL rounds the temperatures to float32, which these numbers survive; SAPO's own 1.05 would not.
-SAPO: dict[str, Any] = {"temperature_positive": 1.5, "temperature_negative": 1.0625}
+SAPO: dict[str, Any] = {"parameters": {"temperature_positive": 1.5, "temperature_negative": 1.0625}}
 CLIP: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
 TOKEN_LOSSES: dict[str, dict[str, Any]] = {
     "grpo": CLIP,

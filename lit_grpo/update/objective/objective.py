@@ -17,17 +17,8 @@ from lit_grpo.update.objective.recipes import RECIPES, Recipe
 from lit_grpo.update.objective.step_size import StepSize
 from lit_grpo.update.objective.tokens import RatioLevel
 
-PARAMETERS = (
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "temperature_positive",
-    "temperature_negative",
-    "k_positive",
-    "lambda_positive",
-    "k_negative",
-    "lambda_negative",
-)
+BOUNDS = ("epsilon", "epsilon_high", "delta")
+"""Parameters of surrogates that are fields of their own; all others are in ``parameters``."""
 
 
 def _check_choices(objective: Objective) -> None:
@@ -48,22 +39,25 @@ def _check_choices(objective: Objective) -> None:
 
 
 def _check_parameters(objective: Objective) -> None:
-    for name in PARAMETERS:
-        value, taken = getattr(objective, name), objective.recipe.parameters
-        if value is not None and name not in taken:
+    recipe = objective.recipe
+    for name, value in objective.given.items():
+        place = f"objective.{name}" if name in BOUNDS else f"objective.parameters.{name}"
+        if name not in recipe.parameters:
             raise ValueError(
-                f"objective.{name} has no meaning for loss {objective.loss}; leave it out, or set what it takes: "
-                f"{', '.join(taken)}."
+                f"{place} has no meaning for loss {objective.loss}; leave it out, or set what it takes: "
+                f"{', '.join(recipe.parameters)}."
             )
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"objective.{name} must be a number >= 0, not {value}.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{place} must be a number >= 0, not {value!r}.")
+        if name in recipe.above_zero and value == 0:
+            raise ValueError(f"{place} must be above 0, not 0.")
+    for name in objective.parameters or {}:
+        if name in BOUNDS:
+            raise ValueError(f"objective.parameters has {name}, which is a field of its own; set objective.{name}.")
 
 
 def _check_bounds(objective: Objective) -> None:
-    parameters = objective.parameters
-    for name in ("temperature_positive", "temperature_negative", "lambda_positive", "lambda_negative"):
-        if parameters.get(name) == 0:
-            raise ValueError(f"objective.{name} must be above 0, not 0.")
+    parameters = objective.surrogate_parameters
     high, delta = parameters.get("epsilon_high"), parameters.get("delta")
     if objective.loss == "cispo" and high is not None and high < 1:
         raise ValueError(
@@ -138,12 +132,8 @@ class Objective:
         epsilon_high: How far it may rise above 1; ``epsilon`` where that is set alone. For ``cispo`` the largest
             weight itself.
         delta: Dual clip: the most that a ratio counts for a completion with a negative advantage.
-        temperature_positive: SAPO's temperature for positive advantages.
-        temperature_negative: SAPO's temperature for all others.
-        k_positive: VESPO's power of the weight for advantages of 0 and above.
-        lambda_positive: VESPO's decay of the weight for advantages of 0 and above.
-        k_negative: VESPO's power of the weight for negative advantages.
-        lambda_negative: VESPO's decay of the weight for negative advantages.
+        parameters: What else the loss takes, by name, as in ``{temperature_positive: 1.5}`` for ``sapo``;
+            docs/objectives.md lists the parameters of each loss.
         kl: The KL term to the first policy.
         entropy: The entropy bonus.
         correction: How the generator's log-probs are reconciled with the trainer's.
@@ -170,12 +160,7 @@ class Objective:
     epsilon: float | None = None
     epsilon_high: float | None = None
     delta: float | None = None
-    temperature_positive: float | None = None
-    temperature_negative: float | None = None
-    k_positive: float | None = None
-    lambda_positive: float | None = None
-    k_negative: float | None = None
-    lambda_negative: float | None = None
+    parameters: dict[str, float] | None = None
     kl: KLTerm = field(default_factory=KLTerm)
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     correction: Correction = field(default_factory=Correction)
@@ -207,10 +192,15 @@ class Objective:
         return self.normalization or self.recipe.normalization
 
     @property
-    def parameters(self) -> dict[str, float | None]:
+    def given(self) -> dict[str, float]:
+        """Those of the surrogate's parameters that are set here."""
+        bounds = {name: getattr(self, name) for name in BOUNDS}
+        return {name: value for name, value in {**(self.parameters or {}), **bounds}.items() if value is not None}
+
+    @property
+    def surrogate_parameters(self) -> dict[str, float | None]:
         """The surrogate's parameters: the recipe's, and those set here."""
-        given = {name: getattr(self, name) for name in PARAMETERS if getattr(self, name) is not None}
-        taken = self.recipe.parameters
+        given, taken = self.given, self.recipe.parameters
         if "epsilon" in given and "epsilon_high" in taken and "epsilon_high" not in given:
             given["epsilon_high"] = given["epsilon"]
         return {**taken, **given}

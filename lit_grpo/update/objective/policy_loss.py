@@ -66,12 +66,14 @@ def _corrected_surrogate(objective: Objective, tokens: Tokens) -> tuple[torch.Te
     surrogate, log_ratio_N = objective.recipe.surrogate, log_ratios(tokens, objective.ratio_level)
     correction = objective.correction
     if not correction.active:
-        return surrogate(log_ratio_N, tokens, **objective.parameters)
+        return surrogate(log_ratio_N, tokens, **objective.surrogate_parameters)
     weights_N = correction_weights(tokens.old_logprobs_N, tokens.sampled_logprobs_N, tokens.lengths_C, correction)
     if objective.recipe.takes_correction:
-        loss_N, metrics = surrogate(log_ratio_N, tokens, **objective.parameters, log_correction_N=weights_N.log())
+        loss_N, metrics = surrogate(
+            log_ratio_N, tokens, **objective.surrogate_parameters, log_correction_N=weights_N.log()
+        )
     else:
-        loss_N, metrics = surrogate(log_ratio_N, tokens, **objective.parameters)
+        loss_N, metrics = surrogate(log_ratio_N, tokens, **objective.surrogate_parameters)
         loss_N = loss_N * weights_N
     return loss_N, metrics | correction_metrics(weights_N, correction)
 

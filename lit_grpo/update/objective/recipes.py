@@ -151,7 +151,8 @@ Parameters = Mapping[str, float | None]
 class Recipe:
     """One objective: a surrogate with its parameters, what its ratio is taken over, and what a token counts.
 
-    ``parameters`` are all that the surrogate takes, with their defaults. ``only_ratio`` is the ratio level that alone
+    ``parameters`` are all that the surrogate takes, with their defaults; ``above_zero`` those that may not be 0.
+    ``only_ratio`` is the ratio level that alone
     has a meaning for it, and ``why_only`` the reason. ``takes_correction`` hands rollout corrections to the surrogate
     instead of multiplying its loss by them. ``needs`` are words of :data:`lit_grpo.compatibility.REQUIREMENTS`. A new
     objective is one more entry in :data:`RECIPES`, or a row in a file of your own, which ``objective.loss`` names.
@@ -165,6 +166,7 @@ class Recipe:
     only_ratio: RatioLevel | None = None
     why_only: str = ""
     takes_correction: bool = False
+    above_zero: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
 
 
@@ -196,6 +198,7 @@ RECIPES: dict[str, Recipe] = {
         "sequence",
         {"temperature_positive": 1.0, "temperature_negative": 1.05},
         "SAPO, arXiv 2511.20347",
+        above_zero=frozenset({"temperature_positive", "temperature_negative"}),
     ),
     "gppo": Recipe(
         gradient_preserving,
@@ -219,5 +222,6 @@ RECIPES: dict[str, Recipe] = {
         only_ratio="token",
         why_only="weighted by the sequence already",
         takes_correction=True,
+        above_zero=frozenset({"lambda_positive", "lambda_negative"}),
     ),
 }
