@@ -258,7 +258,7 @@ def check(name: str, *told: str, said: str) -> None:
                 (*_, last) = csv.DictReader(file)
             assert int(last["step"]) >= int(values["--trainer.max_steps"]) and last["loss"]
             assert is_policy(run / "policy") and str(run) in said
-            spent = "plugins balanced:rounds=3,passed=2,failed=2, greso, max_variance keeps 4"
+            spent = "plugins balanced:rounds=3,passed=2,failed=2, greso, pods:keep=4,statistics=group"
             assert (spent in " ".join(said.split())) == (plain(values["--config"]) == "budget")
         case "doctor":
             assert "pass checkpoint" in said and "\nfail" not in said

@@ -19,6 +19,7 @@ from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.nightly
 def test_the_forecast_is_above_the_measured_peaks_by_at_most_two_fifths(tmp_path: Path) -> None:
     policy: Any = random_qwen3(Qwen3Sizes(4, 256, 1024, 8, 4, 32))
     policy.save_pretrained(tmp_path)

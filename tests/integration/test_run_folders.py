@@ -116,6 +116,7 @@ def test_ranks_of_torchrun_write_where_the_first_one_does(folder: Path) -> None:
     assert not (folder / "runs" / "task").exists()
 
 
+@pytest.mark.nightly
 def test_ranks_of_torchrun_share_the_folder_of_a_run_from_python(folder: Path, policy_folder: Path) -> None:
     (folder / "own_train.py").write_text(SCRIPT)
     run = start(folder, *TORCHRUN, "own_train.py", str(policy_folder))

@@ -132,6 +132,7 @@ def started(folder: Path) -> Iterator[list[Serving]]:
         each.kill()
 
 
+@pytest.mark.nightly
 def test_it_hands_its_token_over_in_a_private_file(folder: Path, port: int, shared: Serving) -> None:
     url = shared.says("--model.generator.init_args.urls")
     assert url == f"'[\"http://127.0.0.1:{port}\"]'"

@@ -123,7 +123,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Pat
     return tmp_path
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.nightly), "true"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_two_ranks_that_are_killed_as_they_save_go_on_bit_for_bit(folder: Path, asynchronous: str) -> None:
     name, beside = f"killed-{asynchronous}", ("--checkpoint.asynchronous", asynchronous)
     code, said = fit(folder, name, *beside, kill_at=2)

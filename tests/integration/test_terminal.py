@@ -183,6 +183,7 @@ def test_what_others_print_comes_out_whole_and_a_stopped_run_has_its_card(tmp_pa
     assert "lit_grpo fit" not in text[card:] and "lit_grpo report runs/" in text[card:]
 
 
+@pytest.mark.nightly
 def test_without_a_progress_bar_banner_samples_and_card_stay(tmp_path: Path, policy_folder: Path) -> None:
     arguments = [*set_up(tmp_path, policy_folder), "--trainer.enable_progress_bar", "false"]
     done = forks.run([sys.executable, *arguments], 300, cwd=tmp_path)

@@ -65,6 +65,7 @@ class Active(Listener):
         self.numbers.append(events.num_active)
 
 
+@pytest.mark.nightly
 def test_as_many_are_admitted_as_its_blocks_hold_and_what_it_evicts_comes_to_the_same(folder: Path) -> None:
     sampling = SamplingParams(max_tokens=80)
     generator = start(folder, 64, 66)  # a block for nothing, one for what the prompt fills, and 64

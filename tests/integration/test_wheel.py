@@ -65,6 +65,7 @@ def python(folder: Path, installed: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_our_callbacks_and_the_users_own_are_both_there(folder: Path, installed: Path) -> None:
     theirs = [str(folder / name / "__init__.py") for name in ("benchmarks", "callbacks")]
     ours = str(installed / "lit_grpo" / "callbacks" / "__init__.py")
