@@ -72,7 +72,7 @@ def losses_and_gradients(
     objective: Objective, tokens: Tokens
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     log_ratio_N = log_ratios(tokens, objective.ratio_level)
-    loss_N, metrics = objective.recipe.surrogate(log_ratio_N, tokens, **objective.parameters)
+    loss_N, metrics = objective.recipe.surrogate(log_ratio_N, tokens, **objective.surrogate_parameters)
     loss_N.sum().backward()
     assert tokens.logprobs_N.grad is not None
     return loss_N.tolist(), tokens.logprobs_N.grad.tolist(), metrics

@@ -78,6 +78,8 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "budgets",
         "checkpoint_stall",
         "architectures_vllm",
+        "same_curves",
+        "long_run",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:
