@@ -1,4 +1,5 @@
 import csv
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,21 @@ def test_the_file_aside_of_the_table_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / ".metrics.csv.writing").symlink_to("mine")
     MetricsCSV(tmp_path / "metrics.csv").log_metrics({"reward": 1.0}, 1)
     assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "metrics.csv").is_symlink()
+
+
+def test_the_rows_of_a_long_run_are_not_kept_in_memory(tmp_path: Path) -> None:
+    log = MetricsCSV(tmp_path / "metrics.csv")
+
+    def log_rows(steps: range) -> None:
+        for step in steps:
+            log.log_metrics({f"metric_{number}": step + number / 7 for number in range(80)}, step=step)
+
+    log_rows(range(10))
+    tracemalloc.start()
+    log_rows(range(10, 400))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 100_000  # the rows are 2.5 MB of numbers
+    log.log_metrics({"new": 1.0}, step=400)
+    assert [row["step"] for row in read(log.path)] == [str(step) for step in range(401)]
+    assert read(log.path)[7]["metric_3"] == str(7 + 3 / 7) and read(log.path)[7]["new"] == ""

@@ -166,7 +166,7 @@ class MetricsCSV(Logger):
 
     Lightning's CSVLogger writes a row for each call, and deletes the file of a run that is resumed. Here a resumed run
     continues the file: it fills the row of its first step, which perhaps lacks only the validation, and replaces the
-    rows after it.
+    rows after it. Only the last row is kept in memory; the others are read from the file when the columns change.
 
     Args:
         path: The file.
@@ -177,7 +177,7 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path, self._name = path, name or path.parent.name
         self._columns = ["step"]
-        self._rows: list[dict[str, Any]] = []
+        self._last: dict[str, Any] | None = None  # the row of the newest step
         self._written_bytes = 0  # the size of the header and of all rows except the last
         self._started = False
 
@@ -211,35 +211,42 @@ class MetricsCSV(Logger):
         step = step or 0
         if not self._started:
             self._resume(step)
-        if not self._rows or self._rows[-1]["step"] != step:
+        if self._last is None or self._last["step"] != step:
             self._written_bytes = self.path.stat().st_size if self._written_bytes else 0
-            self._rows.append({"step": step})
+            self._last = {"step": step}
         if new := sorted(metrics.keys() - set(self._columns)):
             self._columns += new
             self._written_bytes = 0
-        self._rows[-1] |= metrics
-        self._write()
+        self._last |= metrics
+        self._write(self._last)
 
     def _resume(self, first_step: int) -> None:
-        """Read the rows up to ``first_step`` of an existing file, without an unfinished line at its end."""
+        """Go on with an existing file from ``first_step``, whose row may be there already."""
         self._started = True
-        if self.path.exists():
-            lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
-            reader = csv.DictReader(line for line in lines if line.endswith("\n"))
-            self._rows = [row | {"step": int(row["step"])} for row in reader if int(row["step"]) <= first_step]
-            self._columns = list(reader.fieldnames or self._columns)
+        rows = self._read()
+        if rows:
+            self._columns = list(rows[0])
+        own = [row for row in rows if int(row["step"]) == first_step]
+        self._last = {**own[-1], "step": first_step} if own else None
 
-    def _write(self) -> None:
+    def _read(self) -> list[dict[str, Any]]:
+        """Read the rows of the file, without an unfinished line at its end."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+        return list(csv.DictReader(line for line in lines if line.endswith("\n")))
+
+    def _write(self, last: dict[str, Any]) -> None:
         """Write the last row again, or all rows if the columns have changed."""
         whole = self._written_bytes == 0
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self._columns, restval="")
         if whole:
             writer.writeheader()
-            writer.writerows(self._rows[:-1])
+            writer.writerows(row for row in self._read() if int(row["step"]) < last["step"])
             head = text.getvalue().encode()
             self._written_bytes = len(head)
-        writer.writerow(self._rows[-1])
+        writer.writerow(last)
         data = text.getvalue().encode()
         if whole:
             replace_file(self.path, data)
