@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import lightning.pytorch as pl
@@ -144,3 +145,36 @@ def test_train_takes_callbacks_as_lightning_does_and_one_reward(
         dir=str(tmp_path),
     )
     assert counter.batches == 1 and [reward.name for reward in run.module.rewards] == ["digits"]
+
+
+def test_a_run_within_a_run_and_within_an_event_loop_disturb_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    """As in a notebook, whose cells run in a loop, and whose callbacks may train something else."""
+    monkeypatch.chdir(tmp_path)
+
+    async def slow_digits(completion: str) -> float:
+        await asyncio.sleep(0)
+        return digits(completion)
+
+    def train(name: str, *callbacks: pl.Callback) -> Any:
+        settings: dict[str, Any] = {"sampling": {"max_tokens": 8}, "callbacks": list(callbacks)}
+        tokenizer = load_tokenizer(str(policy_folder))
+        return lit_grpo.train(
+            cast(Any, random_policy()), ROWS, slow_digits, tokenizer=tokenizer, max_steps=2, batch_size=2,
+            num_generations=2, name=name, **settings,
+        )  # fmt: skip
+
+    class Inner(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+            if trainer.global_step == 1:
+                train("inner")
+
+    async def in_a_loop() -> None:
+        train("outer", Inner())
+
+    asyncio.run(in_a_loop())
+    for name in ("inner", "outer"):
+        rows = (tmp_path / "runs" / name / "metrics.csv").read_text().splitlines()
+        assert rows[-1].startswith("2,"), rows[-1]
+        assert (tmp_path / "runs" / name / "policy" / "model.safetensors").exists()
