@@ -319,3 +319,22 @@ def test_the_first_listener_that_answers_decides(make: Any) -> None:
     loop = RolloutLoop(make(), listeners=[Deciding("none", None), Deciding("over", Answer()), Deciding("late", None)])
     (group,), _ = loop.collect(PROMPTS[:1], 1, SAMPLING, seed=0)
     assert heard == ["none", "over"] and len(group.rollouts) == 1
+
+
+def test_prompts_of_what_was_finished_while_away_are_let_go(make: Any) -> None:
+    def act(held: list[Completion]) -> Answer:
+        return Answer(finish=[each.request.after(each).ended("stop", "over") for each in held])
+
+    released: list[str] = []
+    generator = make()
+    release = generator.release
+
+    def noted(prompts: Any) -> None:
+        own = list(prompts)
+        released.extend(prompt.prompt_id for prompt in own)
+        release(own)
+
+    generator.release = noted
+    RolloutLoop(generator, listeners=[Holder(act)]).collect(PROMPTS, 2, SAMPLING, seed=0)
+    assert set(released) == {prompt.prompt_id for prompt in PROMPTS}
+    assert generator.capacity().kv_tokens_in_use == 0

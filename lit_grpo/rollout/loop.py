@@ -321,6 +321,7 @@ class _Rollout:
         for completion in answer.finish:
             job = job_of(self._away_request(completion.request.key, "finishes"))
             self._flight.drop(job.key)
+            self._release([completion.request])
             answers += self._finish(job, completion)
         for request in answer.submit:
             self._buffer.ask(request)
