@@ -78,6 +78,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
         "budgets",
         "checkpoint_stall",
         "architectures_vllm",
+        "beside_commit",
         "same_curves",
         "long_run",
     ],
