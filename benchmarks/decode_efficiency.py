@@ -52,8 +52,8 @@ def main(options: Options) -> int:
             generator = slots(policy, tokenizer, num_slots, lengths)
             rollouts, passes, steps = [], [], []
             for repeat in range(repeats + 1):
-                seconds, steps = _rollout(generator, prompts, group_size, limit)
-                bare = _bare(policy, steps, sample)
+                seconds, steps = timed_rollout(generator, prompts, group_size, limit)
+                bare = bare_seconds(policy, steps, sample)
                 note(f"{name}, {num_slots} slots: {repeat or 'warm-up'}: {bare / seconds:.3f}")
                 if repeat:
                     rollouts.append(seconds)
@@ -76,7 +76,7 @@ def main(options: Options) -> int:
     return finish("decode_efficiency", options, {"threads": torch.get_num_threads(), "repeats": repeats}, rows, claims)
 
 
-def _rollout(generator: Any, prompts: Any, group_size: int, limit: int) -> tuple[float, list[tuple[int, int]]]:
+def timed_rollout(generator: Any, prompts: Any, group_size: int, limit: int) -> tuple[float, list[tuple[int, int]]]:
     """Decode everything; return the seconds, and rows and mean tokens a row (prompt included) of each step."""
     steps = []
 
@@ -118,7 +118,7 @@ def _layouts(count: Counter[str]) -> Iterator[None]:
 def _counts(generator: Any, policy: Any, prompts: Any, group_size: int, limit: int) -> Row:
     """Return how many operations, views and layouts a step of a rollout has on average, and a bare pass."""
     with Operations() as rollout, _layouts(rollout.count):
-        _, steps = _rollout(generator, prompts, group_size, limit)
+        _, steps = timed_rollout(generator, prompts, group_size, limit)
     ids = torch.zeros((2, 1), dtype=torch.int64, device=policy.device)
     with torch.inference_mode():
         cache = policy(ids, use_cache=True).past_key_values
@@ -131,7 +131,7 @@ def _counts(generator: Any, policy: Any, prompts: Any, group_size: int, limit: i
 
 
 @torch.inference_mode()
-def _bare(policy: Any, steps: list[tuple[int, int]], sample: int) -> float:
+def bare_seconds(policy: Any, steps: list[tuple[int, int]], sample: int) -> float:
     """Return the seconds that bare forward passes of these rows and lengths take."""
     chosen = np.unique(np.linspace(0, len(steps) - 1, sample).astype(int))
     seconds = {}

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.processes import stay_on
+from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
@@ -30,19 +31,26 @@ KEPT = 6  # policies of a run, and that of its start
 
 
 class Stopwatch:
-    """Seconds and CPU seconds since it was made, without those in which it stood still."""
+    """Seconds, CPU seconds and peak memory since it was made, without what happened while it stood still."""
 
     def __init__(self) -> None:
+        self._memory = PeakMemory(torch.device("cpu"))
+        self._idle_gib = self._memory.current_gib()
+        self._memory.reset()
+        self._most_gib = 0.0
         self._began = _now()
         self._stopped: tuple[float, float] | None = None
 
     def read(self) -> dict[str, float]:
-        """Return both."""
+        """Return all of it, and the memory that was in use when it was made."""
         wall_s, cpu_s = (now - began for now, began in zip(self._stopped or _now(), self._began, strict=True))
-        return {"wall_s": wall_s, "cpu_s": cpu_s}
+        if self._stopped is None:
+            self._note_peak()
+        return {"wall_s": wall_s, "cpu_s": cpu_s, "peak_gib": self._most_gib, "idle_gib": self._idle_gib}
 
     def stop(self) -> None:
         """Stand still."""
+        self._note_peak()
         self._stopped = _now()
 
     def go_on(self) -> None:
@@ -51,6 +59,10 @@ class Stopwatch:
         paused = (now - stopped for now, stopped in zip(_now(), self._stopped, strict=True))
         self._began = tuple(began + pause for began, pause in zip(self._began, paused, strict=True))
         self._stopped = None
+        self._memory.reset()
+
+    def _note_peak(self) -> None:
+        self._most_gib = max(self._most_gib, self._memory.peak_gib())
 
 
 class Clock(pl.Callback):

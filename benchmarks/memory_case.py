@@ -1,11 +1,12 @@
 """One training step in a process of its own, and the memory that its rollout and its update took at their peak.
 
-Run by :mod:`benchmarks.group_size_memory`; prints one line of JSON.
+Run by :mod:`benchmarks.group_size_memory` and :mod:`benchmarks.real_model_memory`; prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import gc
+import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +14,11 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.processes import quiet_trainer, read_case, tell
+from benchmarks.shipped_tasks import ShippedTask
 from benchmarks.workloads import NOISE_REWARD, HardRows, arithmetic_prompts, load, noise_reward
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.data.sources import GivenRows, RowSource
 from lit_grpo.memory import PeakMemory
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardSpec
@@ -26,9 +29,12 @@ from lit_grpo.update.advantages.functions import group_advantages
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures."""
+    """What one process measures.
 
-    system: Literal["lit_grpo", "generate"]
+    The prompts are exercises of the demo, or those of a configuration. ``rows`` are those of TRL's micro-batch.
+    """
+
+    system: Literal["lit_grpo", "generate", "TRL"]
     policy: str
     device: str
     num_prompts: int
@@ -36,6 +42,15 @@ class Case:
     num_slots: int
     max_tokens: int
     max_tokens_per_micro_batch: int
+    config: str | None = None
+    rows: int = 4
+
+    @property
+    def source(self) -> RowSource:
+        """The rows of the prompts."""
+        if self.config is None:
+            return HardRows(self.num_prompts)
+        return GivenRows(ShippedTask(self.config).rows("train", self.num_prompts))
 
 
 class Phases:
@@ -97,7 +112,7 @@ def run_lit_grpo(case: Case) -> None:
         max_tokens_per_micro_batch=case.max_tokens_per_micro_batch,
     )
     trainer = quiet_trainer(case.device, [RolloutScheduler(), WeightSync(), PhaseProbe()], max_steps=1)
-    data = PromptDataModule(policy=case.policy, train=HardRows(case.num_prompts), batch_size=case.num_prompts)
+    data = PromptDataModule(policy=case.policy, train=case.source, batch_size=case.num_prompts)
     trainer.fit(module, datamodule=data)
 
 
@@ -144,12 +159,60 @@ def run_generate(case: Case) -> None:
     phases.report(int(sampled_BT.sum()))
 
 
+def run_trl(case: Case) -> None:
+    """One step of TRL's GRPOTrainer, whose micro-batches have ``rows`` rows."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.trainer import utils
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]  # its head scores no prompt token
+    per_step = case.num_prompts * case.group_size
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=1,
+        per_device_train_batch_size=min(case.rows, per_step),
+        gradient_accumulation_steps=max(per_step // case.rows, 1),
+        num_generations=case.group_size,
+        max_completion_length=case.max_tokens,
+        use_cpu=case.device == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+    class Probe(TrainerCallback):
+        num_tokens = 0
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.phases = Phases(torch.device(case.device))
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.phases.end("update")
+            self.phases.report(self.num_tokens)
+
+    probe = Probe()
+
+    def noise(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        probe.phases.end("rollout")
+        probe.num_tokens = sum(map(len, completion_ids))
+        texts = (each if isinstance(each, str) else each[0]["content"] for each in completions)
+        return [noise_reward(text) for text in texts]
+
+    dataset = Dataset.from_list(list(case.source.rows()))
+    trainer = GRPOTrainer(case.policy, [noise], config, train_dataset=dataset, callbacks=[probe])
+    trainer.train()
+
+
 def main() -> None:
     """Run the case that is given as JSON."""
     case = Case(**read_case())
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    {"lit_grpo": run_lit_grpo, "generate": run_generate}[case.system](case)
+    {"lit_grpo": run_lit_grpo, "generate": run_generate, "TRL": run_trl}[case.system](case)
 
 
 if __name__ == "__main__":

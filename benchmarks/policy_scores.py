@@ -15,18 +15,14 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 from benchmarks.learning_callbacks import POLICIES
-from benchmarks.report import ROOT
 from benchmarks.rollouts import roll_out, slots
-from lit_grpo.policy.loading import EMBEDDED, load_tokenizer
-from lit_grpo.rewards import ExactMatch
-from lit_grpo.tasks import ArithmeticRows, KnightsRows
-from lit_grpo.types import Prompt, SamplingParams
+from benchmarks.shipped_tasks import ShippedTask
+from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.types import SamplingParams
 
-SOURCES = {source.__name__: source for source in (ArithmeticRows, KnightsRows)}
 SCORES = "scores.json"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
@@ -48,13 +44,10 @@ class Scoring:
 
 def main(scoring: Scoring) -> None:
     """Write a file of ``{run: {update: {greedy, sampled}}}``, the latter of the first and last update alone."""
-    settings = yaml.safe_load((ROOT / "configs" / f"{scoring.config}.yaml").read_text())
-    model, source = settings["model"], settings["data"]["validation"]
-    tokenizer = load_tokenizer(str(EMBEDDED[model["policy"]]))
-    rows = list(SOURCES[source["class_path"]](scoring.held_out, source["init_args"]["split"]).rows())
-    prompts = [Prompt(str(n), tuple(tokenizer.encode(row["prompt"])), row["prompt"], row) for n, row in enumerate(rows)]
-    (reward,) = model["rewards"]
-    exact_match = ExactMatch(**reward["args"])
+    task = ShippedTask(scoring.config)
+    tokenizer = load_tokenizer(task.policy)
+    prompts = task.prompts(tokenizer, task.rows("validation", scoring.held_out))
+    max_tokens, exact_match = task.model["sampling"]["max_tokens"], task.reward
     known: dict[tuple[str, str], float] = {}  # runs begin with one and the same policy
 
     def score(folder: Path, kinds: Iterable[str]) -> dict[str, float]:
@@ -63,7 +56,7 @@ def main(scoring: Scoring) -> None:
         generator = slots(policy, tokenizer, num_slots=128)
         for kind in kinds:
             if (which, kind) not in known:
-                sampling = SamplingParams(temperature=TEMPERATURES[kind], max_tokens=model["sampling"]["max_tokens"])
+                sampling = SamplingParams(temperature=TEMPERATURES[kind], max_tokens=max_tokens)
                 groups, _ = roll_out(generator, prompts, 1, sampling)
                 rewards = [exact_match(group.rollouts[0].completion.text, **group.prompt.columns) for group in groups]
                 known[which, kind] = statistics.fmean(float(value or 0) for value in rewards)

@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.learning_callbacks import Stopwatch, is_kept, policy_folder, write_time
-from benchmarks.report import ROOT
-from lit_grpo.policy.loading import EMBEDDED
-from lit_grpo.rewards import ExactMatch
-from lit_grpo.tasks import ArithmeticRows, KnightsRows
+from benchmarks.shipped_tasks import ShippedTask
 
-LONGEST_PROMPT = 96
-SOURCES = {source.__name__: source for source in (ArithmeticRows, KnightsRows)}
+LONGEST_PROMPT = 160
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,14 @@ def main(run: TRLRun) -> None:
 
     if run.gpu_head:
         trl_utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
-    settings = yaml.safe_load((ROOT / "configs" / f"{run.config}.yaml").read_text())
-    model, source = settings["model"], settings["data"]["train"]
-    rows = SOURCES[source["class_path"]](**source["init_args"])
-    (reward,) = model["rewards"]
-    exact_match, num_tokens = ExactMatch(**reward["args"]), 0
+    task, num_tokens = ShippedTask(run.config), 0
+    model, exact_match = task.model, task.reward
 
-    def correct(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[Any]:
+    def correct(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[Any]:
         nonlocal num_tokens
         num_tokens += sum(map(len, completion_ids))
-        return [exact_match(text, answer=each) for text, each in zip(completions, answer, strict=True)]
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return [exact_match(text, answer=each) for text, each in zip(texts, answer, strict=True)]
 
     class Keep(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -84,16 +77,16 @@ def main(run: TRLRun) -> None:
 
     config = _config(run, model)
     trainer: Any = GRPOTrainer(
-        model=str(EMBEDDED[model["policy"]]),
+        model=task.policy,
         reward_funcs=[correct],
         args=config,
-        train_dataset=Dataset.from_list(list(rows.rows())),
+        train_dataset=Dataset.from_list(task.rows("train")),
         callbacks=[Keep()],
     )
     optimizer = getattr(torch.optim, model["optimizer"]["class_path"])
+    trainer.optimizer = optimizer(trainer.model.parameters(), **model["optimizer"]["init_args"], fused=True)
     schedule = getattr(torch.optim.lr_scheduler, model["lr_scheduler"]["class_path"])
     steps = model["lr_scheduler"]["init_args"] | {"total_iters": run.updates}
-    trainer.optimizer = optimizer(trainer.model.parameters(), **model["optimizer"]["init_args"], fused=True)
     trainer.lr_scheduler = schedule(trainer.optimizer, **steps)
     trainer.train()
 

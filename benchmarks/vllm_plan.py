@@ -108,7 +108,7 @@ def main(options: Options) -> int:
     generator.start(PolicySpec(policy, tokenizer))
     prompts = arithmetic_prompts(tokenizer, sizes.batches * sizes.prompts)
     sampling = SamplingParams(max_tokens=sizes.max_tokens)
-    _own_queue(generator, policy, prompts[:2], 2, sampling)  # the kernels' first time
+    own_queue(generator, policy, prompts[:2], 2, sampling)  # the kernels' first time
     runs: dict[str, list[list[Epoch]]] = {"demo": [_measure(generator, policy, prompts, sizes)], "per_prompt": []}
     for seed in range(sizes.seeds):
         note(f"per_prompt, seed {seed}")
@@ -160,7 +160,7 @@ def _measure(generator: VLLMGenerator, policy: Any, prompts: list[Prompt], sizes
     for number, epoch in enumerate(epochs):
         for first in range(0, len(prompts), sizes.prompts):
             batch = [replace(prompt, visit=number) for prompt in prompts[first : first + sizes.prompts]]
-            own = _own_queue(generator, policy, batch, sizes.group, sampling)
+            own = own_queue(generator, policy, batch, sizes.group, sampling)
             ours = _planned(generator, policy, predictor, choice, batch, sizes.group, sampling)
             assert own.tokens == ours.tokens, "both orders must sample the same"
             epoch.fewest += slot_bound(np.array([len(ids) for ids in own.tokens.values()]), sizes.slots)
@@ -171,7 +171,7 @@ def _measure(generator: VLLMGenerator, policy: Any, prompts: list[Prompt], sizes
     return epochs
 
 
-def _own_queue(
+def own_queue(
     generator: VLLMGenerator, policy: Any, prompts: list[Prompt], group_size: int, sampling: SamplingParams
 ) -> Order:
     """All requests at once: which one is decoded when is the engine's affair."""

@@ -3,5 +3,6 @@
 from lit_grpo.tasks.arithmetic import ArithmeticRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
+from lit_grpo.tasks.word_problems import WordProblemRows
 
-__all__ = ["ArithmeticRows", "DrawnRows", "KnightsRows"]
+__all__ = ["ArithmeticRows", "DrawnRows", "KnightsRows", "WordProblemRows"]

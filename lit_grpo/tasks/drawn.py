@@ -56,6 +56,7 @@ class DrawnRows(RowSource):
         seen: set[str] = set()
         while len(seen) < self.num_rows:
             row = self.draw(rng)
-            if row["prompt"] not in seen:
-                seen.add(row["prompt"])
+            prompt = str(row["prompt"])  # a text or a conversation
+            if prompt not in seen:
+                seen.add(prompt)
                 yield row

@@ -1,0 +1,61 @@
+"""The word problems: answers, splits, and what a reply is judged by."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lit_grpo.rewards import ExactMatch
+from lit_grpo.tasks import WordProblemRows
+from lit_grpo.tasks.word_problems import ANSWER_PATTERN, EXAMPLES
+
+QUESTION = re.compile(r"(\w+) has (\d+) (\w+) and \w+ (\d+) (.*)\. How many \3 does \1 have now\?")
+
+
+def solved(question: str) -> tuple[int, int, int]:
+    """Read a question; return its two numbers and the answer."""
+    match = QUESTION.fullmatch(question)
+    assert match is not None, question
+    first, second = int(match[2]), int(match[4])
+    return first, second, first + second if match[5] == "more" else first - second
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_every_answer_follows_from_its_question(split: str) -> None:
+    rows = list(WordProblemRows(300, split).rows())  # pyright: ignore[reportArgumentType]
+    answers = [solved(row["prompt"][-1]["content"])[2] for row in rows]
+    assert [row["answer"] for row in rows] == [str(answer) for answer in answers]
+    assert min(answers) >= 1
+    more = sum("more" in row["prompt"][-1]["content"] for row in rows)
+    assert 100 < more < 200
+
+
+def test_prompts_are_conversations_that_begin_with_solved_examples() -> None:
+    (row,) = WordProblemRows(1).rows()
+    assert [message["role"] for message in row["prompt"]] == ["user", "assistant"] * 2 + ["user"]
+    for question, reply in EXAMPLES:
+        assert ExactMatch(pattern=ANSWER_PATTERN)(reply, answer=str(solved(question)[2])) == 1.0
+
+
+def test_no_pair_of_numbers_is_in_both_splits_and_no_row_is_twice() -> None:
+    pairs = {}
+    for split in ("train", "validation"):
+        questions = [row["prompt"][-1]["content"] for row in WordProblemRows(1000, split).rows()]
+        assert len(set(questions)) == 1000
+        pairs[split] = {(solved(question)[:2], "more" in question) for question in questions}
+    assert not pairs["train"] & pairs["validation"]
+    assert len(pairs["validation"]) > 20
+
+
+def test_rows_depend_on_the_seed_alone() -> None:
+    assert list(WordProblemRows(20, seed=1).rows()) == list(WordProblemRows(20, seed=1).rows())
+    assert list(WordProblemRows(20, seed=1).rows()) != list(WordProblemRows(20, seed=2).rows())
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [("8 + 5 = 13", True), ("Emma has 8 + 5 = 13 coins.", True), ("13 coins, not 14", False), ("thirteen", False)],
+)
+def test_the_last_number_of_a_reply_is_its_answer(reply: str, right: bool) -> None:
+    assert ExactMatch(pattern=ANSWER_PATTERN)(reply, answer="13") == float(right)
