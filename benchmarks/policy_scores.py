@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.learning_callbacks import POLICIES
 from benchmarks.report import ROOT
 from benchmarks.rollouts import roll_out, slots
-from lit_grpo.policy.loading import EMBEDDED, load_tokenizer
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import ArithmeticRows, KnightsRows
 from lit_grpo.types import Prompt, SamplingParams
@@ -50,7 +50,7 @@ def main(scoring: Scoring) -> None:
     """Write a file of ``{run: {update: {greedy, sampled}}}``, the latter of the first and last update alone."""
     settings = yaml.safe_load((ROOT / "configs" / f"{scoring.config}.yaml").read_text())
     model, source = settings["model"], settings["data"]["validation"]
-    tokenizer = load_tokenizer(str(EMBEDDED[model["policy"]]))
+    tokenizer = load_tokenizer(model["policy"])
     rows = list(SOURCES[source["class_path"]](scoring.held_out, source["init_args"]["split"]).rows())
     prompts = [Prompt(str(n), tuple(tokenizer.encode(row["prompt"])), row["prompt"], row) for n, row in enumerate(rows)]
     (reward,) = model["rewards"]

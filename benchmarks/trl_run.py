@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.learning_callbacks import Stopwatch, is_kept, policy_folder, write_time
 from benchmarks.report import ROOT
-from lit_grpo.policy.loading import EMBEDDED
+from lit_grpo.policy.named import resolve_policy
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import ArithmeticRows, KnightsRows
 
@@ -84,7 +84,7 @@ def main(run: TRLRun) -> None:
 
     config = _config(run, model)
     trainer: Any = GRPOTrainer(
-        model=str(EMBEDDED[model["policy"]]),
+        model=resolve_policy(model["policy"]),
         reward_funcs=[correct],
         args=config,
         train_dataset=Dataset.from_list(list(rows.rows())),
