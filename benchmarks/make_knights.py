@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 
 from benchmarks.make_tiny import Task, TinyRecipe, exact_match, make, read_folder
-from lit_grpo.policy.loading import SHIPPED_KNIGHTS
+from lit_grpo.policy.named import NAMED, TINY_KNIGHTS
 from lit_grpo.tasks import KnightsRows
 from lit_grpo.tasks.knights import ALPHABET, ANSWER_PATTERN, demonstration, draw_puzzle
 
@@ -39,7 +39,7 @@ KNIGHTS = Task(ALPHABET, draw, lambda num_rows: KnightsRows(num_rows, "validatio
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make it on one thread, and say how good it is."""
-    folder = read_folder("make_knights", SHIPPED_KNIGHTS, arguments)
+    folder = read_folder("make_knights", NAMED[TINY_KNIGHTS].folder, arguments)
     make(folder, RECIPE, task=KNIGHTS)
     print(f"{folder}: {exact_match(folder, task=KNIGHTS):.1%} of the held-out puzzles are solved, decoded greedily.")
 

@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from lit_grpo.data import RowSource
-from lit_grpo.policy.loading import SHIPPED
+from lit_grpo.policy.named import NAMED, TINY
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import ArithmeticRows
 from lit_grpo.tasks.arithmetic import ALPHABET, ANSWER_PATTERN, CONTINUE, demonstration, draw_exercise
@@ -148,7 +148,7 @@ def exact_match(folder: Path, num_rows: int = 256, task: Task | None = None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make it on one thread, and say how good it is."""
-    folder = read_folder("make_tiny", SHIPPED, arguments)
+    folder = read_folder("make_tiny", NAMED[TINY].folder, arguments)
     make(folder)
     print(f"{folder}: {exact_match(folder):.1%} of the held-out exercises are right, decoded greedily.")
 

@@ -18,6 +18,7 @@ from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
 from lit_grpo.module import GRPOModule
+from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
 from lit_grpo.resuming import PLUGINS, told_of_plugins
 
@@ -150,10 +151,17 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
     return {
         "policy": f"{name}, {count(all_weights)} parameters{few}, {module.policy_dtype} on {ranks}{device}",
         "step": ", ".join(filter(None, parts)),
+        **_files(module),
         **_plugins(trainer),
         **_shared(trainer),
         "run": ", ".join([near(trainer.default_root_dir), *_boards(trainer)]),
     }
+
+
+def _files(module: GRPOModule) -> dict[str, str]:
+    """Return a line on the policy's files, where they hold something else than the weights that are trained."""
+    note = files_note(module.policy_name, module.policy_dtype)
+    return {"weights": note} if note else {}
 
 
 def _shared(trainer: pl.Trainer) -> dict[str, str]:

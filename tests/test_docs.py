@@ -36,6 +36,7 @@ OWN = {
     "serve",
     "fit-check",
     "from-trl",
+    "smollm2",
 }  # subcommands that Lightning has not
 LIKE_FIT = {"doctor", "fit-check"}  # take the same arguments
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

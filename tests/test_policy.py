@@ -2,6 +2,7 @@ import json
 import shutil
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +16,11 @@ from lit_grpo.policy.architecture.decoder import context_length, hidden_states
 from lit_grpo.policy.architecture.logits import token_logits
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.loading import (
-    EMBEDDED,
     eos_token_ids,
     load_policy,
     load_tokenizer,
 )
+from lit_grpo.policy.named import NAMED, TINY
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -127,7 +128,7 @@ def test_the_embedded_policy_comes_again_with_the_package_where_it_is_damaged(
 ) -> None:
     edited(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    monkeypatch.setitem(EMBEDDED, "tiny", tmp_path)
+    monkeypatch.setitem(NAMED, TINY, replace(NAMED[TINY], folder=tmp_path))
     with pytest.raises(ValueError, match=r"'tiny' are damaged .*; install lit_grpo again"):
         load_policy("tiny")
 

@@ -24,7 +24,7 @@ from benchmarks.make_tiny import (
     warm_start,
 )
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.loading import SHIPPED
+from lit_grpo.policy.named import NAMED, TINY
 from lit_grpo.tasks.arithmetic import ALPHABET, Remainder, working
 
 SHORT = TinyRecipe(
@@ -62,15 +62,15 @@ def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_p
     tokenizer = make_tokenizer()
     new_model(TinyRecipe(), seed=0, tokenizer=tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert configs(tmp_path) == configs(SHIPPED)
-    made, shipped = weights(tmp_path), weights(SHIPPED)
+    assert configs(tmp_path) == configs(NAMED[TINY].folder)
+    made, shipped = weights(tmp_path), weights(NAMED[TINY].folder)
     assert {name: (weight.shape, weight.dtype) for name, weight in made.items()} == {
         name: (weight.shape, weight.dtype) for name, weight in shipped.items()
     }
 
 
 def test_what_is_shipped_knows_the_working_and_mostly_leaves_it_out() -> None:
-    assert START[0] < exact_match(SHIPPED) < START[1]
+    assert START[0] < exact_match(NAMED[TINY].folder) < START[1]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from test_tiny import configs, weights
 from benchmarks.make_knights import KNIGHTS, RECIPE, main
 from benchmarks.make_tiny import TinyRecipe, exact_match, make_tokenizer, new_model
 from lit_grpo.policy import load_policy, load_tokenizer
-from lit_grpo.policy.loading import SHIPPED_KNIGHTS
+from lit_grpo.policy.named import NAMED, TINY_KNIGHTS
 from lit_grpo.tasks.knights import ALPHABET
 
 SHORT = TinyRecipe(
@@ -31,15 +31,15 @@ def test_the_script_makes_what_is_shipped_up_to_the_numbers_in_its_weights(tmp_p
     tokenizer = make_tokenizer(KNIGHTS.alphabet)
     new_model(RECIPE, seed=0, tokenizer=tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert configs(tmp_path) == configs(SHIPPED_KNIGHTS)
-    made, shipped = weights(tmp_path), weights(SHIPPED_KNIGHTS)
+    assert configs(tmp_path) == configs(NAMED[TINY_KNIGHTS].folder)
+    made, shipped = weights(tmp_path), weights(NAMED[TINY_KNIGHTS].folder)
     assert {name: weight.shape for name, weight in made.items()} == {
         name: weight.shape for name, weight in shipped.items()
     }
 
 
 def test_what_is_shipped_solves_some_puzzles_and_has_room_to_learn() -> None:
-    assert 0.1 < exact_match(SHIPPED_KNIGHTS, 32, KNIGHTS) < 0.6
+    assert 0.1 < exact_match(NAMED[TINY_KNIGHTS].folder, 32, KNIGHTS) < 0.6
 
 
 def test_the_script_warm_starts_a_policy_and_says_how_good_it_is(

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.hub import hub_or_cache
-from lit_grpo.policy.loading import Given, adapter_folder, resolve_policy
+from lit_grpo.policy.loading import Given, adapter_folder
+from lit_grpo.policy.named import resolve_policy
 from lit_grpo.policy.weights import digest, persistent_buffers
 
 if TYPE_CHECKING:

@@ -15,18 +15,16 @@ import torch
 
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
+from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache
+from lit_grpo.policy.named import NAMED, resolve_policy
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-TINY, TINY_KNIGHTS = "tiny", "tiny_knights"
-SHIPPED, SHIPPED_KNIGHTS = Path(__file__).parent / TINY, Path(__file__).parent / TINY_KNIGHTS
-"""The folders of the embedded policies, made by ``python -m benchmarks.make_tiny`` and ``make_knights``."""
-EMBEDDED = {TINY: SHIPPED, TINY_KNIGHTS: SHIPPED_KNIGHTS}
 Given = tuple["PreTrainedModel", "PreTrainedTokenizerBase | None"]
 """A loaded model with its tokenizer; None means the tokenizer of the place that the model was loaded from."""
 
@@ -75,6 +73,8 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
     from transformers.utils.peft_utils import find_adapter_config_file
 
     name = resolve_policy(policy)
+    if isinstance(_files(name), GGUFFile):  # llama.cpp keeps adapters in files of their own, which are not read
+        return None
     with hub_or_cache(name):
         try:
             path = find_adapter_config_file(name)
@@ -91,9 +91,71 @@ def adapter_folder(policy: str) -> AdapterFolder | None:
     return AdapterFolder(name, resolve_policy(base))
 
 
-def resolve_policy(policy: str) -> str:
-    """Return the folder of ``tiny`` or ``tiny_knights`` in the package, and any other name unchanged."""
-    return str(EMBEDDED.get(policy, policy))
+@dataclass(frozen=True)
+class SavedFiles:
+    """A policy as ``save_pretrained`` writes it; :class:`GGUFFile` is the other kind of files.
+
+    Args:
+        place: The folder or hub id.
+    """
+
+    place: str
+    errors = (OSError, ValueError, RuntimeError)
+    """What transformers raises for files that it cannot read."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``from_pretrained`` that name the files; none, for transformers knows their names."""
+        return {}
+
+    def weight_options(self, dtype: str, nf4: bool) -> dict[str, Any]:
+        """Return the options of ``from_pretrained`` for the weights, which are in safetensors only."""
+        return {"use_safetensors": True, "quantization_config": nf4_config(dtype) if nf4 else None}
+
+    def check(self) -> None:
+        """Refuse a config that names more layers than the files have weights."""
+        _check_layers(self.place)
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Leave the model as it is."""
+
+    def note(self, dtype: str) -> str:
+        """Return nothing: the weights are those that were saved."""
+        return ""
+
+
+def _files(name: str) -> SavedFiles | GGUFFile:
+    """Return the files of a policy, given by folder, hub id or path."""
+    return gguf_file(name) or SavedFiles(name)
+
+
+def files_note(policy: str | Given, dtype: str) -> str:
+    """Return a sentence on what a policy's files hold that a run should know; mostly there is none.
+
+    Args:
+        policy: A name, a folder, a path or a hub id, or a loaded model, of whose files nothing is known.
+        dtype: The dtype that the weights are read as.
+    """
+    if not isinstance(policy, str):
+        return ""
+    adapter = adapter_folder(policy)
+    return _files(resolve_policy(policy) if adapter is None else adapter.base).note(dtype)
+
+
+def load_config(policy: str) -> PreTrainedConfig:
+    """Read the configuration of a policy.
+
+    Raises:
+        ValueError: It has none that could be read.
+    """
+    from transformers import AutoConfig
+
+    name = resolve_policy(policy)
+    files = _files(name)
+    with hub_or_cache(files.place), without_bars():
+        try:
+            return AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
+        except files.errors as error:
+            raise ValueError(_load_failure(name, "config", error)) from error
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
@@ -112,10 +174,11 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
             raise ValueError(f"policy is a {type(model).__name__} that was made, not loaded; give its tokenizer too.")
         policy = model.name_or_path
     name = _tokenizer_place(resolve_policy(policy))
-    with hub_or_cache(name):
+    files = _files(name)
+    with hub_or_cache(files.place), without_bars():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(files.place, trust_remote_code=False, **files.options())
+        except files.errors as error:
             raise ValueError(_load_failure(name, "tokenizer", error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
         raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there")))
@@ -184,38 +247,38 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrained
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    quantization = nf4_config(dtype) if nf4 else None
     name = resolve_policy(policy)
-    with hub_or_cache(name):
+    files = _files(name)
+    with hub_or_cache(files.place), without_bars():
         try:
-            _check_layers(policy, name)
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            files.check()
+            weight_options = files.weight_options(dtype, nf4)
+            config = AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
             config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
+                files.place,
                 config=config,
                 dtype=dtype,
-                use_safetensors=True,
-                quantization_config=quantization,
                 trust_remote_code=False,
                 output_loading_info=True,
                 device_map="meta" if outline else None,
+                **files.options(),
+                **weight_options,
             )
         except SafetensorError as error:
-            raise ValueError(
-                f"The weights of policy {policy!r} are damaged ({error}); {_remedy(policy, name)}."
-            ) from error
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of another shape than the config's
+            raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_remedy(name)}.") from error
+        except files.errors as error:  # RuntimeError: weights of another shape than the config's
             raise ValueError(_load_failure(name, "model", error)) from error
     model, report = loaded
     _check_weights(policy, name, model, report)
+    files.finish(model)
     return model
 
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def _check_layers(policy: str, name: str) -> None:
+def _check_layers(name: str) -> None:
     """Refuse a config that names more layers than its files have weights, before memory is taken for the layers."""
     from safetensors import safe_open
     from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -239,7 +302,7 @@ def _check_layers(policy: str, name: str) -> None:
     if layers > num_weights:
         raise ValueError(
             f"its config.json names {layers} layers (num_hidden_layers), but its files hold {num_weights} weights in "
-            f"all; {_remedy(policy, name)}."
+            f"all; {_remedy(name)}."
         )
 
 
@@ -287,7 +350,7 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The files of policy {policy!r} lack {len(missing)} of the model's weights, such as {missing[0]}; "
-            f"{_remedy(policy, name)}."
+            f"{_remedy(name)}."
         )
     for place, weight in model.named_parameters():
         if (
@@ -301,10 +364,13 @@ def _check_weights(policy: str, name: str, model: PreTrainedModel, report: Mappi
             )
 
 
-def _remedy(policy: str, name: str) -> str:
+def _remedy(name: str) -> str:
     """Say how to mend a policy whose files are damaged."""
-    if policy in EMBEDDED:
-        return "install lit_grpo again"
+    for named in NAMED.values():
+        if str(named.folder) == name:
+            return named.remedy
+    if isinstance(_files(name), GGUFFile):
+        return "download the GGUF file again"
     if Path(name).is_dir():
         return "save it there again"
     return f"download it again: hf download {name} --force-download"
@@ -370,6 +436,8 @@ def embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _load_failure(name: str, what: str, error: Exception) -> str:
+    if isinstance(error, GGUFError):
+        return str(error)
     if "trust_remote_code" in str(error):
         return f"Policy {name!r} needs code of its own, which is never run; take a model that transformers knows."
     if "ignore_mismatched_sizes" in str(error):
@@ -377,11 +445,14 @@ def _load_failure(name: str, what: str, error: Exception) -> str:
             f"The config.json of policy {name!r} describes weights of other shapes than its files hold (hidden_size, "
             "vocab_size and the like; the report above names the weights); put the config of these weights beside them."
         )
+    if isinstance(_files(name), GGUFFile):
+        return f"The GGUF file of policy {name!r} holds no {what} that transformers can use: {unreadable(error)}."
     if Path(name).is_dir():
         return f"The policy folder {name!r} holds no usable {what}: {first_line(error)}."
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return f"There is no policy folder {name!r}; give the path of a folder made by save_pretrained."
     return (
         f"No {what} could be loaded for policy {name!r}: {first_line(error)}. "
-        "Give 'tiny' or 'tiny_knights', a folder made by save_pretrained, or the id of a model you can download."
+        f"Give {', '.join(map(repr, NAMED))}, a folder made by save_pretrained, a GGUF file, or the id of a model you "
+        "can download."
     )

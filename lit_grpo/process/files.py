@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -12,3 +13,12 @@ def replace_file(path: Path, data: bytes) -> None:
     with aside.open("xb") as file:
         file.write(data)
     aside.replace(path)
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user for files that can be made again; it may not be there yet.
+
+    It is ``lit_grpo`` in ``XDG_CACHE_HOME``, which is ``~/.cache`` by default (XDG Base Directory Specification).
+    """
+    place = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (place if place.is_absolute() else Path.home() / ".cache") / "lit_grpo"

@@ -36,7 +36,7 @@ from lit_grpo.cli.command_line import run
 from lit_grpo.data.module import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.adapters import LoraSettings
-from lit_grpo.policy.loading import SHIPPED
+from lit_grpo.policy.named import NAMED, TINY
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.types import SamplingParams
@@ -319,7 +319,7 @@ def test_in_mixed_precision_shards_end_where_whole_copies_do(tmp_path: Path) -> 
         assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     weights = {name: load_file(tmp_path / "runs" / name / "policy" / "model.safetensors") for name in runs}
     assert all(tensor.dtype == torch.float32 for tensor in weights["fsdp2"].values())
-    first = load_file(SHIPPED / "model.safetensors")
+    first = load_file(NAMED[TINY].folder / "model.safetensors")
     moves = {
         name: torch.cat([(tensor - first[key]).flatten() for key, tensor in sorted(of_run.items())])
         for name, of_run in weights.items()

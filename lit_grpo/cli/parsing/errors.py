@@ -27,7 +27,7 @@ _NO_CONFIG = re.compile(r'Parser key "config": File does not exist: .*?([^/\']*)
 _NO_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)'")
 COMMANDS = (
     *("fit", "validate", "test", "predict", "doctor", "fit-check", "export", "report", "dashboard", "simulate"),
-    *("serve", "from-trl"),
+    *("serve", "smollm2", "from-trl"),
 )
 _KEY = re.compile(r'Parser key "([\w.]+)"')
 

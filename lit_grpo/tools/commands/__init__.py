@@ -20,6 +20,7 @@ TOOLS = {
     "dashboard": Tool(f"{_HERE}.dashboard", "a view of runs in W&B or TensorBoard"),
     "simulate": Tool(f"{_HERE}.simulate", "plans in pictures, without a model"),
     "serve": Tool(f"{_HERE}.serve", "a vLLM server for a policy"),
+    "smollm2": Tool(f"{_HERE}.smollm2", "a pretrained chat model, fetched as a policy"),
     "from-trl": Tool(f"{_HERE}.from_trl", "a config of TRL's as one of ours"),
 }
 """The commands by their names on the command line."""

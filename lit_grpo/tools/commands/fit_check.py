@@ -16,8 +16,7 @@ from lit_grpo.cli.parsing.errors import one_sentence
 from lit_grpo.cli.parsing.refusals import check_values
 from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.memory import free_bytes
-from lit_grpo.policy.hub import hub_or_cache
-from lit_grpo.policy.loading import resolve_policy
+from lit_grpo.policy.loading import load_config
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.training.forecast import MOMENTS, Demand, Forecast, Sizes, forecast, largest
@@ -45,22 +44,11 @@ class FitCheckCLI(LikeFitCLI):
         check_values(settings, GROUPS)
         device = "cuda" if torch.cuda.is_available() and settings["trainer"]["accelerator"] != "cpu" else "cpu"
         limit = self._limit or free_bytes(torch.device(device))
-        sizes = Sizes.of(_config(settings["model"]["policy"]))
+        sizes = Sizes.of(load_config(settings["model"]["policy"]))
         demand = demand_of(settings, device)
         taken = forecast(sizes, demand)
         _show(sizes, demand, taken, limit)
         sys.exit(int(taken.peak > limit))
-
-
-def _config(policy: str) -> Any:
-    from transformers import AutoConfig
-
-    name = resolve_policy(policy)
-    try:
-        with hub_or_cache(name):
-            return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(f"Policy {policy!r} has no config that could be read: {str(error).splitlines()[0]}") from error
 
 
 def demand_of(settings: Mapping[str, Any], device: str) -> Demand:

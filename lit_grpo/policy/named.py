@@ -1,0 +1,47 @@
+"""Policies that have a name of their own, such as ``tiny``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_grpo.process.files import cache_folder
+
+
+@dataclass(frozen=True)
+class NamedPolicy:
+    """A folder that a policy's name stands for.
+
+    Args:
+        folder: The folder, as ``save_pretrained`` writes it.
+        remedy: What a user does if the folder is missing or damaged, as a part of a sentence.
+    """
+
+    folder: Path
+    remedy: str
+
+
+TINY, TINY_KNIGHTS, SMOLLM2 = "tiny", "tiny_knights", "smollm2"
+_WITH_THE_PACKAGE = "install lit_grpo again"
+NAMED = {
+    TINY: NamedPolicy(Path(__file__).parent / TINY, _WITH_THE_PACKAGE),
+    TINY_KNIGHTS: NamedPolicy(Path(__file__).parent / TINY_KNIGHTS, _WITH_THE_PACKAGE),
+    SMOLLM2: NamedPolicy(
+        cache_folder() / "policies" / "SmolLM2-135M-Instruct", f"make it with python -m lit_grpo {SMOLLM2}"
+    ),
+}
+"""The policies by name. ``python -m benchmarks.make_tiny`` and ``make_knights`` make the folders in the package."""
+
+
+def resolve_policy(policy: str) -> str:
+    """Return the folder that a name of :data:`NAMED` stands for, and any other name unchanged.
+
+    Raises:
+        ValueError: The folder is missing.
+    """
+    named = NAMED.get(policy)
+    if named is None:
+        return policy
+    if not named.folder.is_dir():
+        raise ValueError(f"There is no folder of policy {policy!r} on this machine; {named.remedy}.")
+    return str(named.folder)
