@@ -19,16 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.learning_callbacks import POLICIES
 from benchmarks.rollouts import roll_out, slots
-<<<<<<< HEAD
 from benchmarks.shipped_tasks import ShippedTask
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.types import SamplingParams
-=======
-from lit_grpo.policy.loading import load_tokenizer
-from lit_grpo.rewards import ExactMatch
-from lit_grpo.tasks import ArithmeticRows, KnightsRows
-from lit_grpo.types import Prompt, SamplingParams
->>>>>>> gguf
 
 SCORES = "scores.json"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
@@ -51,20 +44,10 @@ class Scoring:
 
 def main(scoring: Scoring) -> None:
     """Write a file of ``{run: {update: {greedy, sampled}}}``, the latter of the first and last update alone."""
-<<<<<<< HEAD
     task = ShippedTask(scoring.config)
     tokenizer = load_tokenizer(task.policy)
     prompts = task.prompts(tokenizer, task.rows("validation", scoring.held_out))
     max_tokens, exact_match = task.model["sampling"]["max_tokens"], task.reward
-=======
-    settings = yaml.safe_load((ROOT / "configs" / f"{scoring.config}.yaml").read_text())
-    model, source = settings["model"], settings["data"]["validation"]
-    tokenizer = load_tokenizer(model["policy"])
-    rows = list(SOURCES[source["class_path"]](scoring.held_out, source["init_args"]["split"]).rows())
-    prompts = [Prompt(str(n), tuple(tokenizer.encode(row["prompt"])), row["prompt"], row) for n, row in enumerate(rows)]
-    (reward,) = model["rewards"]
-    exact_match = ExactMatch(**reward["args"])
->>>>>>> gguf
     known: dict[tuple[str, str], float] = {}  # runs begin with one and the same policy
 
     def score(folder: Path, kinds: Iterable[str]) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Size:
     tried_updates: int = 2
 
 
-FULL = Size((0, 1, 2), 30, 96, ((4, False), (8, False), (16, False), (8, True)))
+FULL = Size((0, 1, 2), 12, 96, ((4, False), (8, False), (16, False), (8, True)))
 QUICK = Size((0,), 1, 2, ((4, False),), 1)
 
 

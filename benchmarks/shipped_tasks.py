@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.report import ROOT
 from lit_grpo.data.chat import encode_chat
-from lit_grpo.policy.loading import resolve_policy
+from lit_grpo.policy.named import resolve_policy
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.tasks import ArithmeticRows, KnightsRows, WordProblemRows
 from lit_grpo.types import Prompt
