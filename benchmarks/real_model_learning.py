@@ -39,11 +39,11 @@ class Size:
     updates: int
     held_out: int
     tried: tuple[tuple[int, bool], ...]
-    tried_updates: int = 2
+    tried_updates: int = 1
 
 
-FULL = Size((0, 1, 2), 12, 96, ((4, False), (8, False), (16, False), (8, True)))
-QUICK = Size((0,), 1, 2, ((4, False),), 1)
+FULL = Size((0, 1, 2), 10, 96, ((4, False), (8, False), (16, False), (8, True)))
+QUICK = Size((0,), 1, 2, ((4, False),))
 
 
 def main(options: Options) -> int:
