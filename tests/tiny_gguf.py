@@ -84,7 +84,10 @@ def write_gguf(
 def tensors(model: Any) -> list[tuple[str, np.ndarray]]:
     """Return the weights by their names in GGUF; rows of queries and keys are in the order of llama.cpp's rotation."""
     state = {name: weight.detach().numpy() for name, weight in model.state_dict().items()}
-    found = [("token_embd.weight", state["model.embed_tokens.weight"]), ("output_norm.weight", state["model.norm.weight"])]
+    found = [
+        ("token_embd.weight", state["model.embed_tokens.weight"]),
+        ("output_norm.weight", state["model.norm.weight"]),
+    ]
     names = {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",

