@@ -108,8 +108,9 @@ def test_its_policy_answers_prompts_of_ones_own(run: Path, folder: Path) -> None
         str(prompts),
     ]
     lit_grpo("predict", *words, folder=folder)
-    (written,) = run.parent.rglob("predictions*.jsonl")
-    assert json.loads(written.read_text().splitlines()[0])
+    (written,) = run.parent.rglob("completions.jsonl")
+    (row,) = {row["prompt_id"]: row for row in map(json.loads, written.read_text().splitlines())}.values()
+    assert "Say hello." in row["prompt"] and row["completion"]
 
 
 def test_its_export_is_a_folder_of_transformers(run: Path, folder: Path) -> None:
