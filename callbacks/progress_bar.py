@@ -17,6 +17,7 @@ from lit_grpo.display.lines import as_plain, as_text
 from lit_grpo.display.progress import (
     RolloutCount,
     UpdateCount,
+    function_fields,
     memory_text,
     pass_text,
     phase_fields,
@@ -37,11 +38,12 @@ COUNTED = {TrainerFn.FITTING: "updates", TrainerFn.PREDICTING: "batches predicte
 
 
 class GRPOProgressBar(ProgressBar, Listener):
-    """Show two live lines at the foot of the terminal: the progress of the run, and that of its current phase.
+    """Show live lines at the foot of the terminal: the progress of the run, and that of its current phase.
 
     The first line has the updates made of ``trainer.max_steps`` (or of ``max_epochs``), the last batch's reward, the
     newest pass@1 of validation prompts, an estimate of the time left, and other metrics logged with ``prog_bar=True``.
-    During a rollout, for training or validation, the second line has the completions that have ended, the slots in use,
+    With several reward functions a line of its own has the mean of each over the last batch.
+    During a rollout, for training or validation, the last line has the completions that have ended, the slots in use,
     tokens per second and a rough estimate of the time to go; in other phases, tokens per second and peak memory of the
     last update. On a narrow screen fields are left out, the least important first. Where live lines are not possible (a
     file, a pipe, a batch job, a notebook), there is a plain line for each update, and one a minute in a long rollout.
@@ -59,6 +61,7 @@ class GRPOProgressBar(ProgressBar, Listener):
         self._mean_tokens: dict[str, float] = {}
         self._phase, self._phase_began, self._next_line = "", 0.0, 0.0
         self._metrics: Mapping[str, float] = {}
+        self._functions: Mapping[str, float] = {}
         self._scores: dict[str, float] = {}
         self._untold = False  # whether the last batch has ended and its line is not printed yet
 
@@ -81,6 +84,8 @@ class GRPOProgressBar(ProgressBar, Listener):
         width, ascii_only = options.max_width, options.ascii_only
         module, rollout, now = self.trainer.lightning_module, self._rollout, time.monotonic()
         yield as_text(run_fields(counted, self._updates, self._metrics, _passes(module)), width, ascii_only)
+        if len(self._functions) > 1:
+            yield as_text(function_fields(self._functions), width, ascii_only)
         phase = module.phases.name if isinstance(module, GRPOModule) else ""
         if phase != self._phase:
             self._phase, self._phase_began = phase, now
@@ -165,9 +170,11 @@ class GRPOProgressBar(ProgressBar, Listener):
             self.screen.show(lambda: self)
 
     def _tell_update(self) -> None:
-        self._metrics = self.get_metrics(self.trainer, self.trainer.lightning_module)
+        module = self.trainer.lightning_module
+        self._metrics = self.get_metrics(self.trainer, module)
+        self._functions = module.reward_curves.latest if isinstance(module, GRPOModule) else {}
         if self._untold and self.is_enabled and not self.screen.is_terminal:
-            print(as_plain(update_fields(self._updates, self._metrics)), flush=True)
+            print(as_plain(update_fields(self._updates, self._metrics, self._functions)), flush=True)
         self._untold = False
 
     # ---- validation, test and predict ---------------------------------------------------------------
@@ -215,7 +222,8 @@ class GRPOProgressBar(ProgressBar, Listener):
         if self.is_enabled and (fitting or not trainer.validate_loop.verbose):
             scores = {"reward": metrics["val/reward"]} if "val/reward" in metrics else {}
             passed = pass_text(metrics, _passes(pl_module))
-            texts = (f"validation at update {trainer.global_step}", passed, reward_text(scores))
+            functions = pl_module.held_out_curves.latest if isinstance(pl_module, GRPOModule) else {}
+            texts = (f"validation at update {trainer.global_step}", passed, reward_text(scores, functions))
             print("  ".join(filter(None, texts)), flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-from lit_grpo.budgets.lessons import LESSON, LessonCount
 from lit_grpo.data.module import loaded_prompts
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
 from lit_grpo.display.lines import count, duration
 from lit_grpo.display.screen import the_console
+from lit_grpo.findings.lessons import LESSON, LessonCount
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
@@ -30,16 +31,19 @@ LIT_GRPO = "python -m lit_grpo"
 class RunSummary(pl.Callback):
     """Print a card that describes the run when its policy is loaded, and a card with its results when it ends.
 
-    The second card has the first and last pass@1 of validation prompts and reward, the number, time and peak memory of
-    updates, the folder, and commands to continue with. A run that is stopped or fails prints it too, after its first
-    update. Both cards are printed even with ``trainer.enable_progress_bar=false``. The callback comes before those that
-    start the generator, which may take long.
+    The second card has the first and last pass@1 of validation prompts and reward (of several reward functions those of
+    each), what their curves show to be wrong, the number, time and peak memory of updates, the folder, and commands to
+    continue with. A run that is stopped or fails prints it too, after its first update. Both cards are printed even
+    with ``trainer.enable_progress_bar=false``. The callback comes before those that start the generator, which may take
+    long.
     """
 
     def __init__(self) -> None:
         self._told = self._trains = self._over = False
         self._passed: list[tuple[int, float]] = []  # (update, pass@1)
         self._rewards: list[tuple[int, float]] = []
+        self._functions: list[Mapping[str, float]] = []  # of the first and the last update
+        self._held_out: list[Mapping[str, float]] = []  # of the first and the last validation
         self._peak_gib = 0.0
         self._lessons = LessonCount()
         self._began, self._version, self._read_at = time.monotonic(), 0, 0
@@ -76,9 +80,14 @@ class RunSummary(pl.Callback):
         self._lessons.add(frac_uniform, max_advantage)
         self._peak_gib = max(self._peak_gib, float(metrics.get("peak_GiB", 0.0)))
         self._rewards = [*self._rewards[:1], (trainer.global_step, float(metrics.get("reward", math.nan)))]
+        module = trainer.lightning_module
+        assert isinstance(module, GRPOModule)
+        self._functions = [*self._functions[:1], module.reward_curves.latest]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read pass@1."""
+        """Read pass@1, and the mean of each reward function."""
+        assert isinstance(pl_module, GRPOModule)
+        self._held_out = [*self._held_out[:1], pl_module.held_out_curves.latest]
         if "val/pass@1" in trainer.callback_metrics:
             self._passed.append((trainer.global_step, float(trainer.callback_metrics["val/pass@1"])))
 
@@ -108,6 +117,10 @@ class RunSummary(pl.Callback):
             facts[f"pass@1 ({module.pass_rule})"] = passed
         if self._rewards:
             facts["reward"] = _from_to([f"{value:.3g} at update {update}" for update, value in self._rewards])
+        facts |= _by_function("by function", self._functions)
+        facts |= _by_function("by function, held out", self._held_out)
+        for finding in (*module.reward_curves.findings(), *module.held_out_curves.findings()):
+            facts[finding.name] = finding.sentence
         if self._lessons.is_worth_a_word:
             facts["taught nothing"] = str(self._lessons)
         facts["folder"] = near(folder)
@@ -120,6 +133,13 @@ class RunSummary(pl.Callback):
         again = f" (from {self._version} to {version})" if self._version else ""
         memory = f", peak memory {self._peak_gib:.3g} GiB" if self._peak_gib else ""
         return f"{made}{again} in {duration(time.monotonic() - self._began)}{memory}"
+
+
+def _by_function(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Return a line with the first and the last mean of each reward function, where there are several."""
+    if not rows or len(rows[-1]) < 2:
+        return {}
+    return {name: ", ".join(f"{each} {rows[0][each]:.3g} to {value:.3g}" for each, value in rows[-1].items())}
 
 
 def _none(trainer: pl.Trainer) -> str:

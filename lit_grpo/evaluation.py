@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -11,6 +11,7 @@ import torch
 from torchmetrics import MeanMetric
 
 from lit_grpo.faults import Phases
+from lit_grpo.findings.reward_curves import HELD_OUT, RewardCurves
 from lit_grpo.metrics import pass_at_k
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.function import RewardFunction
@@ -20,7 +21,7 @@ EVAL_MEANS = ("reward", "completion_length", "truncated")
 
 
 class EvaluationModule(pl.LightningModule):
-    """Counts which completions of held-out prompts pass, and hands rows to a writer.
+    """Counts which completions of held-out prompts pass, follows the reward functions, and hands rows to a writer.
 
     Args:
         rewards: Reward functions.
@@ -30,6 +31,10 @@ class EvaluationModule(pl.LightningModule):
 
     Raises:
         ValueError: No function has the name ``pass_reward``.
+
+    Attributes:
+        reward_curves: The reward functions in training.
+        held_out_curves: The reward functions in validations.
     """
 
     policy_version: int
@@ -45,6 +50,9 @@ class EvaluationModule(pl.LightningModule):
         self.phases = Phases()
         self.rewards = rewards
         self.pass_rule = PassRule.among([function.name for function in rewards], pass_reward, pass_threshold)
+        weights = {function.name: function.weight for function in rewards}
+        self.reward_curves = RewardCurves(weights, self.pass_rule)
+        self.held_out_curves = RewardCurves(weights, self.pass_rule, HELD_OUT)
         self.pass_at_k = pass_at_k
         names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
         self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
@@ -83,8 +91,14 @@ class EvaluationModule(pl.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log pass@k and the means over all held-out prompts."""
-        self._log_evaluation("val")
+        """Log pass@k and the means over all held-out prompts, and follow the reward functions."""
+        self.follow(self.held_out_curves, self._log_evaluation("val"))
+
+    def follow(self, curves: RewardCurves, logs: Mapping[str, float]) -> None:
+        """Add a row to the curves of reward functions, and warn of what they show since."""
+        curves.add(logs)
+        for finding in curves.news():
+            self.ranks.warn(finding.sentence)
 
     def test_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Do the same for the test prompts."""
@@ -94,14 +108,15 @@ class EvaluationModule(pl.LightningModule):
         """Log pass@k and the means over all test prompts."""
         self._log_evaluation("test")
 
-    def _log_evaluation(self, prefix: str) -> None:
-        for name, metric in self.means.items():
-            value = cast(MeanMetric, metric).compute()
+    def _log_evaluation(self, prefix: str) -> dict[str, float]:
+        """Log all means, over all ranks; return them by name, without the prefix."""
+        functions = [f"rewards/{function.name}/mean" for function in self.rewards]
+        means = [*self.means.items(), *zip(functions, self.reward_means, strict=True)]
+        values = {name: cast(MeanMetric, mean).compute() for name, mean in means}
+        for name, value in values.items():
             self.log(f"{prefix}/{name}", value, prog_bar=name == "pass@1", sync_dist=True)
-        for function, metric in zip(self.rewards, self.reward_means, strict=True):
-            mean = cast(MeanMetric, metric).compute()
-            self.log(f"{prefix}/rewards/{function.name}/mean", mean, sync_dist=True)
         self.log("step", float(self.policy_version), sync_dist=True)
+        return {name: float(value) for name, value in values.items()}
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:
         """Return one row a completion, for :class:`lit_grpo.callbacks.CompletionWriter`."""

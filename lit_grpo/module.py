@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from lit_grpo.budgets.lessons import LessonWatch
 from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
@@ -30,6 +29,7 @@ from lit_grpo.checks import (
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
+from lit_grpo.findings.lessons import LessonWatch
 from lit_grpo.metrics import CollapseWatch, rollout_metrics, staleness_shares
 from lit_grpo.plugins import RunFacts
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
@@ -341,6 +341,7 @@ class GRPOModule(EvaluationModule):
         names = {source: sorted(names) for source, names in self._names_logged.items()}
         watches = self._rewarded.state_dict(), self._collapse.state_dict(), self._lessons.state_dict()
         checkpoint["logged"] = (names, *watches)
+        checkpoint["reward_curves"] = (self.reward_curves.state_dict(), self.held_out_curves.state_dict())
         settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint["hyper_parameters"] = {"policy": told_name(self.policy_name, self._continues), **settings}
         learner: Learner | None = getattr(self, "learner", None)
@@ -365,6 +366,10 @@ class GRPOModule(EvaluationModule):
             self._rewarded.load_state_dict(rewarded)
             self._collapse.load_state_dict(collapse)
             self._lessons.load_state_dict(lessons)
+            if "reward_curves" in checkpoint:  # an earlier version has kept none
+                training, held_out = checkpoint["reward_curves"]
+                self.reward_curves.load_state_dict(training)
+                self.held_out_curves.load_state_dict(held_out)
             self._told_before = checkpoint["told"]
 
     def check_base(self, checkpoint: Mapping[str, Any]) -> None:
@@ -416,6 +421,7 @@ class GRPOModule(EvaluationModule):
         for sentence in (collapsed, self._rewarded.sentence(logs)):
             if sentence is not None:
                 self.ranks.warn(sentence)
+        self.follow(self.reward_curves, logs)
         self._tell_of_unseen_tokens(batch)
         frac_uniform = logs["frac_reward_zero_std"]
         self.log("reward", logs.pop("reward"), prog_bar=True)

@@ -12,7 +12,15 @@ from rich.console import Console
 
 from lit_grpo.display.cards import Card, folded
 from lit_grpo.display.lines import Field, as_plain, as_text, count, duration, fitting
-from lit_grpo.display.progress import RolloutCount, UpdateCount, pass_text, run_fields, update_fields
+from lit_grpo.display.progress import (
+    RolloutCount,
+    UpdateCount,
+    function_fields,
+    pass_text,
+    reward_text,
+    run_fields,
+    update_fields,
+)
 from lit_grpo.training.quiet import quiet
 from lit_grpo.types import PassRule
 
@@ -60,6 +68,18 @@ def test_a_plain_line_has_all_fields_and_no_bar() -> None:
     updates.move(60)
     line = as_plain(update_fields(updates, METRICS))
     assert line == "update 60/60  reward 0.812  pass@1 94.1%  2.31k tokens/s  0.512 GiB  mine 3"
+
+
+def test_lines_have_the_reward_of_each_function_where_there_are_several() -> None:
+    functions = {"correct": 0.046875, "short\x1b[2J": math.nan, "form": 0.99}
+    text = r"reward 0.812 (correct 0.0469, short\x1b[2J none, form 0.99)"
+    assert reward_text(METRICS, functions) == text
+    assert reward_text(METRICS, {"correct": 0.5}) == "reward 0.812" and reward_text({}, functions) == ""
+    assert as_plain(update_fields(UpdateCount(0, 60), METRICS, functions)).startswith(f"update 0/60  {text}  pass@1")
+    live = function_fields({"correct": 0.046875, "short": math.nan, "form": 0.99})
+    assert as_text(live, 80).plain == "rewards  correct 0.0469  short none  form 0.99"
+    assert as_text(live, 40).plain == "rewards  correct 0.0469  short none"
+    assert all(cell_len(as_text(live, width).plain) <= width for width in range(1, 60))
 
 
 def test_a_line_of_validation_names_the_reward_that_decides() -> None:

@@ -91,6 +91,34 @@ def test_the_heading_says_that_batches_taught_nothing_where_several_in_a_row_hav
     assert fact in content_of(run)["head"]["facts"]
 
 
+def test_the_heading_says_that_a_reward_is_hacked_in_training_and_on_held_out_prompts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", updates=30, names=["reward"])
+    rewards = [{"function": "mine.py:right"}, {"function": "mine.py:form", "weight": 0.5}]
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"rewards": rewards}}))
+    names = [
+        f"{place}{name}" for place in ("", "val/") for name in ("reward", "rewards/right/mean", "rewards/form/mean")
+    ]
+
+    def write(right: float) -> dict[str, str]:
+        lines = [f"step,{','.join(names)}"]
+        for step in range(31):
+            form, rises = min(step / 20, 1.0), right * min(step / 20, 1.0)
+            values = f"{0.0625 + rises + form / 2},{0.0625 + rises},{form}"
+            lines.append(f"{step},{values if step else ',,'},{',,' if step % 5 else values}")
+        (run / "metrics.csv").write_text("\n".join(lines) + "\n")
+        return {title: note for title, *_, note in content_of(run)["head"]["facts"]}
+
+    assert not {"Reward hacking", "Reward hacking, held out"} & set(write(right=0.5))
+    facts = write(right=0.0)
+    assert facts["Reward hacking"] == (
+        "The reward rose from 0.175 to 0.562 in 30 updates by `form` (from 0.225 to 1), and not by `right`, which "
+        "decides pass@1: it stayed at 0.0625. Weigh `form` less, or let it pay only where `right` does."
+    )
+    assert facts["Reward hacking, held out"].startswith("The reward on held-out prompts rose from 0.188 to 0.562 in 7")
+    (run / "config.yaml").unlink()
+    assert "Reward hacking" not in write(right=0.0)  # nothing says who decides
+
+
 @pytest.mark.parametrize(
     ("model", "title"),
     [

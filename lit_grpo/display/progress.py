@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lit_grpo.display.lines import Field, count, duration
+from lit_grpo.process.terminal import visible
 
 if TYPE_CHECKING:
     from lit_grpo.scheduling.flight import Flight
@@ -130,6 +131,15 @@ def run_fields(name: str, updates: UpdateCount, metrics: Mapping[str, float], pa
     ]
 
 
+def function_fields(functions: Mapping[str, float]) -> list[Field]:
+    """Return the fields of the line with the rewards by function; the last functions are left out first.
+
+    Args:
+        functions: The mean of each function over the last batch, by name.
+    """
+    return [Field("rewards", 0, "dim"), *(Field(text, rank) for rank, text in enumerate(_each(functions), start=1))]
+
+
 def phase_fields(phase: str, seconds: float, metrics: Mapping[str, float]) -> list[Field]:
     """Return the fields of a phase that counts nothing, with figures of the last update; memory is left out first."""
     return [
@@ -139,18 +149,23 @@ def phase_fields(phase: str, seconds: float, metrics: Mapping[str, float]) -> li
     ]
 
 
-def update_fields(updates: UpdateCount, metrics: Mapping[str, float]) -> list[Field]:
+def update_fields(
+    updates: UpdateCount, metrics: Mapping[str, float], functions: Mapping[str, float] = {}
+) -> list[Field]:
     """Return the fields of an update in a plain line."""
     texts = (
-        *(f"update {updates.text}", reward_text(metrics), pass_text(metrics), speed_text(metrics)),
+        *(f"update {updates.text}", reward_text(metrics, functions), pass_text(metrics), speed_text(metrics)),
         *(memory_text(metrics), _time(updates.seconds_left, "left"), *_others(metrics)),
     )
     return [Field(text) for text in texts]
 
 
-def reward_text(metrics: Mapping[str, float]) -> str:
-    """Return ``reward 0.812``."""
-    return f"reward {metrics['reward']:.3g}" if "reward" in metrics else ""
+def reward_text(metrics: Mapping[str, float], functions: Mapping[str, float] = {}) -> str:
+    """Return ``reward 0.812``, or with several functions ``reward 0.812 (correct 0.75, short 0.124)``."""
+    if "reward" not in metrics:
+        return ""
+    each = f" ({', '.join(_each(functions))})" if len(functions) > 1 else ""
+    return f"reward {metrics['reward']:.3g}{each}"
 
 
 def pass_text(metrics: Mapping[str, float], passes: str = "") -> str:
@@ -167,6 +182,11 @@ def speed_text(metrics: Mapping[str, float]) -> str:
 def memory_text(metrics: Mapping[str, float]) -> str:
     """Return ``0.51 GiB``, the peak of the last update."""
     return f"{metrics['peak_GiB']:.3g} GiB" if "peak_GiB" in metrics else ""
+
+
+def _each(functions: Mapping[str, float]) -> list[str]:
+    """Return the mean of each function; one that applied to no completion has none."""
+    return [f"{visible(name)} {'none' if math.isnan(value) else f'{value:.3g}'}" for name, value in functions.items()]
 
 
 def _time(seconds: float, what: str) -> str:

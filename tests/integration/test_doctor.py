@@ -315,6 +315,14 @@ FAULTS = {
     "reward nan": Fault(reward("nan"), "reward nan", "it returned nan"),
     "reward column": Fault(reward("gold"), "settings", "requires the parameter 'solution'"),
     "reward out of reach": Fault(reward("says_right"), "reward says_right", "out of the policy's reach", "warn"),
+    "another reward alone": Fault(
+        options(
+            "--model.rewards", json.dumps([{"function": f"rewards.py:{name}"} for name in ("says_right", "digits")])
+        ),
+        "what is learnt",
+        "only digits of these samples, for says_right, which decides pass@1, gives all of them the same",
+        "warn",
+    ),
     "temperature": Fault(
         generator(HotGenerator, "--model.sampling.temperature", "0.6"), "log-prob gap", "as if at temperature 1.0"
     ),

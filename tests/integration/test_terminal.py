@@ -118,11 +118,14 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert f"advantage {row['advantage']:.3g}  {row['tokens']} tokens  {row['finish']}" in text
         assert re.search(rf"^  answer +{row['columns/answer']}$", text, re.M)
         assert re.search(rf"[^#]{re.escape(row['prompt'].split('#')[-2 if chat else 0][-4:])}$", text, re.M)
-    assert re.search(r"^validation at update 2  pass@1 \(digits >= 1\) \d", text, re.M)
+    each = r"  reward \S+ \(digits \S+, short \S+\)$"
+    assert re.search(r"^validation at update 2  pass@1 \(digits >= 1\) \d\S+" + each, text, re.M)
     assert re.search(r"^validation at update 3  pass@1 \(digits >= 1\) \d", text, re.M)  # the last
     assert text.count("validation at update 3") == 1
     assert re.search(r"^pass@1 \(digits >= 1\) +\d.*% at update 0, \d.*% at update 3 \(best .*\)$", text, re.M)
     assert re.search(r"^reward +-?\d.* at update 1, -?\d.* at update 3$", text, re.M)
+    assert re.search(r"^by function +digits \S+ to \S+, short \S+ to \S+$", text, re.M)
+    assert re.search(r"^by function, held out +digits \S+ to \S+, short \S+ to \S+$", text, re.M)
     assert re.search(r"^updates +3 in \d+ s, peak memory \d", text, re.M)
     assert re.search(r"^folder +runs/task$", text, re.M)
     for command in ("lit_grpo predict", "--model.policy runs/task/policy", "lit_grpo report runs/task", "lit_grpo fit"):
@@ -142,6 +145,7 @@ def test_a_terminal_shows_the_run_and_what_it_is_at(
     check_texts(seen.final, columns, chat, tmp_path)
     updates = seen.lines(r"^updates [123]/3 .*━.*─  reward -?\d\S*  pass@1 \d.*%  (\(digits >= 1\)  )?\d+ s left$")
     assert updates, seen.lines("^updates")
+    assert seen.lines(r"^rewards  digits \d\S*  short \d\S*$"), seen.lines("^rewards")
     rollouts = seen.lines(r"^rollout \d+/32 completions .* [1-8]/8 slots  \S+ tokens/s  \d+ s to go  [\d.]+ GiB$")
     assert rollouts, seen.lines("^rollout")
     assert seen.lines(r"^validation \d+/8 completions .* [1-8]/8 slots")
@@ -162,7 +166,8 @@ def test_a_file_has_a_line_an_update_and_no_control_sequences(
     assert lines == [line.rstrip() for line in lines]
     check_texts(lines, 100, chat, tmp_path)
     updates = [line for line in lines if line.startswith("update ")]
-    pattern = r"update {}/3  reward -?[\d.e-]+  pass@1 [\d.]+%  \S+ tokens/s  [\d.]+ GiB{}"
+    reward = r"reward -?[\d.e-]+ \(digits [\d.e-]+, short [\d.e-]+\)"
+    pattern = rf"update {{}}/3  {reward}  pass@1 [\d.]+%  \S+ tokens/s  [\d.]+ GiB{{}}"
     for number, (line, left) in enumerate(zip(updates, (r"  \d+ s left", r"  \d+ s left", ""), strict=True), start=1):
         assert re.fullmatch(pattern.format(number, left), line), line
 

@@ -19,6 +19,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
     module = patient.module
     answers = [_answers(patient, group.prompt) for group in patient.groups]
     totals: list[float] = []
+    differing: list[str] = []
     can_vary = False
     for function in module.rewards:
         name = f"reward {function.name}"
@@ -32,7 +33,7 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
             continue
         finally:
             runner.close()
-        if function.name == module.pass_rule.reward:
+        if _decides(patient, function):
             passed = sum(module.pass_rule.passes({function.name: value}) for value in values)
             yield Finding("pass", "pass@1", f"counts {module.pass_rule}: {passed} of {len(values)} samples pass")
         given = [value for value in values if value is not None]
@@ -44,13 +45,31 @@ def check_rewards(patient: Patient) -> Iterator[Finding]:
         others = reached - set(given) - {None}
         can_vary |= bool(function.weight) and (varies or bool(others))
         totals += given
+        differing += [function.name] if varies and (function.weight or _decides(patient, function)) else []
         yield _judged(name, figure, varies, given[0], len(given), bool(others))
+    yield from _what_is_learnt(module.pass_rule.reward, differing)
     if totals and not can_vary:
         yield Finding(
             "fail",
             "rewards",
             "no sample, and no column of the data as a completion, earns more than another",
             "try the functions on a completion that deserves a reward; without differences nothing is learnt",
+        )
+
+
+def _decides(patient: Patient, function: RewardFunction) -> bool:
+    return function.name == patient.module.pass_rule.reward
+
+
+def _what_is_learnt(decides: str, differing: list[str]) -> Iterator[Finding]:
+    """Warn if other functions tell samples apart, and the one that decides who passes does not."""
+    if differing and decides not in differing:
+        yield Finding(
+            "warn",
+            "what is learnt",
+            f"only {', '.join(differing)} of these samples, for {decides}, which decides pass@1, gives all of them the "
+            "same",
+            f"watch rewards/{decides}/mean; if the reward rises without it, weigh the others less",
         )
 
 

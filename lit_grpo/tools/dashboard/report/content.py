@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from lit_grpo.budgets.lessons import LESSON, LessonCount
+from lit_grpo.findings.lessons import LESSON, LessonCount
+from lit_grpo.findings.reward_curves import HELD_OUT, TRAINING, Finding, RewardCurves
 from lit_grpo.process.terminal import visible
 from lit_grpo.tools.dashboard.report.curves import AXES, MAX_POINTS, axis, points, rank_correlation
 from lit_grpo.tools.dashboard.report.folder import RunRecords
 from lit_grpo.tools.dashboard.specification import Panel, Section, explain, sections
+from lit_grpo.types import PassRule
 
 MAX_OWN = 40
 MAX_SAMPLES = 400
@@ -52,7 +54,7 @@ def _heading(run: RunRecords) -> dict[str, Any]:
     wanted = wanted if isinstance(wanted, int) and wanted > 0 else None
     state = "running" if run.running else "stopped" if wanted is not None and updates < wanted else "ended"
     facts = [("Updates", f"{updates:,}" + (f" of {wanted:,}" if wanted is not None else ""), "")]
-    facts += _passed(run) + _taught_nothing(run.columns)
+    facts += _passed(run) + _parted(run) + _taught_nothing(run.columns)
     if (seconds := _seconds(run.columns)) is not None:
         facts.append(("Time in steps", _duration(seconds), ""))
     peaks = {name: run.columns[name] for name in run.columns if name.startswith("memory/") and "peak" in name}
@@ -84,6 +86,23 @@ def _passed(run: RunRecords) -> list[tuple[str, str, str]]:
     ]
 
 
+def _parted(run: RunRecords) -> list[tuple[str, str, str]]:
+    """Return what the curves of several reward functions show to be wrong, of training and of validations."""
+    decides, weights = _pass_rule(run), _weights(run)
+    if decides is None or decides.reward not in weights:
+        return []
+    found: list[Finding] = []
+    for place, prefix in ((TRAINING, ""), (HELD_OUT, "val/")):
+        names = {name: f"{prefix}{name}" for name in ("reward", *(f"rewards/{each}/mean" for each in weights))}
+        if not all(column in run.columns for column in names.values()):
+            continue
+        curves = RewardCurves(weights, decides, place)
+        for row in zip(*(run.columns[column].tolist() for column in names.values()), strict=True):
+            curves.add(dict(zip(names, row, strict=True)))
+        found += curves.findings()
+    return [(finding.name.capitalize(), visible(finding.about), visible(finding.sentence)) for finding in found]
+
+
 def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     """Return how many batches taught nothing, if several in a row did."""
     if not all(name in columns for name in LESSON):
@@ -98,13 +117,27 @@ def _taught_nothing(columns: Mapping[str, np.ndarray]) -> list[tuple[str, str, s
 
 def _passes(run: RunRecords) -> str:
     """Return the rule of passing, such as `` (correct >= 1)``; empty if the run's configuration does not say."""
+    rule = _pass_rule(run)
+    return "" if rule is None else f" ({visible(str(rule))})"
+
+
+def _pass_rule(run: RunRecords) -> PassRule | None:
+    """Return the rule of passing; None if the run's configuration does not say."""
     model = run.config.get("model") or {}
-    name, rewards = model.get("pass_reward"), model.get("rewards")
-    if name is None and isinstance(rewards, list) and rewards:
-        spec = rewards[0] if isinstance(rewards[0], dict) else {"function": rewards[0]}
+    name, threshold = model.get("pass_reward") or next(iter(_weights(run)), None), model.get("pass_threshold", 1.0)
+    return PassRule(str(name), threshold) if name and isinstance(threshold, int | float) else None
+
+
+def _weights(run: RunRecords) -> dict[str, float]:
+    """Return the weights of the run's reward functions by name; empty if its configuration does not say."""
+    rewards = (run.config.get("model") or {}).get("rewards")
+    weights: dict[str, float] = {}
+    for spec in rewards if isinstance(rewards, list) else []:
+        spec = spec if isinstance(spec, dict) else {"function": spec}
+        weight = spec.get("weight", 1.0)
         name = spec.get("name") or re.split(r"[:.]", str(spec.get("function")))[-1]
-    threshold = model.get("pass_threshold", 1.0)
-    return f" ({visible(str(name))} >= {threshold:g})" if name and isinstance(threshold, int | float) else ""
+        weights[str(name)] = weight if isinstance(weight, int | float) else 1.0
+    return weights
 
 
 def _capacity(columns: Mapping[str, np.ndarray]) -> str:
