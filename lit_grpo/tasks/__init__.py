@@ -3,5 +3,6 @@
 from lit_grpo.tasks.arithmetic import ArithmeticRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
+from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
 
-__all__ = ["ArithmeticRows", "DrawnRows", "KnightsRows"]
+__all__ = ["ArithmeticRows", "DrawnRows", "KnightsRows", "ReasoningGymRows", "ReasoningGymScore"]
