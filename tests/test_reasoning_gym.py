@@ -135,7 +135,7 @@ def test_the_runner_scores_rows_in_this_process_and_in_others(process: bool) -> 
     rollouts = [make_rollout([1], [2], sample_id=number) for number in range(2)]
     rollouts[0].prompt.columns.update(row)
     for rollout, text in zip(rollouts, (f"<answer>{row['answer']}</answer>", "<answer>x</answer>"), strict=True):
-        rollout.completion.__dict__["text"] = text
+        rollout.completion.text = text
     runner.score(RolloutGroup(rollouts[0].prompt, rollouts))
     runner.close()
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
@@ -176,8 +176,8 @@ def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
 
 
 def test_tasks_are_drawn_by_weight_and_levels_equally_often() -> None:
-    rows = [*ReasoningGymRows({"chain_sum": 3, "gcd": 1}, num_rows=800, levels=[0, 1]).rows()]
-    assert Counter(row["task"] for row in rows)["chain_sum"] == pytest.approx(600, abs=50)
+    rows = [*ReasoningGymRows({"lcm": 3, "gcd": 1}, num_rows=800, levels=[0, 1]).rows()]
+    assert Counter(row["task"] for row in rows)["lcm"] == pytest.approx(600, abs=50)
     assert Counter(row["level"] for row in rows)[1] == pytest.approx(400, abs=60)
     longest = {level: max(len(r["entry"]["question"]) for r in rows if r["level"] == level) for level in (0, 1)}
     assert longest[0] < longest[1]
@@ -234,10 +234,14 @@ def test_a_wrong_argument_is_told_in_a_sentence(arguments: dict[str, Any], sente
         ReasoningGymRows(**arguments)
 
 
-def test_a_task_without_further_questions_is_told() -> None:
-    few = ReasoningGymRows("count_bits", num_rows=50, settings={"count_bits": {"max_n": 10}})
-    with pytest.raises(ValueError, match=r"the task 'count_bits' .* set num_rows lower, or name more tasks"):
-        list(few.rows())
+def test_a_task_without_further_questions_leaves_the_rest_to_the_others() -> None:
+    few = ReasoningGymRows(["count_bits", "gcd"], num_rows=60, settings={"count_bits": {"max_n": 10}})
+    assert Counter(row["task"] for row in few.rows())["count_bits"] <= 10
+    alone = ReasoningGymRows("count_bits", num_rows=50, settings={"count_bits": {"max_n": 10}})
+    with pytest.raises(
+        ValueError, match=r"the tasks count_bits have only \d questions of the train split, and num_rows"
+    ):
+        list(alone.rows())
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,10 @@ EXTRA = "lit_grpo[reasoning-gym]"
 INSTRUCTION = "Write only the answer, between <answer> and </answer>."
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 """Group 1 of its match is the answer of a completion."""
-MOST_DRAWS = 2000
-"""Draws in a row that bring no new question of a task, before the task is taken to have no more."""
+POOL = 2**14
+"""Questions of a task and level that rows of one seed are drawn from: what every task of reasoning-gym allows."""
+MOST_DRAWS = 500
+"""Draws in a row that bring no new question of a task, before its level is taken to have no more."""
 RUN_BY_THEIR_GRADERS = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
 """Tasks whose graders run the answer as Python, in ways that no check of its letters makes safe."""
 PLAIN_ANSWERS = {
@@ -96,27 +98,31 @@ def num_levels(task: str) -> int:
     return max((len(attribute.levels) for attribute in curricula[task]().attributes.values()), default=0)
 
 
-def make_dataset(task: str, level: int | None = None, settings: Settings | None = None) -> Any:
-    """Return reasoning-gym's data set of a task; its questions do not depend on how many are asked for.
+def make_dataset(
+    task: str, level: int | None = None, settings: Settings | None = None, seed: int = 0, size: int = 500
+) -> Any:
+    """Return reasoning-gym's data set of a task.
 
     Args:
         task: The name of the task.
         level: The level of all attributes of the task's curriculum, from 0; None for the task's own defaults. An
             attribute with fewer levels is at its last one.
         settings: Fields of the task's config, which go before those of the level.
+        seed: Question i of one seed is question i - 1 of the next one.
+        size: How many questions it has.
 
     Raises:
         ValueError: There is no such task, level or field, or the task refuses its values.
     """
     check_task(task)
-    return _made(task, level, json.dumps(dict(settings or {}), sort_keys=True))
+    return _made(task, level, json.dumps(dict(settings or {}), sort_keys=True), seed, size)
 
 
 @cache
-def _made(task: str, level: int | None, settings: str) -> Any:
+def _made(task: str, level: int | None, settings: str, seed: int, size: int) -> Any:
     factory = importlib.import_module("reasoning_gym.factory")
     dataset, config_class = factory.DATASETS[task]
-    wanted = {"seed": 0, "size": 2**30, **json.loads(settings)}
+    wanted = {"seed": seed, "size": size, **json.loads(settings)}
     known = [field.name for field in dataclasses.fields(config_class)]
     for name in wanted.keys() - set(known):
         raise ValueError(f"the task {task!r} has no setting {name!r}; it has {', '.join(known)}.")
@@ -148,7 +154,8 @@ class ReasoningGymRows(DrawnRows):
 
     Args:
         tasks: The name of a task, several names, or names with weights: ``{chain_sum: 3, gcd: 1}`` draws three
-            questions of chain_sum for each of gcd. ``lit_grpo.tasks.reasoning_gym.known_tasks()`` lists the names.
+            questions of chain_sum for each of gcd, as long as there are new ones.
+            ``lit_grpo.tasks.reasoning_gym.known_tasks()`` lists the names.
         num_rows: How many rows.
         split: Which questions: ``train`` or ``validation``; a hash of a question says which split it is of.
         seed: Decides which questions of the split are drawn, and their order.
@@ -159,8 +166,8 @@ class ReasoningGymRows(DrawnRows):
         instruction: What follows each question on a line of its own: how the answer is to be marked.
 
     Raises:
-        ValueError: reasoning-gym is not installed; a task, level or setting is unknown; a weight is not above 0; or a
-            task has fewer questions than are asked for.
+        ValueError: reasoning-gym is not installed; a task, level or setting is unknown; a weight is not above 0; or
+            there are fewer questions than ``num_rows``.
     """
 
     def __init__(
@@ -189,35 +196,53 @@ class ReasoningGymRows(DrawnRows):
         """Yield one dict a row.
 
         Raises:
-            ValueError: A task has no more questions of the split.
+            ValueError: The tasks have fewer questions of the split than ``num_rows``.
         """
         rng = random.Random(f"{self.split}/{self.seed}")
         seen: set[str] = set()
+        left = {(task, level): weight for task, weight in self.weights.items() for level in self.levels}
         while len(seen) < self.num_rows:
-            row = self._new(rng, seen)
-            seen.add(row["entry"]["question"])
-            yield row
+            if not left:
+                raise ValueError(
+                    f"the tasks {', '.join(self.weights)} have only {len(seen)} questions of the {self.split} split, "
+                    f"and num_rows is {self.num_rows}; ask for fewer rows, more tasks or harder levels."
+                )
+            ((task, level),) = rng.choices([*left], [*left.values()])
+            row = self._new(rng, task, level, seen)
+            if row is None:
+                del left[task, level]
+            else:
+                seen.add(row["entry"]["question"])
+                yield row
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw a question of the split."""
-        return self._new(rng, set())
-
-    def _new(self, rng: random.Random, seen: set[str]) -> dict[str, Any]:
-        """Draw a question of the split that has not been seen."""
         (task,) = rng.choices([*self.weights], [*self.weights.values()])
-        level, settings = rng.choice(self.levels), self.settings.get(task, {})
-        dataset = make_dataset(task, level, settings)
+        row = self._new(rng, task, rng.choice(self.levels), set())
+        assert row is not None, "a task has a question of each split"
+        return row
+
+    def _new(self, rng: random.Random, task: str, level: int | None, seen: set[str]) -> dict[str, Any] | None:
+        """Draw a question of the split that has not been seen; None where there seems to be none."""
+        settings = self.settings.get(task, {})
+        dataset = make_dataset(task, level, settings, seed=POOL * self.seed, size=POOL)
         for _ in range(MOST_DRAWS):
-            entry = _plain(dataset[rng.randrange(2**30)])
+            entry = self._entry(dataset, rng.randrange(POOL), task, level)
             if entry["question"] not in seen and split_of(zlib.crc32(entry["question"].encode())) == self.split:
                 text = f"{entry['question']}\n{self.instruction}".strip()
                 prompt = [{"role": "user", "content": text}]
                 row = {"prompt": prompt, "answer": entry["answer"], "task": task, "level": level or 0}
                 return row | {"entry": entry | {"level": level, "settings": settings}}
-        raise ValueError(
-            f"the task {task!r} at level {level} has no more than {len(seen)} rows' questions for the {self.split} "
-            "split; set num_rows lower, or name more tasks or harder levels."
-        )
+        return None
+
+    def _entry(self, dataset: Any, index: int, task: str, level: int | None) -> dict[str, Any]:
+        try:
+            return _plain(dataset[index])
+        except Exception as error:  # a task fails in a way of its own where its values leave it no question
+            raise ValueError(
+                f"the task {task!r} of reasoning-gym finds no question {'' if level is None else f'at level {level} '}"
+                f"({type(error).__name__}: {error}); take another level, or other settings."
+            ) from error
 
 
 class ReasoningGymScore:
@@ -237,8 +262,6 @@ class ReasoningGymScore:
     Raises:
         ValueError: reasoning-gym is not installed, or ``pattern`` is no regular expression with a group.
     """
-
-    columns = ("task", "entry")
 
     def __init__(self, pattern: str = ANSWER_PATTERN, needs_mark: bool = False) -> None:
         installed()
