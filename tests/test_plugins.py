@@ -39,6 +39,8 @@ METHODS = (
     "rlep",
     "sgpo",
     "near_half",
+    "curriculum",
+    "reasoning.gym",
     "adhint",
     "pods",
     "d3s",

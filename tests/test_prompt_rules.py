@@ -10,6 +10,7 @@ from hand_made import plugin
 
 from lit_grpo.budgets.history import LengthMoments, PromptHistory, Record, Visit
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
+from lit_grpo.methods.curriculum import Curriculum
 from lit_grpo.methods.greso import Greso
 from lit_grpo.methods.near_half import NearHalf
 from lit_grpo.methods.sgpo import PhasedPrompts
@@ -155,6 +156,68 @@ def test_a_phase_without_prompts_takes_one_batch_and_no_run_stops() -> None:
     assert asked / 5000 == pytest.approx(0.01, abs=0.005)
 
 
+def at_levels(*rows: tuple[str, int]) -> list[Prompt]:
+    """Prompts of tasks and levels, named by their places."""
+    columns = [{"task": task, "level": level} for task, level in rows]
+    return [Prompt(f"p{place}", (1,), "", each) for place, each in enumerate(columns)]
+
+
+LEVELS = at_levels(("gcd", 1), ("gcd", 2), ("gcd", 3), ("lcm", 0), ("lcm", 1))
+
+
+def visited(chooser: PromptChooser, prompts: list[Prompt], pass_rate: float) -> None:
+    """Learn from a batch of these prompts, of which this share has passed."""
+    chooser.history.records |= {each.prompt_id: Record(1, last_pass_rate=pass_rate) for each in prompts}
+    chooser.learn([each.prompt_id for each in prompts])
+
+
+def test_a_curriculum_asks_each_task_at_a_level_that_rises_and_falls_by_what_passes() -> None:
+    chooser = PromptChooser(Curriculum(batches=2, raise_at=0.5, lower_at=0.1), 0, LEVELS)
+    assert [chooser.asks(prompt) for prompt in LEVELS] == [True, False, False, True, False]
+    visited(chooser, [LEVELS[0]], 0.4)
+    assert (chooser.state["level/gcd"], chooser.state["level_pass_rate/gcd"]) == (1, 0.4)
+    visited(chooser, [LEVELS[0]], 0.6)  # 0.5 on average
+    assert [chooser.asks(prompt) for prompt in LEVELS] == [False, True, False, True, False]
+    visited(chooser, [LEVELS[0]], 1.0)  # asked before the level rose: says nothing of this level
+    assert chooser.state["level_batches/gcd"] == 0
+    levels = []
+    for rate in (1.0, 1.0, 0.2, 0.0, 0.2, 0.3, 1.0, 0.0):
+        level = int(chooser.state["level/gcd"])
+        visited(chooser, [LEVELS[level - 1]], rate)
+        levels.append(chooser.state["level/gcd"])
+    assert levels == [2, 3, 3, 2, 2, 2, 2, 3]
+    assert chooser.state["level/lcm"] == 0
+
+
+def test_a_curriculum_ends_at_its_lowest_and_highest_level() -> None:
+    chooser = PromptChooser(Curriculum(batches=1), 0, LEVELS)
+    visited(chooser, [LEVELS[0], LEVELS[3]], 0.0)
+    assert (chooser.state["level/gcd"], chooser.state["level/lcm"]) == (1, 0)
+    for _ in range(3):
+        visited(chooser, LEVELS, 1.0)
+    assert (chooser.state["level/gcd"], chooser.state["level/lcm"]) == (3, 1)
+
+
+def test_a_curriculum_goes_on_from_a_checkpoint_and_is_logged() -> None:
+    chooser, again = (PromptChooser(Curriculum(batches=3), 0, LEVELS) for _ in range(2))
+    visited(chooser, [LEVELS[0]], 0.25)
+    again.load_state_dict(chooser.state_dict())
+    assert again.metrics() == chooser.metrics() != PromptChooser(Curriculum(batches=3), 0, LEVELS).metrics()
+    assert chooser.metrics()["prompts/level_pass_rate/gcd"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ([Prompt("p", (1,), "")], "curriculum needs the column 'level', a whole number, and p has None; give the rows"),
+        (at_levels(("gcd", 0), ("gcd", 2)), "the prompts of gcd have the levels 0, 2; give rows of the levels between"),
+    ],
+)
+def test_rows_that_a_curriculum_cannot_go_by_are_told(prompts: list[Prompt], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PromptChooser(Curriculum(), 0, prompts)
+
+
 def test_draws_follow_the_chances_and_depend_on_seed_prompt_and_visit_alone() -> None:
     chooser, other = PromptChooser(Greso(), seed=1), PromptChooser(Greso(), seed=2)
     for each in (chooser, other):
@@ -200,6 +263,8 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("phases:easy=1.5", "easy must be above 0 and at most 1, not 1.5."),
         ("phases:unsolved=0", "unsolved must be above 0 and at most 1, not 0."),
         ("phases:unsolved=few", "unsolved must be a number of at least 0, not 'few'."),
+        ("curriculum:batches=0", "batches must be a whole number of at least 1, not 0."),
+        ("curriculum:raise_at=0.1", "raise_at must be above lower_at and at most 1, not 0.1 with lower_at 0.1."),
         ("near_half:least=0", "least must be above 0 and at most 1, not 0."),
     ],
 )

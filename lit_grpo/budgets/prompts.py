@@ -50,6 +50,20 @@ class PromptRule(Plugin):
         """
         return state
 
+    # What goes by the columns of rows overrides these three, which are what is called, in place of those above.
+
+    def begin_among(self, prompts: Sequence[Prompt]) -> State:
+        """Return what :meth:`begin` does; ``prompts`` are all training prompts."""
+        return self.begin()
+
+    def chance_of(self, prompt: Prompt, record: Record, state: State) -> float:
+        """Return what :meth:`chance` does; ``prompt`` is the one that is due."""
+        return self.chance(record, state)
+
+    def learn_of(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+        """Return what :meth:`learn` does; ``prompts`` are those of the records."""
+        return self.learn(state, records)
+
 
 class PromptChooser:
     """Says of prompts that are due whether they are asked, the same on every rank.
@@ -57,15 +71,20 @@ class PromptChooser:
     Args:
         rule: See :class:`PromptRule`.
         seed: Of its draws.
+        prompts: All training prompts.
+
+    Raises:
+        ValueError: The rule needs a column that the prompts lack.
 
     Attributes:
         history: What is known of prompts.
     """
 
-    def __init__(self, rule: PromptRule, seed: int) -> None:
+    def __init__(self, rule: PromptRule, seed: int, prompts: Sequence[Prompt] = ()) -> None:
         self.rule, self.seed = rule, seed
         self.history = PromptHistory()
-        self.state: dict[str, float] = dict(rule.begin())
+        self.state: dict[str, float] = dict(rule.begin_among(prompts))
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
 
     def asks(self, prompt: Prompt) -> bool:
         """Whether a prompt is asked at this visit.
@@ -73,7 +92,7 @@ class PromptChooser:
         Raises:
             ValueError: The rule gives no chance from 0 to 1.
         """
-        chance = self.rule.chance(self.history[prompt.prompt_id], self.state)
+        chance = self.rule.chance_of(prompt, self.history[prompt.prompt_id], self.state)
         if not 0 <= chance <= 1:
             raise ValueError(
                 f"rollout.plugins: {type(self.rule).__name__} gives the prompt {prompt.prompt_id!r} a chance of "
@@ -83,7 +102,9 @@ class PromptChooser:
 
     def learn(self, prompt_ids: Sequence[str]) -> None:
         """Learn from a batch of all ranks, whose visits are in the history."""
-        self.state = dict(self.rule.learn(self.state, [self.history[prompt_id] for prompt_id in prompt_ids]))
+        prompts = [self._prompts[prompt_id] for prompt_id in prompt_ids]
+        records = [self.history[prompt_id] for prompt_id in prompt_ids]
+        self.state = dict(self.rule.learn_of(self.state, prompts, records))
 
     def metrics(self) -> dict[str, float]:
         """Return what the rule remembers, to be logged."""

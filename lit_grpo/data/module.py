@@ -149,12 +149,12 @@ class PromptDataModule(LightningDataModule):
             on_demand: Whether a session draws prompts as it needs them, and batches come empty.
 
         Raises:
-            ValueError: A prompt cannot be rewritten, or none is.
+            ValueError: A prompt cannot be rewritten, or none is; or the rule needs a column that the prompts lack.
         """
         loader = self.train_dataloader()
         chooser = loader.chooser  # of an earlier call of fit, where the rule is the same
         if chooser is None or chooser.rule != rule:
-            chooser = None if rule is None else PromptChooser(rule, self.seed)
+            chooser = None if rule is None else PromptChooser(rule, self.seed, self.prompts["train"])
         if rewriter is not None:
             rewriter.writer = PromptWriter(self.renderer, self._tokenizer, self._train_rows, rewriter.what)
             source = _source_of("train", self.sources["train"])

@@ -3,6 +3,14 @@
 from lit_grpo.tasks.arithmetic import ArithmeticRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
+from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
 from lit_grpo.tasks.word_problems import WordProblemRows
 
-__all__ = ["ArithmeticRows", "DrawnRows", "KnightsRows", "WordProblemRows"]
+__all__ = [
+    "ArithmeticRows",
+    "DrawnRows",
+    "KnightsRows",
+    "ReasoningGymRows",
+    "ReasoningGymScore",
+    "WordProblemRows",
+]

@@ -57,6 +57,10 @@ CONFIGS = {
 }
 """The run of a config, and what is added so that it takes a second or two."""
 NOT_RUN = {
+    "lit_grpo fit --config reasoning_gym": (
+        "needs a pretrained chat model",
+        "integration/test_reasoning_gym_runs.py::test_the_config_runs",
+    ),
     **dict.fromkeys(
         (
             "lit_grpo fit --config configs/arithmetic.yaml --config configs/generators/vllm.yaml",

@@ -479,6 +479,11 @@ CONFIGS = {
         *ON_THE_DEMO,
         *("--model.rewards", '[{"function": "lit_grpo.rewards.ExactMatch", "args": {"pattern": "(\\\\d+)$"}}]'),
     ],
+    "reasoning_gym": [
+        *ON_THE_DEMO,
+        *("--model.rewards", '[{"function": "exact_match", "args": {"pattern": "(\\\\d+)$"}}]'),
+        *("--rollout.plugins", "[]"),
+    ],
     "generators/slots": ["--config", "arithmetic"],
     "generators/vllm": ["--config", "arithmetic", "--model.generator.kv_memory", "64MiB"],
 }

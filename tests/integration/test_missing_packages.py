@@ -32,7 +32,9 @@ def distribution_of(name):
 
 finder.find_spec, importlib.metadata.distribution = staticmethod(find_spec), distribution_of
 """
-EXTRAS = "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,vllm,ray"
+EXTRAS = (
+    "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,reasoning_gym,vllm,ray"
+)
 FIT = [
     "fit",
     *("--trainer.accelerator", "cpu", "--trainer.max_steps", "1"),
@@ -82,6 +84,12 @@ NEEDS = [
         [*FIT, *MATHS, *ROWS],
         "reward function 'lit_grpo.rewards.MathEquivalence': it compares with the package math-verify, which is "
         "not installed; install the extra lit_grpo[math], or take lit_grpo.rewards.ExactMatch.",
+    ),
+    (
+        "reasoning_gym",
+        [*FIT, *REWARD, "--data.train", "ReasoningGymRows", "--data.train.init_args.tasks", "gcd"],
+        "it takes its tasks from the package reasoning-gym, which is not installed; install the extra "
+        "lit_grpo[reasoning-gym], or take other rows and rewards.",
     ),
     (
         "matplotlib",

@@ -1,0 +1,106 @@
+"""A curriculum: each task is asked at a level that rises as the policy passes it (reasoning-gym, arXiv 2505.24760)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lit_grpo.budgets.history import Record
+from lit_grpo.budgets.prompts import PromptRule, State
+from lit_grpo.settings import check_number
+from lit_grpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class Curriculum(PromptRule):
+    """Ask of each task the prompts of one level, which rises as they are passed (reasoning-gym, arXiv 2505.24760).
+
+    Rows have the column ``level``, a whole number, and those of several tasks the column ``task``. A task begins at its
+    lowest level. After ``batches`` batches that held prompts of that level, the mean of the shares that passed
+    decides: if it is at least ``raise_at``, the next level is asked, if it is at most ``lower_at``, the one before it.
+    Then the count begins again. The defaults are those of the paper's configs.
+
+    Args:
+        batches: How many batches a level is judged by.
+        raise_at: The share of completions that pass from which on the level rises.
+        lower_at: The share up to which it falls.
+    """
+
+    batches: int = 20
+    raise_at: float = 0.7
+    lower_at: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("batches", self.batches, 1, int)
+        for name in ("raise_at", "lower_at"):
+            check_number(name, getattr(self, name), 0, int | float)
+        if not self.lower_at < self.raise_at <= 1:
+            raise ValueError(
+                f"raise_at must be above lower_at and at most 1, not {self.raise_at} with lower_at {self.lower_at}."
+            )
+
+    def begin_among(self, prompts: Sequence[Prompt]) -> State:
+        """Each task's level, what it has been judged by so far, and between which levels it may move.
+
+        Raises:
+            ValueError: A prompt has no level that is a whole number, or a task leaves a level out.
+        """
+        state: dict[str, float] = {}
+        for task, levels in sorted(_levels(prompts).items()):
+            if levels != [*range(levels[0], levels[-1] + 1)]:
+                raise ValueError(
+                    f"rollout.plugins curriculum goes from level to level, and the prompts of {task} have the levels "
+                    f"{', '.join(map(str, levels))}; give rows of the levels between them too."
+                )
+            state |= {f"level/{task}": levels[0], f"level_pass_rate/{task}": 0.0, f"level_batches/{task}": 0.0}
+            state |= {f"lowest_level/{task}": levels[0], f"highest_level/{task}": levels[-1]}
+        return {name: float(value) for name, value in state.items()}
+
+    def chance_of(self, prompt: Prompt, record: Record, state: State) -> float:
+        """See above: 1 at the level of the prompt's task, and else 0."""
+        return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
+
+    def learn_of(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+        """Count the batch for each task that it holds, and move the levels that have been judged."""
+        rates: dict[str, list[float]] = defaultdict(list)
+        for prompt, record in zip(prompts, records, strict=True):
+            if record.num_visits and self.chance_of(prompt, record, state):
+                rates[_task(prompt)].append(record.last_pass_rate)
+        moved = dict(state)
+        for task, of_task in rates.items():
+            moved |= self._after(task, sum(of_task) / len(of_task), state)
+        return moved
+
+    def _after(self, task: str, pass_rate: float, state: State) -> dict[str, float]:
+        """What is known of a task after a batch of which this share has passed."""
+        number = state[f"level_batches/{task}"] + 1
+        mean = state[f"level_pass_rate/{task}"] + (pass_rate - state[f"level_pass_rate/{task}"]) / number
+        level = state[f"level/{task}"]
+        if number < self.batches:
+            return {f"level_pass_rate/{task}": mean, f"level_batches/{task}": number}
+        step = (mean >= self.raise_at) - (mean <= self.lower_at)
+        reached = min(max(level + step, state[f"lowest_level/{task}"]), state[f"highest_level/{task}"])
+        return {f"level/{task}": reached, f"level_pass_rate/{task}": 0.0, f"level_batches/{task}": 0.0}
+
+
+def _task(prompt: Prompt) -> str:
+    """The prompt's task; ``all`` where rows name none."""
+    return str(prompt.columns.get("task", "all"))
+
+
+def _levels(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """The levels of each task, from the lowest on."""
+    levels: dict[str, set[int]] = defaultdict(set)
+    for prompt in prompts:
+        level = prompt.columns.get("level")
+        if not isinstance(level, int):
+            raise ValueError(
+                f"rollout.plugins curriculum needs the column 'level', a whole number, and {prompt.prompt_id} has "
+                f"{level!r}; give the rows levels, or leave the plug-in out."
+            )
+        levels[_task(prompt)].add(level)
+    return {task: sorted(of_task) for task, of_task in levels.items()}
+
+
+PLUGINS = {"curriculum": Curriculum()}

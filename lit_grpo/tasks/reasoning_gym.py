@@ -1,0 +1,331 @@
+"""The tasks of reasoning-gym (arXiv 2505.24760): generated questions, and the graders that belong to them.
+
+The package ``reasoning-gym`` draws questions of some hundred tasks, at levels of difficulty, and grades answers, some
+of them in part. :class:`ReasoningGymRows` gives the questions as rows, and :class:`ReasoningGymScore` is the reward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import logging
+import random
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import util
+from typing import Any
+
+from lit_grpo.tasks.drawn import DrawnRows, Split, split_of
+
+EXTRA = "lit_grpo[reasoning-gym]"
+INSTRUCTION = "Write only the answer, between <answer> and </answer>."
+ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+"""Group 1 of its match is the answer of a completion."""
+POOL = 2**14
+"""Questions of a task and level that rows of one seed are drawn from: what every task of reasoning-gym allows."""
+MOST_DRAWS = 500
+"""Draws in a row that bring no new question of a task, before its level is taken to have no more."""
+RUN_BY_THEIR_GRADERS = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
+"""Tasks whose graders run the answer as Python, in ways that no check of its letters makes safe."""
+PLAIN_ANSWERS = {
+    "binary_matrix": r"[\d\[\],\s-]*",
+    "countdown": r"(?!.*\*\s*\*)[\d+\-*/(). ]*",
+    "n_queens": r"[Q_\s\[\],'\"]*",
+    "puzzle24": r"(?!.*\*\s*\*)[\d+\-*/(). ]*",
+    "spiral_matrix": r"[\d\[\],\s-]*",
+    "string_insertion": r"[A-Z\[\],'\" ]*",
+}
+"""Tasks whose graders run the answer as Python: what an answer may be made of, so that it cannot do more than to be a
+number, a text or a list of them. Their graders never see another answer, which scores 0."""
+
+Settings = Mapping[str, Any]
+logger = logging.getLogger(__name__)
+
+
+def installed() -> Any:
+    """Return the package.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    if util.find_spec("reasoning_gym") is None:
+        raise ValueError(
+            "it takes its tasks from the package reasoning-gym, which is not installed; install the extra "
+            f"{EXTRA}, or take other rows and rewards."
+        )
+    with warnings.catch_warnings():  # of packages that it imports, as they are compiled
+        warnings.simplefilter("ignore")
+        return importlib.import_module("reasoning_gym")
+
+
+def known_tasks() -> list[str]:
+    """Return the names of all tasks that can be asked for."""
+    installed()
+    registered = importlib.import_module("reasoning_gym.factory").DATASETS
+    return sorted(registered.keys() - {"composite", *RUN_BY_THEIR_GRADERS})
+
+
+def check_task(task: str) -> None:
+    """Check that there is a task of this name.
+
+    Raises:
+        ValueError: There is none, or its answers are not graded here.
+    """
+    if task in RUN_BY_THEIR_GRADERS:
+        raise ValueError(
+            f"the task {task!r} of reasoning-gym is graded by running the answer as Python, and no answer of a model "
+            "is run; leave it out, or grade it with the reward math_equivalence on rows of your own."
+        )
+    if task == "composite":
+        raise ValueError("the task 'composite' of reasoning-gym mixes others; name those in tasks, with weights.")
+    known = known_tasks()
+    if task not in known:
+        near = difflib.get_close_matches(task, known)
+        listed = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {', '.join(known)}."
+        raise ValueError(f"reasoning-gym has no task {task!r}; {listed}")
+
+
+def num_levels(task: str) -> int:
+    """Return how many levels the task's curriculum has; 0 of a task without one."""
+    curricula = importlib.import_module("reasoning_gym.factory").CURRICULA
+    if task not in curricula:
+        return 0
+    return max((len(attribute.levels) for attribute in curricula[task]().attributes.values()), default=0)
+
+
+def make_dataset(
+    task: str, level: int | None = None, settings: Settings | None = None, seed: int = 0, size: int = 500
+) -> Any:
+    """Return reasoning-gym's data set of a task.
+
+    Args:
+        task: The name of the task.
+        level: The level of all attributes of the task's curriculum, from 0; None for the task's own defaults. An
+            attribute with fewer levels is at its last one.
+        settings: Fields of the task's config, which go before those of the level.
+        seed: Question i of one seed is question i - 1 of the next one.
+        size: How many questions it has.
+
+    Raises:
+        ValueError: There is no such task, level or field, or the task refuses its values.
+    """
+    check_task(task)
+    return _made(task, level, json.dumps(dict(settings or {}), sort_keys=True), seed, size)
+
+
+@cache
+def _made(task: str, level: int | None, settings: str, seed: int, size: int) -> Any:
+    factory = importlib.import_module("reasoning_gym.factory")
+    dataset, config_class = factory.DATASETS[task]
+    wanted = {"seed": seed, "size": size, **json.loads(settings)}
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for name in wanted.keys() - set(known):
+        raise ValueError(f"the task {task!r} has no setting {name!r}; it has {', '.join(known)}.")
+    if level is not None and not 0 <= level < num_levels(task):
+        which = f"levels from 0 to {num_levels(task) - 1}" if num_levels(task) else "no levels; leave them out"
+        raise ValueError(f"the task {task!r} of reasoning-gym has no level {level}; it has {which}.")
+    try:
+        if level is None:
+            config = config_class(**wanted)
+        else:
+            curriculum = factory.CURRICULA[task]()
+            curriculum.set_global_level(level)
+            config = dataclasses.replace(curriculum.generate_configuration(), **wanted)
+        return dataset(config=config)
+    except Exception as error:  # a task checks its values in ways of its own, mostly by assert
+        place = "its defaults" if level is None else f"level {level}"
+        raise ValueError(
+            f"the task {task!r} of reasoning-gym refuses {place} with the settings {settings} "
+            f"({type(error).__name__}: {error}); take another level, or mend the settings."
+        ) from error
+
+
+class ReasoningGymRows(DrawnRows):
+    """Questions of reasoning-gym; each comes once, and none is in both splits, whatever the seeds.
+
+    A row has the columns ``prompt`` (a conversation of one message: the question and ``instruction``), ``answer`` (as
+    text; None for tasks that know a good answer only when they see it), ``task``, ``level`` and ``settings`` (of the
+    task), and ``entry``, what the task's grader needs. The reward is :class:`ReasoningGymScore`.
+
+    Args:
+        tasks: The name of a task, several names, or names with weights: ``{chain_sum: 3, gcd: 1}`` draws three
+            questions of chain_sum for each of gcd, as long as there are new ones.
+            ``lit_grpo.tasks.reasoning_gym.known_tasks()`` lists the names.
+        num_rows: How many rows.
+        split: Which questions: ``train`` or ``validation``; a hash of a question says which split it is of.
+        seed: Decides which questions of the split are drawn, and their order.
+        levels: A level of the tasks' curricula, from 0, or several, which are drawn equally often. By default each task
+            has its own defaults, which are harder than level 0. Where the plug-in ``curriculum`` chooses, give all
+            levels that it may reach.
+        settings: Fields of tasks' configs, by task: ``{chain_sum: {max_terms: 3}}``. They go before those of a level.
+        instruction: What follows each question on a line of its own: how the answer is to be marked.
+
+    Raises:
+        ValueError: reasoning-gym is not installed; a task, level or setting is unknown; a weight is not above 0; or
+            there are fewer questions than ``num_rows``.
+    """
+
+    def __init__(
+        self,
+        tasks: str | list[str] | dict[str, float],
+        num_rows: int = 2048,
+        split: Split = "train",
+        seed: int = 0,
+        levels: int | list[int] | None = None,
+        settings: dict[str, dict[str, Any]] | None = None,
+        instruction: str = INSTRUCTION,
+    ) -> None:
+        super().__init__(num_rows, split, seed)
+        self.weights = _weights(tasks)
+        self.levels: Sequence[int | None] = levels if isinstance(levels, list) else [levels]
+        self.settings, self.instruction = settings or {}, instruction
+        if not self.levels or len({*self.levels}) < len(self.levels):
+            raise ValueError(f"levels must be a level or several, each once, not {levels}.")
+        for task in self.settings.keys() - self.weights.keys():
+            raise ValueError(f"settings has {task!r}, which is not among the tasks ({', '.join(self.weights)}).")
+        for task in self.weights:
+            for level in self.levels:
+                make_dataset(task, level, self.settings.get(task))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield one dict a row.
+
+        Raises:
+            ValueError: The tasks have fewer questions of the split than ``num_rows``.
+        """
+        rng = random.Random(f"{self.split}/{self.seed}")
+        seen: set[str] = set()
+        left = {(task, level): weight for task, weight in self.weights.items() for level in self.levels}
+        while len(seen) < self.num_rows:
+            if not left:
+                raise ValueError(
+                    f"the tasks {', '.join(self.weights)} have only {len(seen)} questions of the {self.split} split, "
+                    f"and num_rows is {self.num_rows}; ask for fewer rows, more tasks or harder levels."
+                )
+            ((task, level),) = rng.choices([*left], [*left.values()])
+            row = self._new(rng, task, level, seen)
+            if row is None:
+                del left[task, level]
+            else:
+                seen.add(row["entry"]["question"])
+                yield row
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Draw a question of the split."""
+        (task,) = rng.choices([*self.weights], [*self.weights.values()])
+        row = self._new(rng, task, rng.choice(self.levels), set())
+        assert row is not None, "a task has a question of each split"
+        return row
+
+    def _new(self, rng: random.Random, task: str, level: int | None, seen: set[str]) -> dict[str, Any] | None:
+        """Draw a question of the split that has not been seen; None where there seems to be none."""
+        settings = self.settings.get(task, {})
+        dataset = make_dataset(task, level, settings, seed=POOL * self.seed, size=POOL)
+        for _ in range(MOST_DRAWS):
+            entry = self._entry(dataset, rng.randrange(POOL), task, level)
+            if entry["question"] not in seen and split_of(zlib.crc32(entry["question"].encode())) == self.split:
+                text = f"{entry['question']}\n{self.instruction}".strip()
+                prompt = [{"role": "user", "content": text}]
+                row = {"prompt": prompt, "answer": entry["answer"], "task": task, "level": level or 0}
+                return row | {"entry": entry | {"level": level, "settings": settings}}
+        return None
+
+    def _entry(self, dataset: Any, index: int, task: str, level: int | None) -> dict[str, Any]:
+        try:
+            return _plain(dataset[index])
+        except Exception as error:  # a task fails in a way of its own where its values leave it no question
+            raise ValueError(
+                f"the task {task!r} of reasoning-gym finds no question {'' if level is None else f'at level {level} '}"
+                f"({type(error).__name__}: {error}); take another level, or other settings."
+            ) from error
+
+
+class ReasoningGymScore:
+    """What reasoning-gym's grader of the row's task gives to the completion's answer, from 0 to 1.
+
+    Some graders give a part of the score to an answer that is nearly right; 1 is right. Answers that a grader fails on
+    score 0: the first one is warned of, and their share is logged as ``reasoning_gym/failed``. Rows are those of
+    :class:`ReasoningGymRows`.
+
+    Few graders can take long on an answer that is made for it. With ``process: true`` beside the ``function``, they run
+    in processes, which ``reward_timeout_s`` limits.
+
+    Args:
+        pattern: Regular expression; group 1 of its last match is the completion's answer.
+        needs_mark: Whether a completion without a match scores 0; by default all of its text is the answer.
+
+    Raises:
+        ValueError: reasoning-gym is not installed, or ``pattern`` is no regular expression with a group.
+    """
+
+    def __init__(self, pattern: str = ANSWER_PATTERN, needs_mark: bool = False) -> None:
+        installed()
+        try:
+            self._pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r} is no regular expression ({error}); correct it.") from error
+        if not self._pattern.groups:
+            raise ValueError(f"pattern {pattern!r} has no group; put parentheses around the answer.")
+        self._needs_mark, self._warned = needs_mark, False
+
+    def __call__(
+        self, completion: str, task: str, entry: dict[str, Any], log_metric: Callable[[str, float], None]
+    ) -> float:
+        """Score one completion."""
+        answer = self._answer(completion)
+        score, failed = self._score(answer, task, entry) if answer else (0.0, False)
+        log_metric("reasoning_gym/failed", float(failed))
+        return score
+
+    def _answer(self, completion: str) -> str:
+        """Return the completion's answer; an empty text if it has none."""
+        matches = self._pattern.findall(completion)
+        if not matches:
+            return "" if self._needs_mark else completion.strip()
+        return (matches[-1] if isinstance(matches[-1], str) else matches[-1][0]).strip()
+
+    def _score(self, answer: str, task: str, entry: dict[str, Any]) -> tuple[float, bool]:
+        """Return the grader's score, and whether it failed."""
+        if task in PLAIN_ANSWERS and not re.fullmatch(PLAIN_ANSWERS[task], answer):
+            return 0.0, False
+        dataset = make_dataset(task, entry["level"], entry["settings"])
+        try:
+            return float(dataset.score_answer(answer=answer, entry=entry)), False
+        except Exception as error:  # graders fail in any way on answers that they did not think of
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "reasoning-gym's grader of %s fails on the answer %.80r (%s: %.80s), which scores 0; further such "
+                    "answers of any task are only counted (reasoning_gym/failed).",
+                    task,
+                    answer,
+                    type(error).__name__,
+                    error,
+                )
+            return 0.0, True
+
+
+def _weights(tasks: str | list[str] | dict[str, float]) -> dict[str, float]:
+    """Return the weight of each task."""
+    named = [tasks] if isinstance(tasks, str) else tasks
+    weights = named if isinstance(named, dict) else dict.fromkeys(named, 1.0)
+    if not weights or len(weights) < len(named):
+        raise ValueError(f"tasks must name a task or several, each once, not {tasks}.")
+    for task, weight in weights.items():
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"the weight of the task {task!r} must be above 0 and finite, not {weight}.")
+    return dict(weights)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of Python's own types alone, as checkpoints keep it."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each) for each in value)
+    return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), value)

@@ -1,0 +1,251 @@
+"""Rows and reward of reasoning-gym."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+from collections import Counter
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_grpo.rewards import RewardRunner, RewardSpec, load_rewards
+from lit_grpo.tasks import reasoning_gym as gym
+from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
+from lit_grpo.types import RolloutGroup
+
+pytestmark = pytest.mark.skipif(util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Tasks that know a good answer only when they see it."""
+ATTACKS = (
+    "[open({path!r}, 'w')]",
+    "__import__('pathlib').Path({path!r}).touch()",
+    "open({path!r}, 'w') or 1",
+    "(lambda: open({path!r}, 'w'))()",
+)
+LOGGED: dict[str, list[float]] = {}
+
+
+def log(name: str, value: float) -> None:
+    LOGGED.setdefault(name, []).append(value)
+
+
+def score(row: dict[str, Any], completion: str, **arguments: Any) -> float:
+    LOGGED.clear()
+    return ReasoningGymScore(**arguments)(completion, row["task"], row["entry"], log)
+
+
+def row_of(task: str, **arguments: Any) -> dict[str, Any]:
+    (row,) = ReasoningGymRows(task, num_rows=1, **arguments).rows()
+    return row
+
+
+@pytest.fixture(scope="module")
+def one_of_each() -> dict[str, dict[str, Any]]:
+    return {task: row_of(task) for task in gym.known_tasks()}
+
+
+# ---- the reward ----------------------------------------------------------------------------------------
+
+
+def test_the_right_answer_of_every_task_scores_1(one_of_each: dict[str, dict[str, Any]]) -> None:
+    answers = {task: row["answer"] for task, row in one_of_each.items()}
+    assert len(answers) == 102 and {task for task, answer in answers.items() if answer is None} == WITHOUT_ANSWER
+    marked = {task: f"It is <answer>\n{answer}</answer>." for task, answer in answers.items() if answer is not None}
+    assert {task: score(one_of_each[task], text) for task, text in marked.items()} == dict.fromkeys(marked, 1.0)
+    for task in WITHOUT_ANSWER:
+        assert 0 <= score(one_of_each[task], "<answer>no</answer>") < 1
+
+
+def test_no_answer_is_run_as_python(one_of_each: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    for task, row in one_of_each.items():
+        for number, attack in enumerate(ATTACKS):
+            path = tmp_path / f"{task}-{number}"
+            score(row, attack.format(path=str(path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_grader_that_runs_python_is_known() -> None:
+    gym.installed()
+    from reasoning_gym.factory import DATASETS
+
+    running = {
+        name
+        for name, (dataset, _) in DATASETS.items()
+        if re.search(r"\b(eval|exec|parse_expr|sympify)\(", inspect.getsource(dataset.score_answer))
+    }
+    # number_sorting evaluates its own answer, propositional_logic has a parser of that name
+    assert running - {"number_sorting"} == {*gym.PLAIN_ANSWERS, *gym.RUN_BY_THEIR_GRADERS}
+
+
+def test_lists_and_sums_still_reach_the_graders_that_run_them() -> None:
+    matrix = row_of("spiral_matrix")
+    assert score(matrix, f"[{matrix['answer'].replace(' ', ', ')}]") == 0.1
+    assert score(matrix, "[9**9**9]") == 0
+    sums = row_of("countdown")
+    assert score(sums, "1 + 1") == 0.05  # a sum of other numbers
+    assert score(sums, "9**9**9**9") == score(sums, "exit()") == 0
+
+
+def test_the_last_mark_counts_and_a_text_without_one_as_a_whole() -> None:
+    row = row_of("gcd")
+    right = row["answer"]
+    assert score(row, f"<answer>0</answer> no, <answer>{right}</answer>") == 1
+    assert score(row, f"<answer>{right}</answer> no, <answer>0</answer>") == 0
+    assert score(row, f" {right}\n") == 1 and score(row, f" {right}\n", needs_mark=True) == 0
+    assert score(row, f"[{right}]", pattern=r"\[(.*)\]", needs_mark=True) == 1
+    assert score(row, "<answer> </answer>") == score(row, "") == 0
+
+
+def test_a_part_of_the_score_is_given_where_the_grader_gives_it() -> None:
+    row = row_of("word_sorting", levels=0)
+    assert 0 < score(row, ", ".join(reversed(row["answer"].split(", ")))) < 1
+
+
+def test_a_grader_that_fails_scores_0_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = row_of("gcd")
+
+    def fails(answer: str, entry: object) -> float:
+        raise KeyError(answer)
+
+    monkeypatch.setattr(gym.make_dataset("gcd"), "score_answer", fails)
+    reward = ReasoningGymScore()
+    LOGGED.clear()
+    with caplog.at_level(logging.WARNING):
+        assert [reward(text, "gcd", row["entry"], log) for text in ("<answer>7</answer>", "8", "")] == [0, 0, 0]
+    (told,) = caplog.messages
+    assert told.startswith("reasoning-gym's grader of gcd fails on the answer '7' (KeyError: '7'), which scores 0;")
+    assert LOGGED == {"reasoning_gym/failed": [1.0, 1.0, 0.0]}
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_the_runner_scores_rows_in_this_process_and_in_others(process: bool) -> None:
+    from hand_made import make_rollout
+
+    row = row_of("decimal_arithmetic", levels=1)
+    spec = RewardSpec("lit_grpo.tasks.ReasoningGymScore", name="score", process=process)
+    runner = RewardRunner(load_rewards([spec]), timeout_s=None, num_workers=1)
+    rollouts = [make_rollout([1], [2], sample_id=number) for number in range(2)]
+    rollouts[0].prompt.columns.update(row)
+    for rollout, text in zip(rollouts, (f"<answer>{row['answer']}</answer>", "<answer>x</answer>"), strict=True):
+        rollout.completion.text = text
+    runner.score(RolloutGroup(rollouts[0].prompt, rollouts))
+    runner.close()
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
+    assert runner.metrics.take() == {"reasoning_gym/failed": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"pattern": "("}, "pattern '(' is no regular expression (missing ), unterminated subpattern at position 0)"),
+        ({"pattern": "x"}, "pattern 'x' has no group; put parentheses around the answer."),
+    ],
+)
+def test_a_wrong_pattern_is_told(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ReasoningGymScore(**arguments)
+
+
+# ---- the rows ------------------------------------------------------------------------------------------
+
+
+def test_a_row_asks_a_question_and_says_how_to_mark_the_answer() -> None:
+    row = row_of(
+        "chain_sum", levels=0, settings={"chain_sum": {"min_terms": 2, "max_terms": 2}}, instruction="Mark it."
+    )
+    ((message,)) = row["prompt"]
+    assert message["role"] == "user" and message["content"].endswith(row["entry"]["question"] + "\nMark it.")
+    assert message["content"].count(" + ") + message["content"].count(" - ") == 1
+    assert (row["task"], row["level"], row["answer"]) == ("chain_sum", 0, row["entry"]["answer"])
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_one_others() -> None:
+    first, again, other = (
+        [*ReasoningGymRows(["gcd", "word_sorting"], num_rows=20, seed=seed).rows()] for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    assert first[:5] == [*ReasoningGymRows(["gcd", "word_sorting"], num_rows=5, seed=3).rows()]
+
+
+def test_tasks_are_drawn_by_weight_and_levels_equally_often() -> None:
+    rows = [*ReasoningGymRows({"lcm": 3, "gcd": 1}, num_rows=800, levels=[0, 1]).rows()]
+    assert Counter(row["task"] for row in rows)["lcm"] == pytest.approx(600, abs=50)
+    assert Counter(row["level"] for row in rows)[1] == pytest.approx(400, abs=60)
+    longest = {level: max(len(r["entry"]["question"]) for r in rows if r["level"] == level) for level in (0, 1)}
+    assert longest[0] < longest[1]
+
+
+@pytest.mark.parametrize("seeds", [(0, 0), (0, 7)])
+def test_no_question_is_in_both_splits_or_twice(seeds: tuple[int, int]) -> None:
+    train, validation = (
+        [
+            row["entry"]["question"]
+            for row in ReasoningGymRows(
+                "count_bits", num_rows=number, split=split, seed=seed, settings={"count_bits": {"max_n": 400}}
+            ).rows()
+        ]
+        for split, seed, number in (("train", seeds[0], 250), ("validation", seeds[1], 50))
+    )
+    assert len({*train, *validation}) == 300  # of about 400 that there are
+
+
+def test_rows_hold_values_that_checkpoints_keep(one_of_each: dict[str, dict[str, Any]]) -> None:
+    def kinds(value: Any) -> set[type]:
+        parts = (
+            [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        )
+        return {type(value)}.union(*map(kinds, parts))
+
+    for row in one_of_each.values():
+        assert kinds(row) <= {dict, list, tuple, str, int, float, bool, type(None)}
+        json.dumps(row)
+
+
+WRONG = [
+    ({"tasks": "chain_sums"}, "reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum' or "),
+    ({"tasks": "zzz"}, "reasoning-gym has no task 'zzz'; it has ab, acre, advanced_geometry, "),
+    ({"tasks": "composite"}, "'composite' of reasoning-gym mixes others; name those in tasks, with weights."),
+    ({"tasks": "simple_integration"}, "is graded by running the answer as Python, and no answer of a model is run"),
+    ({"tasks": []}, "tasks must name a task or several, each once, not []."),
+    ({"tasks": ["gcd", "gcd"]}, "tasks must name a task or several, each once, not ['gcd', 'gcd']."),
+    ({"tasks": {"gcd": 0}}, "the weight of the task 'gcd' must be above 0 and finite, not 0."),
+    ({"tasks": "gcd", "levels": 99}, "the task 'gcd' of reasoning-gym has no level 99; it has levels from 0 to "),
+    ({"tasks": "acre", "levels": 0}, "has no level 0; it has no levels; leave them out."),
+    ({"tasks": "gcd", "levels": []}, "levels must be a level or several, each once, not []."),
+    ({"tasks": "gcd", "settings": {"lcm": {}}}, "settings has 'lcm', which is not among the tasks (gcd)."),
+    ({"tasks": "gcd", "settings": {"gcd": {"most": 1}}}, "the task 'gcd' has no setting 'most'; it has "),
+    ({"tasks": "knight_swap", "levels": 0}, "refuses level 0 with the settings {} (AssertionError: min_nodes must be"),
+    ({"tasks": "gcd", "num_rows": 0}, "num_rows must be at least 1, not 0."),
+    ({"tasks": "gcd", "split": "test"}, "split must be 'train' or 'validation', not 'test'."),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG)
+def test_a_wrong_argument_is_told_in_a_sentence(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ReasoningGymRows(**arguments)
+
+
+def test_a_task_without_further_questions_leaves_the_rest_to_the_others() -> None:
+    few = ReasoningGymRows(["count_bits", "gcd"], num_rows=60, settings={"count_bits": {"max_n": 10}})
+    assert Counter(row["task"] for row in few.rows())["count_bits"] <= 10
+    alone = ReasoningGymRows("count_bits", num_rows=50, settings={"count_bits": {"max_n": 10}})
+    with pytest.raises(
+        ValueError, match=r"the tasks count_bits have only \d questions of the train split, and num_rows"
+    ):
+        list(alone.rows())
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    for build in (lambda: ReasoningGymRows("gcd"), ReasoningGymScore):
+        with pytest.raises(ValueError, match=r"reasoning-gym, which is not installed; install the extra lit_grpo\[rea"):
+            build()
