@@ -15,7 +15,8 @@ from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import Row, RowSource, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
-from lit_grpo.policy.loading import TINY, as_given, load_tokenizer
+from lit_grpo.policy.loading import as_given, load_tokenizer
+from lit_grpo.policy.named import TINY
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
