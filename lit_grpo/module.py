@@ -75,8 +75,9 @@ class GRPOModule(EvaluationModule):
 
     Args:
         policy: ``tiny`` (the demo's, which comes with the package), a folder made by ``save_pretrained``, or a
-            Hugging Face id of a causal language model with safetensors, or of a LoRA adapter for one. From Python also
-            a loaded model (or ``PeftModel``), or a pair of it and its tokenizer.
+            Hugging Face id of a causal language model with safetensors, or of a LoRA adapter for one. Also a GGUF file,
+            and ``smollm2`` after ``python -m lit_grpo smollm2``. From Python also a loaded model (or ``PeftModel``), or
+            a pair of it and its tokenizer.
         generator: What decodes completions.
         rewards: Reward functions; a rollout's reward is their weighted sum. From Python also functions, and paths.
         keep_special_tokens: Whether the text of a completion that reward functions get has special tokens of the

@@ -12,7 +12,7 @@ from conftest import ALPHABET
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LAYERS, HEADS, KV_HEADS = 2, 4, 2
-TOKENS = ["<pad>", "<eos>", *ALPHABET.replace(" ", "Ġ")]  # Ġ is the space of byte-level tokenizers
+TOKENS = ["<pad>", "<eos>", *ALPHABET.replace(" ", "Ġ"), "12"]  # Ġ is the space of byte-level tokenizers
 TEMPLATE = "{% for message in messages %}={{ message['content'] }}{% endfor %}"
 
 
@@ -41,7 +41,7 @@ def write_gguf(
 
     Args:
         path: The file.
-        kind: The type of its matrices, such as ``F32`` or ``Q4_0``.
+        kind: The type of its matrices, such as ``F32`` or ``Q4_0``; ``I32`` is one that no weights have.
         architecture: What it says that it is.
         layers: How many layers it says that it has.
         parts: How many files it says that it has been split into.
@@ -64,8 +64,8 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * len(ALPHABET))
-    writer.add_token_merges([])
+    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(ALPHABET) + 1))
+    writer.add_token_merges(["1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(0)
@@ -73,7 +73,8 @@ def write_gguf(
     writer.add_chat_template(TEMPLATE)
     for name, weight in tensors(model):
         told = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
-        writer.add_tensor(name, gguf.quantize(weight, told), raw_dtype=told)
+        stored = weight.view(np.int32) if told == gguf.GGMLQuantizationType.I32 else gguf.quantize(weight, told)
+        writer.add_tensor(name, stored, raw_dtype=told)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -56,7 +56,10 @@ class GGUFFile:
     """
 
     path: Path
-    errors = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error)
+    errors = (
+        *(OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
+        struct.error,
+    )
     """What a reader raises for a file that it cannot read; transformers' own checks little."""
 
     @property

@@ -103,6 +103,10 @@ NOT_RUN = {
         "needs an account and a network",
         "integration/test_boards.py::test_a_workspace_names_only_metrics_that_there_are",
     ),
+    "lit_grpo smollm2": (
+        "fetches 93 MB",
+        "integration/test_chat_model.py::test_the_real_chat_model_is_fetched_once_and_trained_by_name",
+    ),
     "lit_grpo doctor": (
         "is without the reader's arguments",
         "integration/test_doctor.py::test_what_comes_with_the_package_has_no_fault",

