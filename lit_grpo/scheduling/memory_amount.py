@@ -20,11 +20,12 @@ class MemoryAmount:
     """
 
     def __init__(self, text: str) -> None:
+        self.text = text.strip()
         self.kind: Literal["auto", "share", "bytes"] = "auto"
         self.amount = 0.0
-        if text.strip().lower() == "auto":
+        if self.text.lower() == "auto":
             return
-        match = _AMOUNT.fullmatch(text.strip())
+        match = _AMOUNT.fullmatch(self.text)
         if match is None or not float(match[1]):
             raise ValueError(
                 f"kv_memory must be an amount such as '2.5GiB' or '512MiB', a share of the free memory such as "
