@@ -141,7 +141,7 @@ def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
     weights = sum(weight.nbytes for weight in policy.parameters())
     for free in (0, 4 * weights, int(4.9 * weights)):  # the update takes four times the weights, the engine its own
         monkeypatch.setattr(vllm_engine, "free_bytes", lambda device, free=free: free)
-        with pytest.raises(ValueError, match="kv_memory is auto, which leaves nothing for keys and values: 0.0 GiB"):
+        with pytest.raises(ValueError, match="kv_memory is auto, which leaves nothing for keys and values: "):
             VLLMGenerator().start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     monkeypatch.setattr(vllm_engine, "free_bytes", lambda device: 10)
     with pytest.raises(ValueError, match="kv_memory is 5%, which leaves nothing"):

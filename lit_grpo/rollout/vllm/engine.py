@@ -352,8 +352,8 @@ def _check_first_device(device: torch.device, num_ranks: int) -> None:
     """Raise a ValueError unless vLLM finds the policy's GPU: an engine of a single rank takes the first visible one."""
     if num_ranks == 1 and device.index:
         raise ValueError(
-            f"The policy is on {device}, but vLLM in this process decodes on cuda:0; leave trainer.devices at 1 and set "
-            f"the environment variable CUDA_VISIBLE_DEVICES={device.index}, or take "
+            f"The policy is on {device}, but vLLM in this process decodes on cuda:0; leave trainer.devices at 1 and "
+            f"set the environment variable CUDA_VISIBLE_DEVICES={device.index}, or take "
             "lit_grpo.rollout.vllm.VLLMServerGenerator."
         )
 
