@@ -196,7 +196,7 @@ def run_trl(case: Case) -> None:
 
     probe = Probe()
 
-    def noise(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def noise(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[Any]:
         probe.phases.end("rollout")
         probe.num_tokens = sum(map(len, completion_ids))
         texts = (each if isinstance(each, str) else each[0]["content"] for each in completions)

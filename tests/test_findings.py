@@ -1,6 +1,6 @@
 """What the curves of reward functions show to be wrong: when it is said, when it is not, and how often of noise."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ CORRECT = PassRule("correct", 1.0)
 
 
 def followed(
-    functions: dict[str, Sequence[float]],
+    functions: Mapping[str, Sequence[float]],
     weights: dict[str, float] | None = None,
     passes: PassRule = CORRECT,
     place: Place = TRAINING,

@@ -15,6 +15,7 @@ import pytest
 
 from lit_grpo.rewards import RewardRunner, RewardSpec, load_rewards
 from lit_grpo.tasks import reasoning_gym as gym
+from lit_grpo.tasks.drawn import Split
 from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
 from lit_grpo.types import RolloutGroup
 
@@ -185,6 +186,7 @@ def test_tasks_are_drawn_by_weight_and_levels_equally_often() -> None:
 
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 7)])
 def test_no_question_is_in_both_splits_or_twice(seeds: tuple[int, int]) -> None:
+    splits: tuple[Split, Split] = ("train", "validation")
     train, validation = (
         [
             row["entry"]["question"]
@@ -192,7 +194,7 @@ def test_no_question_is_in_both_splits_or_twice(seeds: tuple[int, int]) -> None:
                 "count_bits", num_rows=number, split=split, seed=seed, settings={"count_bits": {"max_n": 400}}
             ).rows()
         ]
-        for split, seed, number in (("train", seeds[0], 250), ("validation", seeds[1], 50))
+        for split, seed, number in zip(splits, seeds, (250, 50), strict=True)
     )
     assert len({*train, *validation}) == 300  # of about 400 that there are
 

@@ -188,11 +188,12 @@ def unreadable(error: Exception) -> str:
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Keep transformers' reader of GGUF files from drawing a progress bar for each call."""
-    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
+    reader: Any = modeling_gguf_pytorch_utils
     bars = reader.tqdm
-    reader.tqdm = logging.tqdm  # pyright: ignore[reportAttributeAccessIssue]  # the bars that can be switched off
+    reader.tqdm = logging.tqdm  # the bars that can be switched off
     try:
         yield
     finally:

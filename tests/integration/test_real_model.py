@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def lit_grpo(*words: str, folder: Path, timeout: float = 900) -> str:
     return done.stdout
 
 
-def _in(folder: Path) -> dict[str, object]:
+def _in(folder: Path) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     return {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 

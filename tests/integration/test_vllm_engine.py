@@ -231,8 +231,9 @@ def test_what_vllm_cannot_start_is_said_in_a_sentence(tmp_path: Path) -> None:
 def test_the_engine_starts_beside_a_policy_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own check of a GPU's memory takes what is passed; an H100 with a policy of 1.7B weights in float32."""
     from vllm.config import CacheConfig
+    from vllm.utils.mem_utils import MemorySnapshot
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.worker.utils import MemorySnapshot, request_memory
+    from vllm.v1.worker.utils import request_memory
 
     passed: list[Any] = []
 
