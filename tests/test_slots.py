@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ALPHABET, random_policy
 from hand_made import full_logprobs
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_grpo.policy.loading import load_tokenizer
@@ -305,7 +306,7 @@ def test_under_autocast_weights_are_cast_once_a_rollout(make: Any) -> None:
     model: Any = random_policy()
     generator, matrices = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2]
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16), Casts(matrices) as casts:
+        with MixedPrecision("bf16-mixed", "cpu").forward_context(), Casts(matrices) as casts:
             decode(generator, requests(PROMPTS, 3, SAMPLING))
         assert casts.count == len(matrices) - 1  # the embedding is looked up
 
@@ -313,7 +314,7 @@ def test_under_autocast_weights_are_cast_once_a_rollout(make: Any) -> None:
 def test_under_autocast_weights_that_arrive_in_flight_are_cast_anew(make: Any) -> None:
     model: Any = random_policy()
     generator, matrices, counts = make(4, model), [weight for weight in model.parameters() if weight.dim() == 2], []
-    with torch.autocast("cpu", torch.bfloat16), Casts(matrices) as casts:
+    with MixedPrecision("bf16-mixed", "cpu").forward_context(), Casts(matrices) as casts:
         generator.submit(requests(PROMPTS[:1], 4, SAMPLING))
         for version in (0, 0, 1):
             if version != generator.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from conftest import random_policy
 from hand_made import fit, flat, make_micro_batch, make_module, make_rollout, random_groups, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lit_grpo.module import GRPOModule
 from lit_grpo.update import micro_batch_size as token_budget
@@ -21,6 +24,7 @@ from lit_grpo.update.micro_batch_size import MOST_TOKENS, MicroBatchSize, estima
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.prefix.sharing import shared_prefixes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]
@@ -124,17 +128,67 @@ def test_the_estimate_grows_with_the_memory_and_with_checkpointing(shares_prefix
     assert estimate_tokens(model, 10**15, shares_prefix) == MOST_TOKENS
 
 
-def test_the_estimate_counts_what_a_forward_pass_keeps() -> None:
+SIZES = ({}, {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4})
 
-    model: Any = random_policy().train()
-    held: dict[int, int] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+def autocast(precision: str) -> torch.autocast:
+    """As Lightning has it."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False)
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logprobs_N, _ = micro_batch_logprobs(model, make_micro_batch([make_rollout([3] * 100, [4] * 400)], [0.0]), 1.0)
-    bytes_per_token = (sum(held.values()) - sum(p.nbytes for p in model.parameters())) / 499
-    assert logprobs_N.requires_grad
-    assert token_budget.kept_bytes(model, True) == pytest.approx(bytes_per_token, rel=0.15)
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_estimate_counts_what_a_forward_pass_keeps(sizes: dict[str, int], precision: str) -> None:
+    model: Any = random_policy(max_position_embeddings=1024, **sizes).train()
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    with autocast(precision):
+        estimate = token_budget.activation_bytes(model, True)
+        for num_tokens in (99, 499):
+            held: dict[int, int] = {}
+
+            def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            micro_batch = make_micro_batch([make_rollout([3] * 20, [4] * (num_tokens - 19))], [0.0])
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                logprobs_N, _ = micro_batch_logprobs(model, micro_batch, 1.0)
+            assert logprobs_N.requires_grad
+            kept = sum(size for place, size in held.items() if place not in parameters)
+            assert estimate.of(num_tokens) == pytest.approx(kept, rel=0.15)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of tensors that are made inside and still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._live = 0, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_estimate_under_autocast_is_near_the_peak_that_torch_tracks(
+    sizes: dict[str, int], checkpointing: bool
+) -> None:
+    model: Any = random_policy(max_position_embeddings=1024, **sizes).train()
+    checkpoint_layers(model, checkpointing)
+    peaks = []
+    with autocast("bf16-mixed"):
+        estimate = token_budget.activation_bytes(model, True)
+        for num_tokens in (256, 768):
+            micro_batch = make_micro_batch([make_rollout([3] * 20, [4] * (num_tokens - 19))], [0.0])
+            with shared_prefixes(model), LiveBytes() as live:
+                micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
+            peaks.append(live.peak)
+            model.zero_grad()
+    assert estimate.of_token == pytest.approx((peaks[1] - peaks[0]) / 512, rel=0.2)

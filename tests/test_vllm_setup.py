@@ -23,6 +23,7 @@ from benchmarks.small_models import small_config
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.vllm import arguments as vllm_setup
+from lit_grpo.rollout.vllm import engine as vllm_engine
 from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     check_family,
@@ -129,6 +130,31 @@ def test_speculation_on_a_cpu_is_refused() -> None:
 def test_arguments_are_checked_when_they_are_given(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
+    monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm_engine, "check_on_cpu", lambda *_: None)
+    policy: Any = random_policy()
+    weights = sum(weight.nbytes for weight in policy.parameters())
+    for free in (0, 4 * weights, int(4.9 * weights)):  # the update takes four times the weights, the engine its own
+        monkeypatch.setattr(vllm_engine, "free_bytes", lambda device, free=free: free)
+        with pytest.raises(ValueError, match="kv_memory is auto, which leaves nothing for keys and values: "):
+            VLLMGenerator().start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+    monkeypatch.setattr(vllm_engine, "free_bytes", lambda device: 10)
+    with pytest.raises(ValueError, match="kv_memory is 5%, which leaves nothing"):
+        VLLMGenerator(kv_memory="5%").start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
+
+
+def test_an_engine_in_this_process_is_for_the_first_gpu(monkeypatch: pytest.MonkeyPatch, policy_folder: Path) -> None:
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(PolicySpec, "device", torch.device("cuda:1"))
+    policy: Any = random_policy()
+    said = "policy is on cuda:1, but vLLM .* decodes on cuda:0; .* set the environment variable CUDA_VISIBLE_DEVICES=1,"
+    with pytest.raises(ValueError, match=said):
+        VLLMGenerator().start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
 
 
 def test_nccl_is_for_policies_on_gpus(policy_folder: Path) -> None:

@@ -14,25 +14,27 @@ class MemoryAmount:
 
     Args:
         text: What the user says.
+        field: Where the user says it, for messages.
 
     Raises:
         ValueError: It is none of these, or nothing.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, field: str = "kv_memory") -> None:
+        self.text = text.strip()
         self.kind: Literal["auto", "share", "bytes"] = "auto"
         self.amount = 0.0
-        if text.strip().lower() == "auto":
+        if self.text.lower() == "auto":
             return
-        match = _AMOUNT.fullmatch(text.strip())
+        match = _AMOUNT.fullmatch(self.text)
         if match is None or not float(match[1]):
             raise ValueError(
-                f"kv_memory must be an amount such as '2.5GiB' or '512MiB', a share of the free memory such as "
+                f"{field} must be an amount such as '2.5GiB' or '512MiB', a share of the free memory such as "
                 f"'60%', or 'auto', not {text!r}."
             )
         number, unit = float(match[1]), match[2].lower()
         if unit == "%" and number > 100:
-            raise ValueError(f"kv_memory can be at most 100% of the free memory, not {text!r}.")
+            raise ValueError(f"{field} can be at most 100% of the free memory, not {text!r}.")
         self.kind = "share" if unit == "%" else "bytes"
         self.amount = number / 100 if unit == "%" else number * _UNITS[unit]
 

@@ -17,6 +17,13 @@ SEVERAL = 2  # blocks of logits in memory at a time
 HEAD_BLOCK = {"cpu": 2**21, "cuda": 2**25}
 MOMENTS = {"AdamW": 8.0, "AdamW8bit": 2.1, "SGD": 0.0}
 """Bytes of optimizer state for each trained weight in float32."""
+TEMPORARIES = {"AdamW": 4.0, "AdamW8bit": 0.0, "SGD": 0.0}
+"""Bytes for each trained weight in float32 that a step takes on a GPU, where torch updates all weights at once."""
+CONTEXT = {"cpu": 0.0, "cuda": 0.75 * 2**30}
+"""What a device takes for itself: on a GPU the CUDA context and workspaces of matrix products (an estimate)."""
+ENGINE_WORK = {"cpu": 0.0, "cuda": 1.5 * 2**30}
+"""What a vLLM engine takes beside weights, keys and values: CUDA graphs and activations (an estimate)."""
+ENGINE_BLOCK = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Sizes:
         other_parameters: Parameters outside the layers.
         hidden: Numbers of a hidden state.
         kv_values: Numbers of a token's keys and values in a layer.
-        layer_kept_bytes: Bytes that a token leaves in a layer for the backward pass, with weights in float32.
+        layer_kept_bytes: Bytes that a token leaves in a layer for the backward pass, in the precision of the run.
         other_kept_bytes: Bytes that it leaves outside the layers.
     """
 
@@ -44,10 +51,16 @@ class Sizes:
     other_kept_bytes: float
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> Sizes:
-        """Measure models of one and of two layers of this config, with random weights and next to no vocabulary."""
+    def of(cls, config: PreTrainedConfig, mixed: bool = False, weight_bytes: int = 4) -> Sizes:
+        """Measure models of one and of two layers of this config, with random weights and next to no vocabulary.
+
+        Args:
+            config: The policy's.
+            mixed: Whether the policy computes in bfloat16 with weights in float32.
+            weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
+        """
         text = config.get_text_config()
-        one, two = _measure(text, num_layers=1), _measure(text, num_layers=2)
+        one, two = (_measure(text, layers, mixed, weight_bytes) for layers in (1, 2))
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         tables = 1 if text.tie_word_embeddings else 2
@@ -80,7 +93,7 @@ class _Measured(NamedTuple):
     layer_features: int
 
 
-def _measure(text: Any, num_layers: int) -> _Measured:
+def _measure(text: Any, num_layers: int, mixed: bool, weight_bytes: int) -> _Measured:
     """Make a model of so many layers and a tiny vocabulary, with random weights, and measure it."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -90,12 +103,15 @@ def _measure(text: Any, num_layers: int) -> _Measured:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    dtype = torch.bfloat16 if weight_bytes == 2 else torch.float32
     with torch.random.fork_rng(devices=[]):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     layers: Any = decoder_of(model).layers
     layer = layers[0]
     features = sum(one.in_features + one.out_features for one in layer.modules() if isinstance(one, torch.nn.Linear))
-    return _Measured(model.num_parameters(), kept_bytes(model, shares_prefix=False), features)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+        kept = kept_bytes(model, shares_prefix=False).of_token
+    return _Measured(model.num_parameters(), kept, features)
 
 
 @dataclass(frozen=True)
@@ -116,6 +132,8 @@ class Demand:
         nf4: Whether frozen layers are in four bits.
         checkpointing: Whether the backward pass computes activations again.
         reference: Whether a copy of the weights for the KL term is on the device.
+        engine_bytes: Bytes of a weight in a vLLM engine on the same device; 0 where the policy itself decodes.
+        engine_sleeps: Whether the engine gives its memory back while the policy is updated.
     """
 
     num_slots: int
@@ -131,20 +149,28 @@ class Demand:
     nf4: bool = False
     checkpointing: bool = False
     reference: bool = False
+    engine_bytes: int = 0
+    engine_sleeps: bool = True
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes by part: ``resident`` ones are taken all the time, the others only during the rollout or the update."""
+    """Bytes by part: ``resident`` ones are taken all the time, the others only in a phase.
+
+    ``update`` are those of the forward and backward passes, ``step`` those while the optimizer changes the weights.
+    """
 
     resident: dict[str, float]
     rollout: dict[str, float]
     update: dict[str, float]
+    step: dict[str, float]
 
     @property
     def peak(self) -> float:
-        """The bytes of the phase that takes more."""
-        return sum(self.resident.values()) + max(sum(self.rollout.values()), sum(self.update.values()))
+        """The bytes of the phase that takes most."""
+        return sum(self.resident.values()) + max(
+            sum(phase.values()) for phase in (self.rollout, self.update, self.step)
+        )
 
 
 def forecast(sizes: Sizes, demand: Demand) -> Forecast:
@@ -156,24 +182,52 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     weights = (total + adapters) * demand.weight_bytes
     if demand.nf4:  # four bits a weight, and a float32 constant for every 64 weights
         weights = frozen_layers * (0.5 + 4 / 64) + (sizes.other_parameters + adapters) * demand.weight_bytes
-    shrink = (2 if demand.mixed else demand.weight_bytes) / 4
-    resident = {"weights": weights, "optimizer": trained * MOMENTS[demand.optimizer] * demand.weight_bytes / 4}
+    resident = {
+        "weights": weights,
+        "optimizer": trained * MOMENTS[demand.optimizer] * demand.weight_bytes / 4,
+        "device": CONTEXT[demand.device],
+    }
     if demand.reference and not demand.lora_rank:
         resident["reference"] = weights
-    kv_token = sizes.num_layers * sizes.kv_values * 4 * shrink
-    num_prompts = -(-demand.num_slots // demand.group_size) + 1
-    slots = demand.num_slots * sum(piece_sizes(demand.max_tokens)) + num_prompts * prompt_room(demand.prompt_tokens)
+    rollout = _rollout(sizes, demand)
+    if demand.engine_bytes and not demand.engine_sleeps:
+        resident, rollout = resident | rollout, {}
     kept = sizes.num_layers * sizes.layer_kept_bytes
-    if demand.checkpointing:
-        kept = sizes.num_layers * sizes.hidden * 4 + sizes.layer_kept_bytes
+    if demand.checkpointing:  # what layers begin from is in the weights' precision, under autocast too
+        kept = sizes.num_layers * sizes.hidden * demand.weight_bytes + sizes.layer_kept_bytes
+    gradients = float(trained * demand.weight_bytes)
     update = {
-        "gradients": float(trained * demand.weight_bytes),
-        "activations": demand.micro_batch_tokens * (kept + sizes.other_kept_bytes) * shrink,
-        "head": float(SEVERAL * 4 * HEAD_BLOCK.get(demand.device, 2**21)),
+        "gradients": gradients,
+        "activations": demand.micro_batch_tokens * (kept + sizes.other_kept_bytes),
+        "head": float(SEVERAL * 4 * HEAD_BLOCK[demand.device]),
     }
+    if demand.mixed:  # with checkpointing, of one layer at a time
+        layers = 1 if demand.checkpointing else sizes.num_layers
+        update["bfloat16 copies"] = 2.0 * (layers * sizes.layer_parameters + sizes.other_parameters)
+    step = {"gradients": gradients}
+    if demand.device == "cuda":
+        step["temporaries"] = trained * TEMPORARIES[demand.optimizer] * demand.weight_bytes / 4
+    return Forecast(resident, rollout, update, step)
+
+
+def _rollout(sizes: Sizes, demand: Demand) -> dict[str, float]:
+    """Return the bytes of a rollout in which all slots have come to the longest completions."""
+    num_prompts = -(-demand.num_slots // demand.group_size) + 1
+    if demand.engine_bytes:
+        tokens = demand.num_slots * (demand.max_tokens + ENGINE_BLOCK) + num_prompts * (
+            demand.prompt_tokens + ENGINE_BLOCK
+        )
+        return {
+            "engine's weights": float(sizes.parameters * demand.engine_bytes),
+            "engine's work": ENGINE_WORK[demand.device],
+            "keys and values": float(tokens * sizes.num_layers * sizes.kv_values * demand.engine_bytes),
+        }
+    tokens = demand.num_slots * sum(piece_sizes(demand.max_tokens)) + num_prompts * prompt_room(demand.prompt_tokens)
+    kv_bytes = 2 if demand.mixed else demand.weight_bytes
+    rollout = {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes)}
     if demand.mixed:
-        update["bfloat16 copies"] = 2.0 * total
-    return Forecast(resident, {"keys and values": slots * kv_token}, update)
+        rollout["bfloat16 copies"] = 2.0 * sizes.parameters
+    return rollout
 
 
 def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 2**20) -> int:

@@ -120,6 +120,6 @@ def _gather(
     if step.token_gap_limit is not None:
         is_fresh_N = micro_batch.versions_N == step.policy_version
         stale_C = completion_sums((~is_fresh_N).to(gap_N.dtype), tokens.lengths_C)  # keys may be of old weights
-        fresh_N = spread(stale_C, tokens.lengths_C) == 0
+        fresh_N = spread(stale_C, tokens.lengths_C, len(gap_N)) == 0
         gap = Gap.of(gap_N, tokens.lengths_C, fresh_N, step.token_gap_limit)
     gathered.micro_batches.append(MicroBatchSums.of(loss, {"entropy": entropy_N, **token_metrics}, gap))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 32_768  # more at once makes no matrix product faster
 SHARE = 0.7  # of the free memory; the rest is for what is not kept for the backward pass
-_PROBE = 64  # tokens
+_PROBES = 16, 64  # tokens
 
 
 class MicroBatchSize:
@@ -49,15 +51,47 @@ class MicroBatchSize:
         )
 
 
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What a micro-batch takes until its backward pass.
+
+    Args:
+        of_token: Bytes that each token takes.
+        fixed: Bytes that are taken whatever the number of tokens is: under autocast the copies of the weights in the
+            lower precision, which autograd keeps.
+    """
+
+    of_token: float
+    fixed: float
+
+    def of(self, num_tokens: int) -> float:
+        """Bytes of a micro-batch of so many tokens."""
+        return self.fixed + self.of_token * num_tokens
+
+    @classmethod
+    def measured(cls, count: Callable[[int], int]) -> ActivationBytes:
+        """Count the bytes of two numbers of tokens, and tell what grows with them from what does not."""
+        (few, of_few), (many, of_many) = ((num_tokens, count(num_tokens)) for num_tokens in _PROBES)
+        of_token = (of_many - of_few) / (many - few)
+        return cls(of_token, max(0.0, of_few - few * of_token))
+
+    def __add__(self, other: ActivationBytes) -> ActivationBytes:
+        return ActivationBytes(self.of_token + other.of_token, self.fixed + other.fixed)
+
+    def __truediv__(self, number: int) -> ActivationBytes:
+        return ActivationBytes(self.of_token / number, self.fixed / number)
+
+
 def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool, selective: bool = False) -> int:
     """Estimate how many tokens' activations fit into ``free_bytes`` beside gradients and the optimizer's state.
 
-    What autograd keeps for a few tokens is counted in a forward pass. With gradient checkpointing that is what layers
-    begin from, and one layer's activations are computed again at a time. Gradients and two moments, as of Adam, are
-    taken off beforehand, wherever the model has no gradients yet.
+    What autograd keeps for a few tokens is counted in forward passes, in the precision of the caller's autocast. With
+    gradient checkpointing that is what layers begin from, and one layer's activations are computed again at a time.
+    Gradients and two moments, as of Adam, are taken off beforehand, wherever the model has no gradients yet.
     """
-    per_token = bytes_per_token(model, shares_prefix, selective)
-    return max(1, min(MOST_TOKENS, int((free_bytes - pending_bytes(model)) * SHARE / per_token)))
+    activations = activation_bytes(model, shares_prefix, selective)
+    left = free_bytes - pending_bytes(model) - activations.fixed
+    return max(1, min(MOST_TOKENS, int(left * SHARE / activations.of_token)))
 
 
 def pending_bytes(model: PreTrainedModel) -> int:
@@ -66,22 +100,25 @@ def pending_bytes(model: PreTrainedModel) -> int:
     return sum(3 * parameter.nbytes for parameter in parameters if parameter.grad is None)
 
 
-def bytes_per_token(model: PreTrainedModel, shares_prefix: bool, selective: bool = False) -> float:
-    """What a token of a micro-batch takes until its backward pass."""
-    per_token = kept_bytes(model, shares_prefix)
-    if model.is_gradient_checkpointing and model.training:
-        selected = KeptBytes()
-        with selected if selective else nullcontext():
-            all_layers = kept_bytes(model.eval(), shares_prefix)
-        per_token += all_layers / model.config.get_text_config().num_hidden_layers + selected.num_bytes / _PROBE
-        model.train()
-    return per_token
+def activation_bytes(model: PreTrainedModel, shares_prefix: bool, selective: bool = False) -> ActivationBytes:
+    """What a micro-batch takes until its backward pass."""
+    kept = kept_bytes(model, shares_prefix)
+    if not (model.is_gradient_checkpointing and model.training):
+        return kept
+    model.eval()  # without checkpointing
+    of_layer = kept_bytes(model, shares_prefix) / model.config.get_text_config().num_hidden_layers
+    if selective:
+        kept += ActivationBytes.measured(lambda num_tokens: _selected_bytes(model, shares_prefix, num_tokens))
+    model.train()
+    return kept + of_layer
 
 
-def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> float:
-    """Bytes that autograd keeps of each token of a forward pass over a few, parameters left out."""
-    input_ids_BT = torch.zeros((1, _PROBE), dtype=torch.int64, device=model.device)
-    positions_BT = torch.arange(_PROBE, device=model.device)[None]
+def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> ActivationBytes:
+    """Bytes that autograd keeps of a forward pass, parameters left out."""
+    return ActivationBytes.measured(lambda num_tokens: _kept_bytes(model, shares_prefix, num_tokens))
+
+
+def _kept_bytes(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> int:
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -91,9 +128,22 @@ def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> float:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    switched = shared_prefixes(model) if shares_prefix else nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), switched:
-        layout = {"shared_prefix": SharedPrefix([PackedGroup(0, _PROBE, ())])} if shares_prefix else {}
-        output = decoder_of(model)(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = _forward(model, shares_prefix, num_tokens)  # what is kept lives as long as the output
     del output
-    return sum(kept.values()) / _PROBE
+    return sum(kept.values())
+
+
+def _selected_bytes(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> int:
+    with KeptBytes() as selected:
+        _forward(model, shares_prefix, num_tokens)
+    return selected.num_bytes
+
+
+def _forward(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> object:
+    """Run so many tokens through the decoder; return the result, which keeps what its backward pass needs."""
+    input_ids_BT = torch.zeros((1, num_tokens), dtype=torch.int64, device=model.device)
+    positions_BT = torch.arange(num_tokens, device=model.device)[None]
+    layout = {"shared_prefix": SharedPrefix([PackedGroup(0, num_tokens, ())])} if shares_prefix else {}
+    with shared_prefixes(model) if shares_prefix else nullcontext():
+        return decoder_of(model)(input_ids=input_ids_BT, position_ids=positions_BT, use_cache=False, **layout)

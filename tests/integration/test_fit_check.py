@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from conftest import random_policy
 from transformers import AutoConfig
 
 from benchmarks.make_tiny import make_tokenizer
@@ -15,6 +18,8 @@ from benchmarks.random_policies import Sizes as Qwen3Sizes
 from benchmarks.random_policies import random_qwen3
 from lit_grpo.tools.commands.fit_check import main as fit_check
 from lit_grpo.training.forecast import Demand, Sizes, forecast, largest
+from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
+from lit_grpo.update.micro_batch_size import activation_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -55,5 +60,57 @@ def test_the_command_tells_what_fits(capsys: pytest.CaptureFixture[str]) -> None
         assert exit_.value.code == code and verdict in said
         assert "keys and values" in said and "model.generator.num_slots can be" in said
     with pytest.raises(SystemExit, match="2"):
-        fit_check(["--config", "arithmetic", "--model.generator", "vllm"])
-    assert "reserves its memory by itself" in capsys.readouterr().err
+        fit_check(["--config", "arithmetic", "--model.generator", "vllm_server"])
+    assert "VLLMServerGenerator, which decodes in processes of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--memory", "60%"], "--memory is '60%', but is the device's whole memory; give an amount such as 80GiB"),
+        (["--memory", "much"], "--memory must be an amount such as"),
+        (["--trainer.accelerator", "gpu"], "trainer.accelerator is gpu, but this machine has no CUDA GPU"),
+    ],
+)
+def test_what_fit_check_cannot_know_is_asked_for(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        fit_check(["--config", "arithmetic", *arguments])
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_engine_of_vllm_on_a_gpu_has_a_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    vllm = ["--model.generator", "vllm", "--trainer.accelerator", "gpu", "--trainer.precision", "bf16-mixed"]
+    with pytest.raises(SystemExit, match="0"):
+        fit_check(["--config", "arithmetic", *vllm, "--memory", "80GiB"])
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("engine's weights", "keys and values", "device", "temporaries"))
+    assert "With model.lora (r: 32) the peak is" not in said  # what the device takes is nearly all of it
+
+
+QWEN3 = Sizes(28, 50_345_216, 67_584, 311_166_976, 2048, 2048, 120_000.0, 30_000.0)
+"""The sizes of Qwen3-1.7B; the bytes that tokens leave are round numbers."""
+
+
+def test_on_a_gpu_adapters_alone_fit_where_all_weights_do_not() -> None:
+    gpu = Demand(32, 32, 512, 1024, 8192, device="cuda", mixed=True, checkpointing=True, engine_bytes=2)
+    whole, adapters = (forecast(QWEN3, replace(gpu, lora_rank=rank)) for rank in (0, 32))
+    assert adapters.peak < 24 * 2**30 < whole.peak
+    assert whole.step["temporaries"] == pytest.approx(6.4 * 2**30, rel=0.02)  # as much as the weights
+    assert whole.resident["device"] > 0.5 * 2**30
+    awake = forecast(QWEN3, replace(gpu, engine_sleeps=False))
+    assert awake.peak == pytest.approx(whole.peak + sum(whole.rollout.values()))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_forecast_and_a_run_count_the_same_bytes_a_token(mixed: bool, checkpointing: bool) -> None:
+    policy: Any = random_policy(hidden_size=128, intermediate_size=512, num_hidden_layers=4).train()
+    checkpoint_layers(policy, checkpointing)
+    sizes = Sizes.of(policy.config, mixed)
+    taken = forecast(sizes, Demand(1, 1, 8, 8, micro_batch_tokens=1, mixed=mixed, checkpointing=checkpointing))
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
+        counted = activation_bytes(policy, shares_prefix=False)
+    assert taken.update["activations"] == pytest.approx(counted.of_token, rel=0.1)

@@ -32,7 +32,10 @@ def distribution_of(name):
 
 finder.find_spec, importlib.metadata.distribution = staticmethod(find_spec), distribution_of
 """
-EXTRAS = "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,peft,bitsandbytes,gguf,reasoning_gym,vllm,ray"
+EXTRAS = (
+    "datasets,pyarrow,math_verify,matplotlib,tensorboard,tensorboardX,wandb,"
+    "peft,bitsandbytes,gguf,reasoning_gym,vllm,ray"
+)
 FIT = [
     "fit",
     *("--trainer.accelerator", "cpu", "--trainer.max_steps", "1"),

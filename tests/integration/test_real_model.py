@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_runs import check_result, run_quick
 
 from lit_grpo.policy.named import NAMED, SMOLLM2
 
@@ -144,3 +145,11 @@ def test_each_generator_trains_it(name: str, more: Sequence[str], folder: Path) 
     rows = metrics(folder / "runs" / f"{name}-{len(more)}")
     gaps = [float(row["sampling/logprob_gap_mean"]) for row in rows if row.get("sampling/logprob_gap_mean")]
     assert len(gaps) == 2 and max(gaps) < 0.01, gaps
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", ["real_model_learning", "real_model_decode", "real_model_memory"])
+def test_its_benchmarks_run(name: str, tmp_path: Path) -> None:
+    result, _ = run_quick(name, tmp_path / "result.json")
+    check_result(result, name)
+    assert result["claims"]

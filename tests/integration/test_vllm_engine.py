@@ -226,3 +226,29 @@ def test_what_vllm_cannot_start_is_said_in_a_sentence(tmp_path: Path) -> None:
     said = r"could not start an engine for DeepseekV32ForCausalLM: .*Sparse Attention .* or another policy\."
     with pytest.raises(ValueError, match=said):
         generator.start(policy)
+
+
+def test_the_engine_starts_beside_a_policy_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check of a GPU's memory takes what is passed; an H100 with a policy of 1.7B weights in float32."""
+    from vllm.config import CacheConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.utils import MemorySnapshot, request_memory
+
+    passed: list[Any] = []
+
+    def keep(arguments: Any) -> None:
+        passed.append(arguments)
+        raise RuntimeError("no engine here")
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", keep)
+    generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64})
+    policy: Any = random_policy(head_dim=32)
+    with pytest.raises(ValueError, match="no engine here"):
+        generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
+    gib = 2**30
+    gpu = MemorySnapshot(free_memory=int(72.1 * gib), total_memory=int(79.1 * gib), device="cpu", auto_measure=False)
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(gpu, CacheConfig())
+    share = passed[0].gpu_memory_utilization
+    assert request_memory(gpu, CacheConfig(gpu_memory_utilization=share)) <= gib
+    assert passed[0].kv_cache_memory_bytes == 8 * 2**20

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, hidden_states
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, hidden_states, raise_device_failure
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def attention_calls(model: PreTrainedModel, context: int) -> list[AttentionCall]
     except OwnAttention:
         raise
     except RUN_FAILURES as error:  # the shapes or arguments of another kind of attention
+        raise_device_failure(error)
         raise OwnAttention(f"its attention cannot be replaced ({first_line(error)})") from error
     return calls
 

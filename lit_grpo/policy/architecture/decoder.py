@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from lit_grpo.memory import is_out_of_memory
+
 RUN_FAILURES = (
     AssertionError,
     AttributeError,
@@ -22,6 +24,18 @@ RUN_FAILURES = (
     ValueError,
 )
 """Errors of a model's forward that needs other inputs than token ids, or another attention."""
+_DEVICE_FAILURES = ("CUDA error", "CUDA driver error", "cuDNN error", "HIP error", "Triton Error [CUDA]")
+
+
+def raise_device_failure(error: BaseException) -> None:
+    """Raise an error of a trial again if the device failed or memory ran out: it says nothing about the model.
+
+    torch.compile wraps such errors; then the inner one is raised.
+    """
+    inner: BaseException = getattr(error, "inner_exception", error)
+    failed = isinstance(inner, torch.AcceleratorError) or str(inner).startswith(_DEVICE_FAILURES)
+    if failed or is_out_of_memory(inner):
+        raise inner
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

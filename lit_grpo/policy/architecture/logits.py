@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of, raise_device_failure
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def _found_out(model: PreTrainedModel) -> LogitMap:
         with torch.no_grad(), _instead(decoder_of(model), decode), _instead(head, project):
             logits_1TV = model.forward(input_ids=input_ids_1T, use_cache=False).logits
     except RUN_FAILURES as error:
+        raise_device_failure(error)
         raise ValueError(
             f"{kind} cannot be a policy: a forward over token ids alone fails ({first_line(error)}); take another."
         ) from error

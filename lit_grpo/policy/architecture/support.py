@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, hidden_states, in_evaluation
+from lit_grpo.policy.architecture.decoder import (
+    RUN_FAILURES,
+    context_length,
+    hidden_states,
+    in_evaluation,
+    raise_device_failure,
+)
 from lit_grpo.policy.architecture.logits import logit_map, token_logits
 from lit_grpo.process.terminal import first_line
 
@@ -41,6 +47,7 @@ def check_policy(model: PreTrainedModel) -> None:
             rows_BTD = hidden_states(model, torch.stack([others_T, tokens_T]), position_ids=positions_1T.expand(2, -1))
             trained_TD = hidden_states(model.train(), tokens_T[None])[0]
     except RUN_FAILURES as error:
+        raise_device_failure(error)
         raise ValueError(
             f"{kind} cannot be a policy: a forward over tokens and positions fails ({first_line(error)}); take another."
         ) from error

@@ -9,8 +9,15 @@ import numpy as np
 import torch
 
 from lit_grpo.policy.architecture.attention import AttentionCall, OwnAttention, attention_calls
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, attention_name, context_length, hidden_states
+from lit_grpo.policy.architecture.decoder import (
+    RUN_FAILURES,
+    attention_name,
+    context_length,
+    hidden_states,
+    raise_device_failure,
+)
 from lit_grpo.process.terminal import first_line
+from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import INSTEAD, use_slot_attention
 from lit_grpo.rollout.slots.forward import compute_dtype, decode_step, prefill
 from lit_grpo.rollout.slots.fused import FusedDecoder
@@ -51,6 +58,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
     except OwnAttention as error:
         raise _refusal(model, str(error)) from error
     except RUN_FAILURES as error:
+        raise_device_failure(error)
         raise _refusal(model, f"its attention cannot be replaced ({first_line(error)})") from error
     finally:
         model.set_attn_implementation(before)
@@ -100,14 +108,24 @@ def _fused_decoder(
     input_ids_BT: torch.Tensor,
     expected: torch.Tensor,
 ) -> FusedDecoder | None:
-    """Return the short way to decode, if the model is built for it and it comes out the same."""
+    """Return the short way to decode, if the model is built for it and it comes out the same.
+
+    On a GPU the run says why there is none, for CUDA graphs need it.
+    """
     try:
         fused = FusedDecoder(model, calls)
         actual = _decode(model, input_ids_BT, shape, fused).float()
-    except (AttributeError, ValueError, TypeError, RuntimeError):
-        return None
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        raise_device_failure(error)
+        return _no_graphs(model, first_line(error))
     tolerance = 1e-4 if shape.dtype == torch.float32 else 2e-2
-    return fused if float((actual - expected).norm() / expected.norm()) < tolerance else None
+    off = float((actual - expected).norm() / expected.norm())
+    return fused if off < tolerance else _no_graphs(model, f"the hidden states come out {off:.1%} off")
+
+
+def _no_graphs(model: PreTrainedModel, why: str) -> None:
+    if model.device.type == "cuda":
+        Ranks().warn(f"{type(model).__name__} is decoded without CUDA graphs, which takes longer: {why}.")
 
 
 def _decode(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,12 +36,21 @@ class DecodingMode:
             self._attention = use_slot_attention(self._policy)
             self._casts = torch.is_autocast_enabled(self._policy.device.type)
 
-    def without_gradients(self) -> AbstractContextManager[object]:
-        """Return inference mode, but under autocast ``no_grad``, which is slower: there it casts each weight once.
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Compute in inference mode; but under autocast with ``no_grad``, which is slower, and with autocast's cache.
 
-        In inference mode it would do so for every token. The copies are given up at the end.
+        So autocast casts each trained weight once a rollout. In inference mode, or without the cache, as Lightning has
+        it, that would happen for every token. The copies are given up at the end. Frozen weights are not cached.
         """
-        return torch.no_grad() if self._casts else torch.inference_mode()
+        if not self._casts:
+            with torch.inference_mode():
+                yield
+            return
+        kind = self._policy.device.type
+        dtype, lowers = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True):
+            yield
 
     def end(self) -> None:
         """Give the policy back, if it has been switched."""

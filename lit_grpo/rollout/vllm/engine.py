@@ -37,6 +37,9 @@ from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 
 _OVER_DEVICES = ("tensor", "pipeline", "data", "prefill_context")  # ways to spread an engine
+_FREE_SHARE = 0.01
+"""Of a GPU's memory, that vLLM demands to be free at its start. Keys and values have their bytes, so vLLM uses
+``gpu_memory_utilization`` for nothing else; its own 0.92 fails beside the policy, which is on the same GPU."""
 _with_engine: weakref.WeakSet[VLLMGenerator] = weakref.WeakSet()  # those of this process
 _of_ranks: list[Any] = []  # the engine of this rank, if it is one of several: it ends with the ranks' process group
 
@@ -91,6 +94,7 @@ class VLLMGenerator(EngineGenerator):
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
         """Start an engine, after ending that of another generator in this process, which then needs another start."""
         require_vllm()
+        _check_first_device(policy.device, Ranks().size)
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
         _end_engines()
@@ -132,19 +136,33 @@ class VLLMGenerator(EngineGenerator):
         on_gpu = policy.device.type == "cuda"
         return engine_arguments(str(policy.dtype).removeprefix("torch."), self.num_slots, on_gpu) | {
             "kv_cache_memory_bytes": self._kv_bytes(policy),
+            "gpu_memory_utilization": _FREE_SHARE,
             "scheduling_policy": "priority",
             "enable_sleep_mode": on_gpu and self.sleep_level > 0,
             "distributed_executor_backend": "uni" if Ranks().size == 1 else "external_launcher",
         }
 
     def _kv_bytes(self, policy: PolicySpec) -> int:
-        """Return the budget; where it is ``auto``, no more than all slots can use, as far as that is known."""
-        allowed = self.kv_memory.bytes(free_bytes(policy.device), policy.update_bytes)
-        if self.kv_memory.kind != "auto":
-            return allowed
-        context = self.arguments.get("max_model_len") or policy.context_length
-        of_token = kv_bytes_per_token(policy.config.get_text_config(), self.weights_dtype or policy.dtype)
-        return allowed if of_token is None else min(allowed, (self.num_slots + 1) * context * of_token)
+        """Return the budget; where it is ``auto``, no more than all slots can use, as far as that is known.
+
+        Raises:
+            ValueError: It comes to nothing, which vLLM would take for "all that is free".
+        """
+        free = free_bytes(policy.device)
+        config, dtype = policy.config.get_text_config(), self.weights_dtype or policy.dtype
+        weights = sum(weight.nbytes for weight in policy.weights(dtype=dtype).outline.values())
+        allowed = self.kv_memory.bytes(free, policy.update_bytes + weights)
+        if self.kv_memory.kind == "auto" and (of_token := kv_bytes_per_token(config, dtype)) is not None:
+            context = self.arguments.get("max_model_len") or policy.context_length
+            allowed = min(allowed, (self.num_slots + 1) * context * of_token)
+        if allowed < 1:
+            raise ValueError(
+                f"kv_memory is {self.kv_memory.text}, which leaves nothing for keys and values: {free / 2**30:.1f} GiB "
+                f"are free, the engine's weights take {weights / 2**30:.1f} GiB of it, and the update "
+                f"{policy.update_bytes / 2**30:.1f} GiB; give an amount such as '2GiB' if the engine sleeps while the "
+                "policy is updated, train LoRA adapters (model.lora), or take a device with more memory."
+            )
+        return allowed
 
     def _end_engine(self) -> None:
         self._withdraw([stream for stream in self._streams if stream.ticket is not None])
@@ -327,6 +345,16 @@ def _check_one_device(arguments: Mapping[str, Any]) -> None:
         raise ValueError(
             f"engine_args.distributed_executor_backend is {arguments['distributed_executor_backend']!r}, but in this "
             "process it follows from the ranks; leave it out."
+        )
+
+
+def _check_first_device(device: torch.device, num_ranks: int) -> None:
+    """Raise a ValueError unless vLLM finds the policy's GPU: an engine of a single rank takes the first visible one."""
+    if num_ranks == 1 and device.index:
+        raise ValueError(
+            f"The policy is on {device}, but vLLM in this process decodes on cuda:0; leave trainer.devices at 1 and "
+            f"set the environment variable CUDA_VISIBLE_DEVICES={device.index}, or take "
+            "lit_grpo.rollout.vllm.VLLMServerGenerator."
         )
 
 

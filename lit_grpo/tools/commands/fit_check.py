@@ -18,11 +18,14 @@ from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.loading import load_config
 from lit_grpo.rollout.slots import SlotGenerator
+from lit_grpo.rollout.vllm.arguments import dtype_of
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.training.forecast import MOMENTS, Demand, Forecast, Sizes, forecast, largest
 
 GIB = 2**30
 FOUND = ("num_slots", "micro_batch_tokens")
+LORA_RANK = 32  # of the adapters that are suggested
 FIELD_NAMES = {"num_slots": "model.generator.num_slots", "micro_batch_tokens": "model.max_tokens_per_micro_batch"}
 
 
@@ -42,32 +45,50 @@ class FitCheckCLI(LikeFitCLI):
         """Compute and show the estimate, and exit with 0 if it fits, else 1."""
         settings = self._settings
         check_values(settings, GROUPS)
-        device = "cuda" if torch.cuda.is_available() and settings["trainer"]["accelerator"] != "cpu" else "cpu"
-        limit = self._limit or free_bytes(torch.device(device))
-        sizes = Sizes.of(load_config(settings["model"]["policy"]))
+        device = _device_of(settings["trainer"]["accelerator"])
         demand = demand_of(settings, device)
+        limit = self._limit or _free_on(device)
+        sizes = Sizes.of(load_config(settings["model"]["policy"]), demand.mixed, demand.weight_bytes)
         taken = forecast(sizes, demand)
         _show(sizes, demand, taken, limit)
         sys.exit(int(taken.peak > limit))
+
+
+def _device_of(accelerator: str) -> str:
+    """Return the kind of device that the run is for, which this machine need not have."""
+    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    return "cuda" if on_gpu else "cpu"
+
+
+def _free_on(device: str) -> int:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "trainer.accelerator is gpu, but this machine has no CUDA GPU whose memory could be asked for; give the "
+            "memory of the one that is meant, such as --memory 80GiB."
+        )
+    return free_bytes(torch.device(device))
 
 
 def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
     """Read the figures that decide memory from the settings of ``fit``.
 
     Raises:
-        ValueError: The size of the optimizer's state is not known, or the generator is vLLM.
+        ValueError: The size of the optimizer's state is not known, or the generator decodes in other processes.
     """
     model, data = settings["model"], settings["data"]
     generator, optimizer = model["generator"], model["optimizer"]
     name = optimizer["class_path"].rsplit(".", 1)[-1]
     if name not in MOMENTS:
         raise ValueError(f"model.optimizer is {name}, whose state is not known here; known are {', '.join(MOMENTS)}.")
-    if not generator["class_path"].endswith(f".{SlotGenerator.__name__}"):
+    kind = generator["class_path"].rsplit(".", 1)[-1]
+    if kind not in (SlotGenerator.__name__, VLLMGenerator.__name__):
         raise ValueError(
-            "model.generator is vLLM, which reserves its memory by itself; add --model.generator slots to see what the "
-            "update takes, and give vLLM what is left."
+            f"model.generator is {kind}, which decodes in processes of its own; add --model.generator slots to see "
+            "what the update takes."
         )
     lora, tokens = model["lora"], model["max_tokens_per_micro_batch"]
+    weight_bytes = 2 if model["dtype"] == "bfloat16" else 4
+    engine = generator["init_args"] if kind == VLLMGenerator.__name__ else None
     return Demand(
         num_slots=generator["init_args"]["num_slots"],
         group_size=model["num_generations"],
@@ -76,13 +97,21 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
         micro_batch_tokens=8192 if tokens == "auto" else tokens,
         device=device,
         mixed=settings["trainer"]["precision"] == "bf16-mixed",
-        weight_bytes=2 if model["dtype"] == "bfloat16" else 4,
+        weight_bytes=weight_bytes,
         optimizer=name,
         lora_rank=0 if lora is None else lora["r"],
         nf4=lora is not None and lora["base"] == "nf4",
         checkpointing=bool(model["gradient_checkpointing"]),
         reference=model["objective"]["kl"]["beta"] > 0 and not model["reference"]["offload"],
+        engine_bytes=0 if engine is None else _engine_bytes(engine["engine_args"] or {}, weight_bytes),
+        engine_sleeps=engine is not None and engine["sleep_level"] > 0 and device == "cuda",
     )
+
+
+def _engine_bytes(arguments: Mapping[str, Any], weight_bytes: int) -> int:
+    """Return the bytes of a weight in an engine; without a ``dtype`` of its own it is the policy's."""
+    dtype = dtype_of(arguments)
+    return weight_bytes if dtype is None else dtype.itemsize
 
 
 def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
@@ -92,7 +121,9 @@ def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
     console = Console(width=None if Console().is_terminal else 120, markup=False, emoji=False)
     table = Table("part", "when")
     table.add_column("GiB", justify="right")
-    for when, parts in (("always", taken.resident), ("rollout", taken.rollout), ("update", taken.update)):
+    for when, parts in (
+        ("always", taken.resident), ("rollout", taken.rollout), ("update", taken.update), ("step", taken.step),
+    ):  # fmt: skip
         for part, num_bytes in parts.items():
             table.add_row(part, when, f"{num_bytes / GIB:.3g}")
     table.add_section()
@@ -107,10 +138,18 @@ def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
     for change, text in (
         ({"checkpointing": True}, "gradient_checkpointing"),
         ({"optimizer": "AdamW8bit"}, "AdamW8bit"),
+        ({"lora_rank": demand.lora_rank or LORA_RANK}, f"model.lora (r: {LORA_RANK})"),
     ):
         other = forecast(sizes, replace(demand, **change)).peak
         if other < 0.98 * taken.peak:
             console.print(f"With {text} the peak is {other / GIB:.3g} GiB.", highlight=False)
+
+
+def _amount(text: str) -> int:
+    amount = MemoryAmount(text, "--memory")
+    if amount.kind != "bytes":
+        raise ValueError(f"--memory is {text!r}, but is the device's whole memory; give an amount such as 80GiB.")
+    return int(amount.amount)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -120,7 +159,7 @@ def main(arguments: Sequence[str]) -> None:
     own.add_argument("--memory")
     options, others = own.parse_known_args(arguments)
     try:
-        limit = None if options.memory is None else MemoryAmount(options.memory).bytes(0, 0)
+        limit = None if options.memory is None else _amount(options.memory)
         FitCheckCLI(limit, **cli_arguments(["fit", *others]))
     except MISTAKES as error:
         if os.environ.get("LIT_GRPO_TRACEBACK"):

@@ -15,7 +15,7 @@ from lit_grpo.tools.doctor.report import Finding
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens
-from lit_grpo.update.micro_batch_size import bytes_per_token, estimate_tokens, pending_bytes
+from lit_grpo.update.micro_batch_size import ActivationBytes, activation_bytes, estimate_tokens, pending_bytes
 
 _GIB = 2**30
 _TOKEN_BYTES = 8  # host memory for a token of a completion that waits for its group
@@ -33,9 +33,9 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     groups, num_tokens = _longest(patient)
     rollouts, settings = groups[0].rollouts, patient.module.settings
     least, free = least_tokens(rollouts, settings.shares_prefix), free_bytes(patient.device)
-    per_token = _per_token(patient)
-    needed = per_token * least + pending_bytes(patient.module.policy)
-    patient.report.table(*_what_fits(patient, per_token, free))
+    activations = _activations(patient)
+    needed = activations.of(least) + pending_bytes(patient.module.policy)
+    patient.report.table(*_what_fits(patient, activations, free))
     if needed > free:
         figure = f"{least} tokens take about {needed / _GIB:.2g} GiB, and {free / _GIB:.2g} GiB are free"
         yield Finding("fail", "memory", figure, _REMEDY)
@@ -75,7 +75,8 @@ def _longest(patient: Patient) -> tuple[list[RolloutGroup], int]:
     if budget == "auto":
         is_selective = settings.gradient_checkpointing == "selective"
         free = free_bytes(patient.device)
-        budget = estimate_tokens(module.policy, free, settings.shares_prefix, is_selective)
+        with patient.computing():
+            budget = estimate_tokens(module.policy, free, settings.shares_prefix, is_selective)
     if settings.shares_prefix:
         fitting = (budget - num_prompt) // num_completion
     else:
@@ -95,15 +96,15 @@ def _made_up(patient: Patient, prompt: Prompt, number: int, vocabulary: int, gen
     return Rollout(prompt, Completion(request, ids_T, logprobs_T, torch.zeros_like(ids_T), "stop"))
 
 
-def _per_token(patient: Patient) -> float:
+def _activations(patient: Patient) -> ActivationBytes:
     settings = patient.module.settings
     with patient.computing():
-        return bytes_per_token(
+        return activation_bytes(
             patient.module.policy, settings.shares_prefix, settings.gradient_checkpointing == "selective"
         )
 
 
-def _what_fits(patient: Patient, per_token: float, free: int) -> tuple[list[str], list[list[str]]]:
+def _what_fits(patient: Patient, activations: ActivationBytes, free: int) -> tuple[list[str], list[list[str]]]:
     """Return a row for each of several ``max_tokens``: the update's memory, the slots that fit, and the group size."""
     module = patient.module
     num_prompt = max(len(prompt.token_ids) for prompt in patient.prompts)
@@ -115,7 +116,7 @@ def _what_fits(patient: Patient, per_token: float, free: int) -> tuple[list[str]
         num_tokens = num_prompt + max_tokens
         if not 0 < num_tokens <= context:
             continue
-        needed = pending + per_token * num_tokens
+        needed = pending + activations.of(num_tokens)
         slots = "-" if kv_tokens is None else f"{kv_tokens // num_tokens:,}"
         groups = host // 2 // (patient.data.batch_size * max_tokens * _TOKEN_BYTES)
         rows.append([f"{max_tokens:,}", f"{needed / _GIB:.2g}", "yes" if needed < free else "no", slots, f"{groups:,}"])

@@ -82,7 +82,7 @@ def correction_weights(
     log_ratio_N, level = old_logprobs_N - sampled_logprobs_N, correction.mode.partition("_")[0]
     if level != "token":
         gather = completion_sums if level == "sequence" else completion_means
-        log_ratio_N = spread(gather(log_ratio_N, lengths_C), lengths_C)
+        log_ratio_N = spread(gather(log_ratio_N, lengths_C), lengths_C, len(log_ratio_N))
     weights_N = log_ratio_N.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
     low, high = correction.low, correction.high
     if correction.truncates:

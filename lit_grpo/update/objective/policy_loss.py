@@ -39,11 +39,12 @@ def policy_loss(
     """
     loss_N, metrics = _corrected_surrogate(objective, tokens)
     if objective.off_policy_threshold is not None:
-        on_policy_N = spread(on_policy_completions(tokens, objective.off_policy_threshold), tokens.lengths_C)
+        on_policy_C = on_policy_completions(tokens, objective.off_policy_threshold)
+        on_policy_N = spread(on_policy_C, tokens.lengths_C, len(loss_N))
         loss_N = loss_N * on_policy_N
         metrics["off_policy_masked"] = (~on_policy_N).float()
     if objective.off_policy_kl is not None:
-        near_N = spread(near_completions(tokens, objective.off_policy_kl), tokens.lengths_C)
+        near_N = spread(near_completions(tokens, objective.off_policy_kl), tokens.lengths_C, len(loss_N))
         loss_N = loss_N * near_N
         metrics["off_policy_filtered"] = (~near_N).float()
     if kept_N is not None:
@@ -53,7 +54,7 @@ def policy_loss(
         loss_N = loss_N + (objective.kl.beta if beta is None else beta) * term_N
         metrics["kl"] = kl_N.detach()
     weights_C = token_weights(tokens.lengths_C, totals, objective.normalized_by, loss_N.dtype)
-    loss = (loss_N * spread(weights_C, tokens.lengths_C)).sum()
+    loss = (loss_N * spread(weights_C, tokens.lengths_C, len(loss_N))).sum()
     if objective.entropy.active:
         coefficient = objective.entropy.coefficient if entropy_coefficient is None else entropy_coefficient
         entropy_N = tokens.entropy_N if kept_N is None else tokens.entropy_N * kept_N

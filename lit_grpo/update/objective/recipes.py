@@ -122,7 +122,7 @@ def gamma_weighted(
         k_C = _by_sign(good_C, k_positive, k_negative, log_weight_C.dtype)
         lambda_C = _by_sign(good_C, lambda_positive, lambda_negative, log_weight_C.dtype)
         phi_C = (lambda_C + k_C * log_weight_C - lambda_C * log_weight_C.exp()).exp()
-        phi_N = spread(phi_C, tokens.lengths_C)
+        phi_N = spread(phi_C, tokens.lengths_C, len(tokens.logprobs_N))
     loss_N = -phi_N * tokens.advantages_N * tokens.logprobs_N
     return loss_N, {"ratio/mean": log_ratio_N.detach().exp(), "vespo/weight": phi_N}
 

@@ -41,9 +41,12 @@ class Tokens:
         return completion_means(self.advantages_N, self.lengths_C)
 
 
-def spread(values_C: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
-    """Give each token the value of its completion: C to N."""
-    return values_C.repeat_interleave(lengths_C)
+def spread(values_C: torch.Tensor, lengths_C: torch.Tensor, num_tokens: int | None = None) -> torch.Tensor:
+    """Give each token the value of its completion: C to N.
+
+    With ``num_tokens``, the sum of ``lengths_C``, nothing waits for a GPU; without it the sum is read from there.
+    """
+    return values_C.repeat_interleave(lengths_C, output_size=num_tokens)
 
 
 def completion_sums(values_N: torch.Tensor, lengths_C: torch.Tensor) -> torch.Tensor:
@@ -71,7 +74,7 @@ def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
     log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
     if level == "token":
         return log_ratio_N
-    return spread(completion_means(log_ratio_N, tokens.lengths_C), tokens.lengths_C)
+    return spread(completion_means(log_ratio_N, tokens.lengths_C), tokens.lengths_C, len(log_ratio_N))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, hidden_states
+from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, hidden_states, raise_device_failure
 from lit_grpo.policy.sharding import compute
 from lit_grpo.process.terminal import first_line
 from lit_grpo.update.prefix.layout import PackedGroup
@@ -43,11 +43,8 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
         with torch.no_grad():
             error = compute(model.eval(), lambda: _relative_error(model, layout))
     except RUN_FAILURES as failure:  # its own arguments, or some other kind of attention
-        return (
-            str(failure)
-            if isinstance(failure, ValueError)
-            else f"its attention cannot be replaced ({first_line(failure)})"
-        )
+        raise_device_failure(failure)
+        return str(failure) if isinstance(failure, ValueError) else _said(failure)
     finally:
         model.train(training)
     if not error < _TOLERANCES.get(model.dtype, 0.05):
@@ -58,6 +55,18 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
     if len({layer for layer, _ in layout.calls}) < len(layout.calls):
         return "some of its layers run several times"
     return None
+
+
+def _said(failure: BaseException) -> str:
+    """Say what failed: torch.compile, which a GPU's attention needs, or the model."""
+    what = "torch.compile fails on its attention" if _is_of_compiler(failure) else "its attention cannot be replaced"
+    return f"{what} ({first_line(failure)})"
+
+
+def _is_of_compiler(failure: BaseException) -> bool:
+    from torch._dynamo.exc import TorchDynamoException  # imported late, for it takes a second
+
+    return isinstance(failure, TorchDynamoException)
 
 
 def _relative_error(model: PreTrainedModel, layout: SharedPrefix) -> float:
