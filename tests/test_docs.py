@@ -87,6 +87,17 @@ def test_each_hop_of_the_walk_is_there() -> None:
         assert callable(pydoc.locate(name)), name
 
 
+def test_the_readme_is_read_in_five_minutes_and_the_written_pages_in_an_evening() -> None:
+    made = {"architectures", "metrics", "migration"}  # of tables, to look things up in
+    written = [page.stat().st_size for page in PAGES[1:] if page.stem not in made]
+    assert (ROOT / "README.md").stat().st_size <= 9_000 and sum(written) <= 136_000
+
+
+def test_the_first_page_leads_to_the_answers_of_ten_questions() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\d+\. \[[^\]]+\?[^\]]*\]\(", text, re.MULTILINE)) == 10
+
+
 def test_pictures_are_small() -> None:
     for picture in (ROOT / "docs" / "pictures").glob("*.png"):
         assert picture.stat().st_size < 80 * 1024, picture.name
