@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,38 @@ from benchmarks.report import RESULTS
 HEAD = """# Architectures
 
 What becomes of each causal language model that transformers {transformers} knows, measured on small random models by
-`python -m benchmarks.architectures` ({result}). **{exact} families are exact**: log-probs that are sampled, log-probs
-that are learnt from, the gradient, the export and the export with LoRA adapters all agree with plain Hugging Face
-forwards, one unpadded row at a time. **{refused} are refused** in one sentence before the first token. {other}
+`python -m benchmarks.architectures` (`{result}`). **{exact} families are exact**: sampled and learnt log-probs, the
+gradient, the export and the export with LoRA adapters agree with plain Hugging Face forwards, one unpadded row at a
+time. The largest differences are {gap:.1e} nats in a log-prob, {gradient:.1e} of the norm in a gradient and
+{lora:.1e} nats in an export with adapters. **{refused} are refused** in one sentence before the first token. {other}
 
-*Slots* says whether the embedded generator decodes the family; where it does not, let vLLM decode it
-(`--model.generator lit_grpo.rollout.vllm.VLLMGenerator`): the update is exact all the same. *Prefix* says whether a
-prompt goes through the update once for its whole group; where it does not, each completion has a prompt of its own.
-*vLLM* says what becomes of the family there: an engine starts, all weights and buffers change, and are sent as a run
-sends them (`python -m benchmarks.architectures_vllm`, {vllm_result}, in float32 on vLLM {vllm}'s CPU build, heads of
-32 dimensions). Of {vllm_known} families that vLLM has a class for, **{vllm_exact} are exact**: a number is the largest
-difference in nats between a sampled log-prob and that of a plain forward with the changed weights. {vllm_rounded}
-*Refused* and *not here* are sentences below, said before the first token; the latter are of vLLM's CPU build or of a
-package that it lacks, and may be different on a GPU. A dash: vLLM has no class of its own for the family.
+- *Slots*: whether the embedded generator decodes the family. Where it does not, take vLLM; the update is exact.
+- *Prefix*: whether a prompt goes through the update once for its group. Where not, once for each completion.
+- *vLLM*: whether weights that are sent to an engine decode exactly (`python -m benchmarks.architectures_vllm`,
+  `{vllm_result}`, float32, vLLM {vllm}'s CPU build). Of {vllm_known} families with a class there **{vllm_exact} are
+  exact**, to {vllm_gap:.1e} nats. *Not here* is of the CPU build, or of a package that it lacks; a GPU may differ.
+  {vllm_rounded}
 
-*Log-probs* is the largest difference in nats of a sampled or learnt token, *gradient* that of the whole gradient as a
-share of its norm, *LoRA* the largest difference in nats between the policy with adapters and its export.
-
-A family that is not in the table is judged when a run loads it, in the same way: by a few tokens that go through the
-model in all the ways in which a run sends them."""
-REASONS = """## Why not
-
-The sentences that a run ends with, or, for the slots and the shared prefix, that it says."""
+A family that is not in the table is judged in the same way when a run loads it, by a few tokens."""
+REASON_WORDS = {
+    r"depends on those that follow it": "a token's hidden state depends on those that follow it",
+    r"not its output embedding applied": "its logits are not its output embedding applied to its last hidden state",
+    r"names no longest sequence": "its config names no longest sequence; add max_position_embeddings",
+    r"holds no usable model": "transformers has no causal language model of its config",
+    r"a forward over tok": "a forward over tokens fails",
+    r"attention cannot be replaced": "its attention cannot be replaced",
+    r"experts without the bias": "experts are chosen without the bias of their router, on a CPU",
+    r"keeps old weights": "keeps old experts and attention sinks when new weights are sent",
+    r"layers with a sliding window": "its sliding window is one token longer; set max_model_len to the window at most",
+    r"its layers remember more than keys and values": "layers remember more than keys and values",
+    r"hidden states come out [\d.]+% off": "layers remember more than keys and values",
+    r"peft gives MODEL no adapters for": "peft has no adapters for `all-linear`; name other layers",
+    r"parameters of vLLM's model got no weight": "vLLM's model has parameters that the policy has not",
+    r"log-probs that vLLM's engine gives": "vLLM computes it in another way",
+    r"could not start an engine": "no engine starts",
+    r"could not (?:score given tokens|load the policy's weights)": "the engine fails",
+}
+"""The short form of a reason, by what its sentence holds; a sentence without one is cut."""
 
 
 def newest() -> Path:
@@ -56,78 +66,94 @@ def architectures_page(path: Path, path_with_vllm: Path) -> str:
 def _parts(result: dict[str, Any], name: str, with_vllm: dict[str, Any], name_with_vllm: str) -> Iterator[str]:
     rows = result["rows"]
     in_vllm = {row["family"]: row for row in with_vllm["rows"]}
-    outcomes = [row["outcome"] for row in in_vllm.values()]
-    counts = {
-        outcome: [row for row in rows if row["outcome"] == outcome] for outcome in ("exact", "refused", "not built")
-    }
-    others = [row["family"] for row in rows if row["outcome"] not in counts]
+    counts = {kind: [row for row in rows if row["outcome"] == kind] for kind in ("exact", "refused", "not built")}
+    exact = counts["exact"]
+    yield _head(result, name, with_vllm, name_with_vllm, counts)
+    yield "\n## Exact\n\n| slots | prefix | vLLM | families |\n|---|---|---|---|"
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for row in exact:
+        kind = (_yes(row["slots"] == "decode"), _yes(row["prefix"] == "shared"), _in_vllm(in_vllm.get(row["family"])))
+        kinds.setdefault(kind, []).append(row["family"])
+    for kind in sorted(kinds, reverse=True):
+        yield f"| {' | '.join(kind)} | {_names(kinds[kind])} |"
+    yield "\n## Why not\n\nA run says each in a whole sentence, with the remedy.\n"
+    yield "| what | reason | families |\n|---|---|---|"
+    yield from _reasons("policy", ((row["family"], row["detail"]) for row in counts["refused"]))
+    slots = ((row["family"], row["slots"]) for row in exact if row["slots"] != "decode")
+    yield from _reasons("slots, and so prefix", slots)
+    prefix = (row for row in exact if row["prefix"] != "shared" and row["slots"] == "decode")
+    yield from _reasons("prefix", ((row["family"], row["prefix"]) for row in prefix))
+    yield from _reasons("LoRA", ((row["family"], row["adapted"]) for row in exact if isinstance(row["adapted"], str)))
+    for what, outcome in (("vLLM", "refused"), ("vLLM, not here", "not run here")):
+        told_of = [row for row in in_vllm.values() if row["outcome"] == outcome]
+        yield from _reasons(what, ((row["family"], row["detail"]) for row in told_of))
+    not_built = _names(row["family"] for row in counts["not built"])
+    yield f"| not built | too small, or a package is not installed | {not_built} |"
+
+
+def _head(
+    result: dict[str, Any],
+    name: str,
+    with_vllm: dict[str, Any],
+    name_with_vllm: str,
+    counts: dict[str, list[dict[str, Any]]],
+) -> str:
+    others = [row["family"] for row in result["rows"] if row["outcome"] not in counts]
     told = f"{len(counts['not built'])} could not be built so small, or want a package that is not installed."
     if others:
         told += f" **Wrong or failing:** {', '.join(others)}."
-    yield HEAD.format(
+    exact, exact_in_vllm = counts["exact"], [row for row in with_vllm["rows"] if row["outcome"] == "exact"]
+    return HEAD.format(
         transformers=result["versions"]["transformers"],
-        result=f"`{name}`",
-        exact=len(counts["exact"]),
+        result=name,
+        exact=len(exact),
         refused=len(counts["refused"]),
         other=told,
+        gap=max(row[each] for row in exact for each in ("sampled", "learnt") if row[each] != ""),
+        gradient=max(row["gradient"] for row in exact),
+        lora=max(row["adapted"] for row in exact if isinstance(row["adapted"], float)),
         vllm=with_vllm["settings"]["vllm"],
-        vllm_result=f"`{name_with_vllm}`",
-        vllm_known=len(in_vllm),
-        vllm_exact=outcomes.count("exact"),
-        vllm_rounded=_rounded([row["family"] for row in in_vllm.values() if row["outcome"] == "rounded"]),
+        vllm_result=name_with_vllm,
+        vllm_known=len(with_vllm["rows"]),
+        vllm_exact=len(exact_in_vllm),
+        vllm_gap=max(row["gap"] for row in exact_in_vllm if row["gap"] != ""),
+        vllm_rounded=_rounded([row for row in with_vllm["rows"] if row["outcome"] == "rounded"]),
     )
-    yield "\n## Exact\n\n| family | slots | prefix | vLLM | log-probs | gradient | LoRA |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in counts["exact"]:
-        slots = "yes" if row["slots"] == "decode" else "no"
-        prefix = "yes" if row["prefix"] == "shared" else "no"
-        gap = max(value for value in (row["sampled"], row["learnt"]) if value != "")
-        lora = f"{row['adapted']:.1e}" if isinstance(row["adapted"], float) else "refused"
-        vllm = _vllm_cell(in_vllm.get(row["family"]))
-        yield f"| `{row['family']}` | {slots} | {prefix} | {vllm} | {gap:.1e} | {row['gradient']:.1e} | {lora} |"
-    yield f"\n{REASONS}\n\n| what | sentence | families |\n|---|---|---|"
-    yield from _reasons("policy", ((row["family"], _without_name(row["detail"])) for row in counts["refused"]))
-    exact = counts["exact"]
-    yield from _reasons(
-        "slots", ((row["family"], _without_name(row["slots"])) for row in exact if row["slots"] != "decode")
-    )
-    yield from _reasons("prefix", ((row["family"], row["prefix"]) for row in exact if row["prefix"] != "shared"))
-    yield from _reasons(
-        "LoRA", ((row["family"], _without_name(row["adapted"])) for row in exact if isinstance(row["adapted"], str))
-    )
-    for what, outcome in (("vLLM", "refused"), ("vLLM, not here", "not run here")):
-        told_of = [row for row in in_vllm.values() if row["outcome"] == outcome]
-        yield from _reasons(what, ((row["family"], _cut(_of_family(row), 400)) for row in told_of))
-    yield from _reasons("not built", ((row["family"], _cut(row["detail"])) for row in counts["not built"]))
 
 
-def _vllm_cell(row: dict[str, Any] | None) -> str:
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _in_vllm(row: dict[str, Any] | None) -> str:
     if row is None:
-        return "-"
-    if row["gap"] != "":
-        return f"{row['gap']:.1e}"
+        return "no class"
     return "not here" if row["outcome"] == "not run here" else str(row["outcome"])
 
 
-def _rounded(families: list[str]) -> str:
-    if not families:
+def _rounded(rows: list[dict[str, Any]]) -> str:
+    if not rows:
         return ""
-    names = " and ".join(f"`{family}`" for family in families)
-    return f"vLLM computes a part of {names} with rounding or by an approximation, with fresh weights too."
-
-
-def _of_family(row: dict[str, Any]) -> str:
-    """The sentence of a row, with FAMILY for its name and without the figures, which differ."""
-    sentence = re.sub(rf"\b{re.escape(row['family'])}\b", "FAMILY", _without_name(row["detail"]))
-    return re.sub(r"\b\d[\d.e-]* (?=nats|of their|makes)", "N ", sentence)
+    told = " and ".join(f"`{row['family']}` ({row['gap']:.1e} nats)" for row in rows)
+    return f"It computes a part of {told} with rounding or by an approximation."
 
 
 def _reasons(what: str, sentences: Iterator[tuple[str, str]]) -> Iterator[str]:
     families: dict[str, list[str]] = {}
     for family, sentence in sentences:
-        families.setdefault(sentence, []).append(f"`{family}`")
-    for sentence, names in sorted(families.items()):
-        yield f"| {what} | {_cell(sentence)} | {', '.join(names)} |"
+        families.setdefault(_reason(family, sentence), []).append(family)
+    yield from (f"| {what} | {_cell(reason)} | {_names(names)} |" for reason, names in sorted(families.items()))
+
+
+def _reason(family: str, sentence: str) -> str:
+    """The short form of a sentence, without names of classes, so that those of several families are one."""
+    plain = re.sub(rf"\b{re.escape(family)}\b", "it", _without_name(sentence))
+    plain = re.sub(r"^SlotGenerator cannot decode MODEL: |; let vLLM decode it.*", "", plain)
+    return next((short for found, short in REASON_WORDS.items() if re.search(found, plain)), _cut(plain))
+
+
+def _names(families: Iterable[str]) -> str:
+    return ", ".join(families)
 
 
 def _cell(sentence: str) -> str:
@@ -143,7 +169,7 @@ def _is_class(word: str) -> bool:
     return word.rstrip(":.,").endswith(("ForCausalLM", "LMHeadModel", "Decoder", "WithLMHead", "ConditionalGeneration"))
 
 
-def _cut(sentence: str, length: int = 120) -> str:
+def _cut(sentence: str, length: int = 150) -> str:
     return sentence if len(sentence) < length else sentence[: length - 3] + "..."
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
@@ -19,6 +20,7 @@ import yaml
 
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments
 from lit_grpo.cli.parsing.sentences import shipped_config
+from lit_grpo.policy.adapters import LoraSettings
 from lit_grpo.tools.commands import simulate
 from lit_grpo.tools.dashboard import explain, sections
 from lit_grpo.training.run_folder import RunFolder
@@ -40,6 +42,7 @@ OWN = {
 }  # subcommands that Lightning has not
 LIKE_FIT = {"doctor", "fit-check"}  # take the same arguments
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
 
 def text_of(page: Path) -> str:
@@ -53,7 +56,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@every_page
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.stem)
 def test_every_link_and_picture_leads_to_a_file_and_a_heading(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         path, _, anchor = target.partition("#")
@@ -71,7 +74,7 @@ def test_the_site_has_every_page_and_no_other() -> None:
                 yield from [value] if isinstance(value, str) else files(value)
 
     named = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert sorted(named) == sorted([page.name for page in PAGES[1:]] + ["reference.md"])  # the README
+    assert sorted(named) == [page.name for page in PAGES[1:]]
 
 
 def test_each_hop_of_the_walk_is_there() -> None:
@@ -82,6 +85,17 @@ def test_each_hop_of_the_walk_is_there() -> None:
     assert len(names) > 15
     for name in names:
         assert callable(pydoc.locate(name)), name
+
+
+def test_the_readme_is_read_in_five_minutes_and_the_written_pages_in_an_evening() -> None:
+    made = {"architectures", "metrics", "migration"}  # of tables, to look things up in
+    written = [page.stat().st_size for page in PAGES[1:] if page.stem not in made]
+    assert (ROOT / "README.md").stat().st_size <= 9_000 and sum(written) <= 136_000
+
+
+def test_the_first_page_leads_to_the_answers_of_ten_questions() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\d+\. \[[^\]]+\?[^\]]*\]\(", text, re.MULTILINE)) == 10
 
 
 def test_pictures_are_small() -> None:
@@ -171,15 +185,31 @@ def with_configs_that_exist(told: list[str]) -> Iterator[str]:
 # ---- names --------------------------------------------------------------------------------------------
 
 
-@every_page
+FREE = {"optimizer", "generator", "lr_scheduler", "parameters", "engine_args"}  # take what a class or package takes
+NO_SETTING = {"csv", "yaml", "json", "jsonl", "ckpt", "safetensors"}
+
+
+def unknown_settings(text: str) -> list[str]:
+    """The settings in a text's code, whole (``model.objective.loss``) or in part (``kl.beta``), that fit has not."""
+    options = {option.removeprefix("--") for action in parsers()["fit"]._actions for option in action.option_strings}
+    options |= {f"model.lora.{field.name}" for field in fields(LoraSettings)}  # by default there is no model.lora
+    parts = [option.split(".") for option in options]
+    groups = {part for option in parts for part in option[:-1]}
+    known = {".".join(option[start:end]) for option in parts for end in range(len(option) + 1) for start in range(end)}
+    named = re.findall(r"`(?:--)?([a-z_]\w*(?:\.[a-z_]\w*)+)(?:[.=: ][^`]*)?`", text)
+    named += re.findall(r"(?<!\S)--([a-z_]\w*(?:\.[a-z_]\w*)+)", text)
+    checked = {name for name in named if name.split(".")[0] in groups and name.split(".")[-1] not in NO_SETTING}
+    return sorted(name for name in checked - known if not FREE & set(name.split(".")[:-1]))
+
+
+@pytest.mark.parametrize("page", [page for page in LINKED if page.stem != "migration"], ids=lambda page: page.stem)
 def test_every_setting_that_a_page_names_exists(page: Path) -> None:
-    if page.stem == "migration":
-        pytest.skip("is made of a table, which has tests of its own")
-    options = {option for action in parsers()["fit"]._actions for option in action.option_strings}
-    groups = {option.split(".")[0][2:] for option in options if "." in option}
-    for group, name in re.findall(r"`(?:--)?(\w+)\.(\w+)(?:[. :][^`]*)?`", text_of(page)):
-        if group in groups and name not in ("csv", "yaml"):
-            assert f"--{group}.{name}" in options, f"{group}.{name}"
+    assert unknown_settings(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_setting_that_is_gone_is_found() -> None:
+    text = "`model.objective.los gspo`, `kl.bet`, `sample_logger.every_n_batches`, --data.ask, `model.generator.x`"
+    assert unknown_settings(text) == ["data.ask", "kl.bet", "model.objective.los", "sample_logger.every_n_batches"]
 
 
 @every_page

@@ -1,4 +1,4 @@
-"""The README, followed literally as a new user would."""
+"""The README and the page of a task of one's own, followed literally as a new user would."""
 
 import csv
 import os
@@ -15,17 +15,18 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+OWN_TASK = (ROOT / "docs" / "own_task.md").read_text()
 
 
 def block(name: str) -> str:
-    """Return the code block that the README marks with ``name``."""
-    found = re.search(rf"<!-- own-task: {re.escape(name)} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    """Return the code block that the page of a task of one's own marks with ``name``."""
+    found = re.search(rf"<!-- own-task: {re.escape(name)} -->\n```\w+\n(.*?)```", OWN_TASK, re.DOTALL)
     assert found, name
     return found.group(1)
 
 
 @pytest.mark.nightly
-def test_own_task_section_trains_and_the_reward_rises(tmp_path: Path) -> None:
+def test_own_task_page_trains_and_the_reward_rises(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for name in ("my_prompts.jsonl", "my_rewards.py"):
         (tmp_path / name).write_text(block(name))
@@ -41,7 +42,7 @@ def test_own_task_section_trains_and_the_reward_rises(tmp_path: Path) -> None:
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
-    for path in re.findall(r"`((?:configs|benchmarks|callbacks|lit_grpo)/[\w./-]+\.\w+)`", README):
+    for path in re.findall(r"`((?:configs|benchmarks|callbacks|lit_grpo)/[\w./-]+\.\w+)`", README + OWN_TASK):
         assert (ROOT / path).exists(), path
 
 
@@ -50,7 +51,7 @@ def test_every_field_that_the_readme_sets_exists() -> None:
     from lit_grpo.module import GRPOModule
 
     owners = {"model": GRPOModule, "data": PromptDataModule}
-    fields = re.findall(r"(?:--|`)(model|data)\.(\w+)", README)
+    fields = re.findall(r"(?:--|`)(model|data)\.(\w+)", README + OWN_TASK)
     assert fields
     for owner, name in fields:
         assert name in signature(owners[owner]).parameters, f"{owner}.{name}"

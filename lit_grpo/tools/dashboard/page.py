@@ -10,11 +10,9 @@ HEAD = """# What a run logs
 
 A run writes a row for each update to `metrics.csv`, and the same values to TensorBoard and Weights & Biases, in the
 sections of this page. A `*` stands for a name or a number. A metric that TRL logs by the same name has the same
-meaning. `NaN` is the mean of nothing. A reward function adds its own metrics with `log_metric` (they come last).
-
-Curves can be drawn by updates, by sampled tokens (`num_tokens`), by completions (`num_completions`) or by time
-(`time/total_s`), all of which continue in a resumed run. This page and the boards are made from
-`lit_grpo/tools/dashboard/metrics.yaml`.
+meaning. `NaN` is the mean of nothing. A reward function adds its own with `log_metric`. Curves can be drawn by
+updates, `num_tokens`, `num_completions` or `time/total_s`, which all continue in a resumed run. Each report and the
+boards show these texts too; all are made from `lit_grpo/tools/dashboard/metrics.yaml`.
 """
 
 
@@ -26,15 +24,18 @@ def metrics_page() -> str:
 def _section(section: Section) -> Iterator[str]:
     yield f"## {section.title}\n"
     yield f"{section.about}\n"
-    yield "| metric | what it is | normal | otherwise |"
+    yield "| metric | what it is | normal | if not |"
     yield "|---|---|---|---|"
-    yield from map(_row, section.metrics)
+    needs = dict.fromkeys([None, *(metric.when for metric in section.metrics)])
+    for needed in needs:
+        if needed is not None:
+            yield f"| *with {needed}* | | | |"
+        yield from (_row(metric) for metric in section.metrics if metric.when == needed)
     yield ""
 
 
 def _row(metric: Metric) -> str:
-    means = metric.means if metric.when is None else f"{metric.means} Needs: {metric.when}."
-    return f"| `{metric.name}` | {means} | {metric.normal} | {metric.otherwise} |".replace("| - |", "| |")
+    return f"| `{metric.name}` | {metric.means} | {metric.normal} | {metric.otherwise} |".replace("| - |", "| |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
 
@@ -35,15 +35,21 @@ def _sections() -> Iterator[str]:
         reasons: dict[str, list[str]] = {}
         for name, row in TRL.items():
             if row.kind == kind:
-                reasons.setdefault(row.note, []).append(f"`{name}`")
-        yield from (f"| {', '.join(names)} | {note} |" for note, names in reasons.items())
+                reasons.setdefault(row.note, []).append(name)
+        yield from (f"| {_codes(names)} | {note} |" for note, names in reasons.items())
     yield from _table("The main fields of verl", "verl", VERL)
 
 
 def _table(title: str, trainer: str, rows: Mapping[str, Counterpart]) -> Iterator[str]:
     yield f"\n## {title}\n\n| {trainer} | here | |\n|---|---|---|"
+    alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, row in rows.items():
-        yield f"| `{name}` | {', '.join(f'`{field}`' for field in row.fields)} | {row.note} |"
+        alike.setdefault((row.fields, row.note), []).append(name)
+    yield from (f"| {_codes(names)} | {_codes(fields)} | {note} |" for (fields, note), names in alike.items())
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":

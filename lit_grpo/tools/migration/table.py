@@ -45,22 +45,20 @@ def _refused(note: str, **defaults: Any) -> dict[str, Counterpart]:
 
 BATCH = (
     "TRL counts completions a device, here prompts are counted: data.batch_size = per_device_train_batch_size x "
-    "steps_per_generation / num_generations, and model.num_minibatches = steps_per_generation / "
-    "gradient_accumulation_steps optimizer steps are made of it; how much goes through the model at once is a number "
-    "of tokens, model.max_tokens_per_micro_batch, and changes no gradient"
+    "steps_per_generation / num_generations; model.num_minibatches = steps_per_generation / "
+    "gradient_accumulation_steps; micro-batches are counted in tokens and change no gradient"
 )
 BATCH_FIELDS = ("data.batch_size", "model.num_minibatches", "model.max_tokens_per_micro_batch")
 LOSS = (
-    "bnpo is dapo here: all tokens of a step count alike, however it is cut; with importance_sampling_level sequence "
-    "a token-normalised loss becomes gspo, in which sequences count alike"
+    "bnpo is dapo here; with importance_sampling_level sequence a token-normalised loss becomes gspo, in which "
+    "sequences count alike"
 )
 TRUNCATED = (
-    "log-probs of truncated sampling are not those that the update learns from, so it is refused in training; set it "
-    "in model.eval_sampling"
+    "log-probs of truncated sampling are not those that the update learns from; set it in model.eval_sampling"
 )
 SCHEDULE = "model.lr_scheduler: WarmupDecayLR, stepped once an optimizer step"
 SERVER = "servers are started by the run, or named in model.generator.urls (python -m lit_grpo serve)"
-CORRECTION = "only where vLLM decodes: the embedded generator's log-probs are the trainer's"
+CORRECTION = "only where vLLM decodes: the slots' log-probs are the trainer's"
 REWARDS = (
     "accuracy_reward is math_equivalence, think_format_reward format_match, get_soft_overlong_punishment "
     "soft_overlong_penalty; any other is named by its import path, and called with TRL's signature"
