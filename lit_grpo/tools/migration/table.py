@@ -53,9 +53,7 @@ LOSS = (
     "bnpo is dapo here; with importance_sampling_level sequence a token-normalised loss becomes gspo, in which "
     "sequences count alike"
 )
-TRUNCATED = (
-    "log-probs of truncated sampling are not those that the update learns from; set it in model.eval_sampling"
-)
+TRUNCATED = "log-probs of truncated sampling are not those that the update learns from; set it in model.eval_sampling"
 SCHEDULE = "model.lr_scheduler: WarmupDecayLR, stepped once an optimizer step"
 SERVER = "servers are started by the run, or named in model.generator.urls (python -m lit_grpo serve)"
 CORRECTION = "only where vLLM decodes: the slots' log-probs are the trainer's"
