@@ -136,10 +136,11 @@ class RunSummary(pl.Callback):
 
 
 def _by_function(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return a line with the first and the last mean of each reward function, where there are several."""
+    """Return a line with the first and the last mean of each reward function, where there are several of both."""
     if not rows or len(rows[-1]) < 2:
         return {}
-    return {name: ", ".join(f"{each} {rows[0][each]:.3g} to {value:.3g}" for each, value in rows[-1].items())}
+    first = {each: f"{value:.3g} to " for each, value in rows[0].items() if len(rows) > 1}
+    return {name: ", ".join(f"{each} {first.get(each, '')}{value:.3g}" for each, value in rows[-1].items())}
 
 
 def _none(trainer: pl.Trainer) -> str:

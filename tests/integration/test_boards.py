@@ -79,6 +79,14 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.plugins that divide completions"),
     "budget/replaced_groups": "rollout.plugins replace_flat",
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "rollout.plugins greso"),
+    **dict.fromkeys(
+        (
+            f"prompts/{name}/*"
+            for name in ("level", "lowest_level", "highest_level", "level_pass_rate", "level_batches")
+        ),
+        "rollout.plugins curriculum",
+    ),
+    "reasoning_gym/failed": "the reward lit_grpo.tasks.ReasoningGymScore",
     **dict.fromkeys(("prompts/phase", "prompts/phase_batches"), "rollout.plugins phases"),
     **dict.fromkeys(
         (

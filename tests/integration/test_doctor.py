@@ -484,6 +484,8 @@ CONFIGS = {
         *("--model.rewards", '[{"function": "exact_match", "args": {"pattern": "(\\\\d+)$"}}]'),
         *("--rollout.plugins", "[]"),
     ],
+    "word_problems": ON_THE_DEMO,
+    "word_problems_lora": ON_THE_DEMO,
     "generators/slots": ["--config", "arithmetic"],
     "generators/vllm": ["--config", "arithmetic", "--model.generator.kv_memory", "64MiB"],
 }

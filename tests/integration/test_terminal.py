@@ -118,7 +118,7 @@ def check_texts(lines: list[str], columns: int, chat: bool, folder: Path) -> Non
         assert f"advantage {row['advantage']:.3g}  {row['tokens']} tokens  {row['finish']}" in text
         assert re.search(rf"^  answer +{row['columns/answer']}$", text, re.M)
         assert re.search(rf"[^#]{re.escape(row['prompt'].split('#')[-2 if chat else 0][-4:])}$", text, re.M)
-    each = r"  reward \S+ \(digits \S+, short \S+\)$"
+    each = r"\s+reward\s+\S+\s+\(digits\s+\S+,\s+short\s+\S+\)$"  # it may be folded
     assert re.search(r"^validation at update 2  pass@1 \(digits >= 1\) \d\S+" + each, text, re.M)
     assert re.search(r"^validation at update 3  pass@1 \(digits >= 1\) \d", text, re.M)  # the last
     assert text.count("validation at update 3") == 1
