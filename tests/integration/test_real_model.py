@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -87,10 +88,10 @@ def test_a_killed_run_goes_on_where_it_was(run: Path) -> None:
 
 def test_its_report_and_its_samples_show_conversations(run: Path, folder: Path) -> None:
     lit_grpo("report", str(run), folder=folder)
-    (page,) = run.glob("*.html")
-    assert "has now?" in page.read_text()
+    assert (run / "report.html").stat().st_size > 10_000
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert all("<|im_start|>assistant" in sample["prompt"] for sample in samples)
+    assert samples
+    assert all(sample["prompt"].endswith(" have now?<|im_end|>\n<|im_start|>assistant\n") for sample in samples)
 
 
 def test_the_doctor_has_nothing_to_say_against_it(folder: Path) -> None:
@@ -144,8 +145,9 @@ def test_each_generator_trains_it(name: str, more: Sequence[str], folder: Path) 
     words = ["fit", *config(name), *more, *SMALL, "--trainer.max_steps", "2", "--run.name", f"{name}-{len(more)}"]
     lit_grpo(*words, folder=folder)
     rows = metrics(folder / "runs" / f"{name}-{len(more)}")
-    gaps = [float(row["sampling/logprob_gap_mean"]) for row in rows if row.get("sampling/logprob_gap_mean")]
-    assert len(gaps) == 2 and max(gaps) < 0.01, gaps
+    logged = [float(row["sampling/logprob_gap_mean"]) for row in rows if row.get("sampling/logprob_gap_mean")]
+    gaps = [gap for gap in logged if math.isfinite(gap)]  # NaN where no group of the batch taught anything
+    assert len(logged) == 2 and gaps and max(gaps) < 1e-4, logged
 
 
 @pytest.mark.usefixtures("folder")
