@@ -13,10 +13,10 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.earlier_commit import earlier_commit
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
 BEFORE = "ad8b6fa"
@@ -76,17 +76,12 @@ def main(options: Options) -> int:
     """Run all of it, and compare; what is measured so far is printed as it comes."""
     rows: list[Row] = []
     claims: list[Claim] = []
-    with tempfile.TemporaryDirectory() as made:
-        before = Path(made) / "before"
-        before.mkdir()
-        archive = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True)
-        if archive.returncode:
-            note(f"Commit {BEFORE} is not here, so that there is nothing to compare with.")
+    with earlier_commit(BEFORE) as before:
+        if before is None:
             return int(not options.quick)
-        subprocess.run(["tar", "-x"], cwd=before, input=archive.stdout, check=True)
         for name in ("plans",) if options.quick else BENCHMARKS:
             then, now = (
-                _run(name, root, Path(made) / f"{side}.json", options.quick)
+                _run(name, root, before.parent / f"{side}.json", options.quick)
                 for side, root in (("then", before), ("now", ROOT))
             )
             for figure in BENCHMARKS[name].figures:

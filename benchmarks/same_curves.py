@@ -12,9 +12,9 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+from benchmarks.earlier_commit import earlier_commit
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 
 BEFORE = "ad8b6fa"
@@ -28,18 +28,13 @@ def main(options: Options) -> int:
     """Run all of it, and compare."""
     tasks, seeds, updates = (TASKS[:1], 1, 2) if options.quick else (TASKS, SEEDS, UPDATES)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as made:
-        before = Path(made) / "before"
-        before.mkdir()
-        archive = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True)
-        if archive.returncode:
-            note(f"Commit {BEFORE} is not here, so that there is nothing to compare with.")
+    with earlier_commit(BEFORE) as before:
+        if before is None:
             return int(not options.quick)
-        subprocess.run(["tar", "-x"], cwd=before, input=archive.stdout, check=True)
         for task in tasks:
             for seed in range(seeds):
                 then, now = (
-                    _run(root, Path(made) / name, task, seed, updates)
+                    _run(root, before.parent / name, task, seed, updates)
                     for name, root in (("then", before), ("now", ROOT))
                 )
                 rows.append({"task": task, "seed": seed, **_compared(then, now)})
