@@ -13,7 +13,7 @@ from benchmarks.report import ROOT, note
 
 @contextmanager
 def earlier_commit(commit: str) -> Iterator[Path | None]:
-    """Check a commit out to a temporary folder, beside which there is room for results; None where it is not here."""
+    """Check a commit out to `before` in a temporary folder with room for results; None where the commit is not here."""
     with tempfile.TemporaryDirectory() as made:
         before = Path(made) / "before"
         before.mkdir()
