@@ -151,7 +151,9 @@ def test_each_generator_trains_it(name: str, more: Sequence[str], folder: Path) 
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("name", ["real_model_learning", "real_model_decode", "real_model_memory"])
+@pytest.mark.parametrize(
+    "name", [f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory", "generators")]
+)
 def test_its_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, _ = run_quick(name, tmp_path / "result.json")
     check_result(result, name)
