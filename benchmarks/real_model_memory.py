@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.lines import distinct
 from benchmarks.memory_case import Case
 from benchmarks.processes import LEAN, LEAN_TEXT, measured
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
@@ -22,8 +23,6 @@ CONFIG = "word_problems"
 FULL = {"lit_grpo": (8, 32, 128, 512), "TRL": (8, 32, 128, 512)}
 QUICK = {"lit_grpo": (2,), "TRL": (4,)}
 PICTURE = ROOT / "docs" / "pictures" / "group_size_memory.svg"
-LOOKS = {"lit_grpo": {"color": "black", "marker": "o"}, "TRL": {"color": "#d55e00", "marker": "s", "linestyle": "--"}}
-"""A line differs by its colour, its marks and its dashes."""
 
 
 def main(options: Options) -> int:
@@ -67,10 +66,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     for phase, axes in zip(("rollout", "update"), figure.subplots(1, 2), strict=True):
-        for system, look in LOOKS.items():
+        distinct(axes)
+        for system in FULL:
             mine = [row for row in rows if row["system"] == system]
             peaks = [float(row[f"{phase}_mib"]) / 1024 for row in mine]
-            axes.plot([int(row["G"]) for row in mine], peaks, label=system, **look)
+            axes.plot([int(row["G"]) for row in mine], peaks, label=system)
         axes.set(title=f"Peak of the {phase}", xlabel="completions of a prompt", xscale="log", ylim=(0, None))
         axes.set_ylabel("GiB above the idle process")
         groups = sorted({int(row["G"]) for row in rows})
