@@ -37,7 +37,8 @@ def lit_grpo(*words: str, folder: Path, timeout: float = 900) -> str:
 
 
 def _in(folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    threads = str(min(2, len(os.sched_getaffinity(0))))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
     return {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
