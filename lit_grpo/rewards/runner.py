@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from lit_grpo.limits import Count, Limit, checks_arguments
 from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
@@ -75,22 +76,17 @@ class RewardRunner:
         num_workers: How many calls of functions that are not ``async`` run at a time.
     """
 
+    @checks_arguments()
     def __init__(
         self,
         functions: Sequence[RewardFunction],
         on_error: Literal["raise", "none"] = "raise",
-        timeout_s: float | None = 60.0,
-        num_workers: int = 16,
+        timeout_s: Annotated[float | None, Limit(above=0, finite=True, remedy="null is no limit")] = 60.0,
+        num_workers: Count = 16,
     ) -> None:
         if not functions:
             raise ValueError("rewards is empty; name at least one reward function.")
         check_names(functions)
-        if on_error not in ("raise", "none"):
-            raise ValueError(f"on_error must be 'raise' or 'none', not {on_error!r}.")
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a finite number above 0, or null for none, not {timeout_s}.")
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, not {num_workers}.")
         self.functions = list(functions)
         self.num_errors = 0
         self.state = TrainerState()

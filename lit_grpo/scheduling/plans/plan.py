@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lit_grpo.limits import Count, Limit, check_fields, check_value
 from lit_grpo.scheduling.jobs import Lengths
 from lit_grpo.scheduling.plans.lanes import Lanes
 from lit_grpo.scheduling.plans.queue import Queue
-from lit_grpo.settings import by_name, check_number
+from lit_grpo.settings import by_name
 
 HELD_BACK = 0.75
 """Tokens that :class:`ShortLast` keeps for the end, relative to ``slots x longest``."""
@@ -107,14 +108,12 @@ class Balanced(Plan):
         epsilon: What the longest list may exceed the shortest possible by, relative to it.
     """
 
-    epsilon: float = 0.02
+    epsilon: Annotated[float, Limit(above=0, below=1)] = 0.02
     follows_lengths: ClassVar[bool] = True
     longest_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon, 0, int | float)
-        if not 0 < self.epsilon < 1:
-            raise ValueError(f"epsilon is {self.epsilon}; give a fraction between 0 and 1, such as 0.02.")
+        check_fields(self)
 
     def queue(self, lengths: Lengths, num_slots: int) -> Queue:
         """Return the lists."""
@@ -154,8 +153,7 @@ def find_plan(spec: str, setting: str = "plan") -> Plan:
 
 def make_plan(spec: str, lengths: Lengths, num_slots: int) -> Queue:
     """Return what the jobs of one rollout wait in, by the plan of a spec; see :func:`find_plan` and :class:`Plan`."""
-    if num_slots < 1:
-        raise ValueError(f"The number of slots is {num_slots}: a plan needs 1 or more.")
+    check_value("num_slots", num_slots, Count)
     return find_plan(spec).queue(lengths, num_slots)
 
 
