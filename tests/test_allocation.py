@@ -268,7 +268,10 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("no.such.Rule", "cannot be loaded"),
         ("math.floor", "or the class path of a Plugin"),
         ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most"),
-        ("knapsack:budget=64,tokens=900", "budget is 64 completions and tokens is 900; give one of them"),
+        (
+            "knapsack:budget=64,tokens=900",
+            "budget 64 needs completions, and tokens 900 counts tokens; leave one of the two out",
+        ),
         ("uniform:tokens=0", "tokens must be at least 1, not 0"),
         ("uniform:tokens=many", "tokens must be"),
         ("knapsack:alpha=1", "alpha must be above 0 and below 1, not 1; the paper"),

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from lit_grpo.budgets.history import Record
+from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit, check_order
 from lit_grpo.plugins import Plugin, RunFacts
 
@@ -90,8 +91,8 @@ class Divided(Allocation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget is not None and self.tokens is not None:
-            raise ValueError(f"budget is {self.budget} completions and tokens is {self.tokens}; give one of them.")
+        both = self.budget is not None and self.tokens is not None
+        check_clashes([Clash(f"budget {self.budget} needs completions", f"tokens {self.tokens} counts tokens", both)])
         check_order(self, "least", "most")
 
     @property

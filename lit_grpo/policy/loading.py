@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
@@ -234,8 +235,8 @@ def load_policy(
 
     disable_progress_bar()  # one progress bar: the trainer's
     if not isinstance(policy, str):
-        if nf4:
-            raise ValueError("lora.base is nf4, which a loaded model cannot be turned into; give policy by name.")
+        needs, lacks = "model.lora.base nf4 needs a policy by its name", "model.policy is a loaded model"
+        check_clashes([Clash(needs, lacks, found=nf4)])
         _switch_dropout_off(policy[0])
         attend_in_full(policy[0])
         return policy[0]

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import Count, Limit, check_fields, check_value
 from lit_grpo.scheduling.jobs import Lengths
 from lit_grpo.scheduling.plans.lanes import Lanes
@@ -170,8 +171,21 @@ def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool)
         raise ValueError(
             f"probe_tokens must be auto, 0 for no probe, or ascending numbers of tokens from 1 on, not {probe_tokens}."
         )
-    follows = find_plan(plan).follows_lengths
-    if not follows or (len(points) == 1 and not predict_lengths):
-        why = "predict_lengths is false" if follows else f"the plan {plan} does not follow lengths"
-        raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
+    probe = f"rollout.probe_tokens {probe_tokens}"
+    check_clashes(
+        [
+            Clash(
+                f"{probe} needs a plan that follows lengths",
+                f"rollout.plan {plan} follows none",
+                found=not find_plan(plan).follows_lengths,
+                remedy="set probe_tokens to 0",
+            ),
+            Clash(
+                f"{probe} needs lengths that are predicted",
+                "rollout.predict_lengths false predicts none",
+                found=len(points) == 1 and not predict_lengths,
+                remedy="set probe_tokens to 0",
+            ),
+        ]
+    )
     return points
