@@ -36,6 +36,8 @@ Init = TypeVar("Init", bound=Callable[..., None])
 class Limit:
     """Which numbers a field takes; a bound that is left out does not bind, and no field takes NaN.
 
+    On a field that is text it says that nothing else is: a number or ``yes`` in a config is text in quotes alone.
+
     Args:
         least: The smallest.
         above: What they are larger than.
@@ -53,7 +55,9 @@ class Limit:
     remedy: str = ""
 
     def allows(self, value: Any, kind: Any) -> bool:
-        """Whether ``value`` is a number of ``kind``, ``int`` or ``float``, within the bounds."""
+        """Whether ``value`` is of ``kind``, ``int``, ``float`` or ``str``, and a number within the bounds."""
+        if kind is str:
+            return isinstance(value, str)
         return is_number(value, kind) and not (
             math.isnan(value)
             or (self.finite and math.isinf(value))
@@ -64,7 +68,9 @@ class Limit:
         )
 
     def text(self, value: Any, kind: Any) -> str:
-        """Return what a number has to be that is not ``value``, such as ``above 0 and at most 1``."""
+        """Return what a value has to be that is not ``value``, such as ``above 0 and at most 1``."""
+        if kind is str:
+            return "text"
         bounds = [
             f"{word} {bound}"
             for word, bound in (("at least", self.least), ("above", self.above), ("at most", self.most))
@@ -80,21 +86,6 @@ class Limit:
         return " ".join([*words, *(["of"] if said.startswith("at") else []), *([said] if said else [])])
 
 
-@dataclass(frozen=True)
-class TextLimit:
-    """Text alone: a number or ``yes`` in a config is text where it stands in quotes."""
-
-    remedy: str = "put it into quotes"
-
-    def allows(self, value: Any, kind: Any) -> bool:
-        """Whether ``value`` is text."""
-        return isinstance(value, str)
-
-    def text(self, value: Any, kind: Any) -> str:
-        """Return what a value has to be."""
-        return "text"
-
-
 def is_number(value: Any, kind: Any) -> bool:
     """Whether a value is a number of ``kind``, ``int`` or ``float``."""
     return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
@@ -108,7 +99,7 @@ Share = Annotated[float, Limit(above=0, most=1)]
 """A part of a whole that is not nothing."""
 Positive = Annotated[float, Limit(above=0)]
 NotNegative = Annotated[float, Limit(least=0)]
-Text = Annotated[str, TextLimit()]
+Text = Annotated[str, Limit(remedy="put it into quotes")]
 
 
 def check_fields(settings: Any, place: str = "") -> None:
@@ -182,11 +173,11 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         raise ValueError("; ".join([f"{name} must be {', or '.join(words)}, not {value!r}", *remedies]) + ".")
 
 
-def _options(annotation: Any, limit: Limit | TextLimit | None = None) -> Iterator[tuple[Any, Limit | TextLimit | None]]:
+def _options(annotation: Any, limit: Limit | None = None) -> Iterator[tuple[Any, Limit | None]]:
     """Yield the members of a union, numbers and text with their limit."""
     if get_origin(annotation) is Annotated:
         annotation, *said = get_args(annotation)
-        limit = next((each for each in said if isinstance(each, Limit | TextLimit)), limit)
+        limit = next((each for each in said if isinstance(each, Limit)), limit)
     if get_origin(annotation) in (Union, UnionType):
         for option in get_args(annotation):
             yield from _options(option, limit)
