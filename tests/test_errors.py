@@ -32,16 +32,18 @@ def test_of_all_types_that_were_tried_those_that_say_something_remain() -> None:
     )
 
 
-def test_a_refusal_of_a_class_stands_without_the_types_that_were_tried_beside_it() -> None:
-    message = """Parser key "data.train":
-  Does not validate against any of the Union subtypes
+def test_of_text_or_a_class_the_fault_of_the_class_is_told() -> None:
+    message = """Does not validate against any of the Union subtypes
+  Subtypes: [<class 'str'>, <class 'RowSource'>, <class 'NoneType'>]
   Errors:
     - Expected a <class 'str'>
-    - it takes its tasks from a package that is not installed.
-  Given value type: <class 'dict'>"""
-    assert one_sentence(message) == 'Parser key "data.train": it takes its tasks from a package that is not installed.'
-    alone = message.replace("    - it takes its tasks from a package that is not installed.\n", "")
-    assert one_sentence(alone) == "Parser key \"data.train\": Expected a <class 'str'>"
+    - it takes its tasks from a package, which is not installed; install it.
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'dict'>
+  Given value: {}"""
+    assert one_sentence(message) == "it takes its tasks from a package, which is not installed; install it."
+    of_text = message.replace("    - it takes its tasks from a package, which is not installed; install it.\n", "")
+    assert one_sentence(of_text) == "Expected a <class 'str'>"
 
 
 def test_plain_sentence_stays() -> None:
