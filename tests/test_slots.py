@@ -89,8 +89,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
     """Make every completion the same tokens, by position, with log-prob minus position; the last one repeats."""
     tokens_T = torch.tensor(script)
 
-    def sample(logits_BV: torch.Tensor, sampling: Any, counts_B: Any) -> Any:
-        positions_B = torch.from_numpy(counts_B)
+    def sample(logits_BV: torch.Tensor, sampling: Any, positions_B: torch.Tensor) -> Any:
         return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
     monkeypatch.setattr(TokenRows, "next_uniform_B", property(lambda rows: rows.counts_B))

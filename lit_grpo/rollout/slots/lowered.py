@@ -23,7 +23,7 @@ class LoweredWeights:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        linear = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+        linear = (module for module in model.modules() if type(module) is torch.nn.Linear)  # others may not be lowered
         layers = [layer for layer in linear if layer.weight.dtype == torch.float32]
         self._copies = [
             (layer, {name: own.detach().to(dtype) for name, own in _weights(layer).items()}) for layer in layers
