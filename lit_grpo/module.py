@@ -280,7 +280,8 @@ class GRPOModule(EvaluationModule):
 
     def _make_learner(self) -> Learner:
         """Make what trains the policy, with a reference where a KL term asks for one."""
-        refusal, reference = prefix_refusal(self.policy), None
+        with self.trainer.precision_plugin.forward_context():
+            refusal, reference = prefix_refusal(self.policy), None
         self.settings.shares_prefix = refusal is None
         if refusal is not None:
             name = class_of(self.policy).__name__
