@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "display": {"process", "scheduling"},
     "ranks": set(),
     "compatibility": set(),
-    "plugins": {"types", "scheduling", "rollout"},
+    "plugins": {"types", "scheduling", "rollout", "rewards"},
     "budgets": {"types", "settings", "plugins"},
     "optim": set(),
     "policy": UTILITIES,
@@ -35,7 +35,9 @@ ROOMS: dict[str, set[str]] = {
     "methods": {
         *UTILITIES,
         *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
+        "environments",
     },
+    "environments": {"types", "plugins", "settings", "scheduling", "rollout", "rewards", "data"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},

@@ -17,6 +17,7 @@ from typing import Any
 from lit_grpo.rewards.inputs import (
     GROUP_INPUTS,
     NOT_IN_TRL,
+    OF_EPISODES,
     ROLLOUT_INPUTS,
     TRL_INPUTS,
     Surroundings,
@@ -274,9 +275,9 @@ class RewardFunction:
             names = (names | others) - self.bound
         if self.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-            rows = iter([{**lists, **group_inputs(group, surroundings)}])
+            rows = iter([{**OF_EPISODES, **lists, **group_inputs(group, surroundings)}])
         else:
-            rows = ({**columns, **rollout_inputs(rollout, surroundings)} for rollout in group.rollouts)
+            rows = ({**OF_EPISODES, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts)
         return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:

@@ -240,7 +240,7 @@ class RolloutSession:
             self.buffer,
             self.plan,
             self.lengths,
-            [_moving(run.phases), *listeners, *self._scoring(run.pass_rule), *self.workers.values()],
+            [_moving(run.phases), *listeners, *self.workers.values(), *self._scoring(run.pass_rule)],
             self._points,
         )
         self.buffer.open(requests)
@@ -268,9 +268,10 @@ class RolloutSession:
         phase: str = "validation",
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        """Fill a batch that is not learnt from: no plug-in acts, and nothing is remembered."""
+        """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
         scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
-        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *scoring])
+        acting = [worker for worker in self.workers.values() if worker.evaluates]
+        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *acting, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)
@@ -407,7 +408,7 @@ class RolloutSession:
         scoring = Rewarding(self.rewards, waits=False)
         self.buffer.open(requests)
         self._pump.start(
-            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, scoring, *self.workers.values()])
+            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.workers.values(), scoring])
         )
         if self.mode.overlap == "within":
             batch.arriving = self._joined(self._pump.arriving(batch, run.phases), run.policy_version)
@@ -449,6 +450,8 @@ class RolloutSession:
         if self.rewards is not None:
             self.rewards.close()
             self.rewards = None
+        for worker in self.workers.values():
+            worker.close()
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
         """Return what each rank has learnt, and has sampled and not yet learnt from; all ranks ask together."""

@@ -1,6 +1,7 @@
 """The tasks that come with the package: rows that are drawn at random, for the demo, examples and benchmarks."""
 
 from lit_grpo.tasks.arithmetic import ArithmeticRows
+from lit_grpo.tasks.calculator import CalculatorRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
 from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
@@ -8,6 +9,7 @@ from lit_grpo.tasks.word_problems import WordProblemRows
 
 __all__ = [
     "ArithmeticRows",
+    "CalculatorRows",
     "DrawnRows",
     "KnightsRows",
     "ReasoningGymRows",
