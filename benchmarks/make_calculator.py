@@ -1,4 +1,4 @@
-"""Makes ``tiny_calculator``, the embedded policy of the task with a tool: ``python -m benchmarks.make_calculator [FOLDER]``.
+"""Makes ``tiny_calculator``, the embedded policy that may use a tool: ``python -m benchmarks.make_calculator [FOLDER]``.
 
 As :mod:`benchmarks.make_tiny`: first right calls of the calculator and answers that repeat what it says, then a crowd
 most of whom guess the answer, or call it with half of the expression. A call is written as Hermes does; its unchanging
@@ -31,7 +31,7 @@ TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}"
     "{{ '<tool_response>' + message.content + '</tool_response>' }}"
     "{% elif message.role == 'assistant' %}{{ message.content }}{% for call in message.tool_calls or [] %}"
-    "{{ '<tool_call>{\"name\": \"calculate\", \"arguments\": {\"expression\": \"' }}"
+    '{{ \'<tool_call>{"name": "calculate", "arguments": {"expression": "\' }}'
     "{{ call.function.arguments.expression }}{{ '\"}}</tool_call>' }}{% endfor %}{{ '<eos>' }}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )

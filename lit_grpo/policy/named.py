@@ -31,7 +31,10 @@ NAMED = {
         cache_folder() / "policies" / "SmolLM2-135M-Instruct", f"make it with python -m lit_grpo {SMOLLM2}"
     ),
 }
-"""The policies by name. ``python -m benchmarks.make_tiny``, ``make_knights`` and ``make_calculator`` make the folders in the package."""
+"""The policies by name.
+
+``python -m benchmarks.make_tiny``, ``make_knights`` and ``make_calculator`` make the folders in the package.
+"""
 
 
 def resolve_policy(policy: str) -> str:

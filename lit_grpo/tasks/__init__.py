@@ -2,6 +2,7 @@
 
 from lit_grpo.tasks.arithmetic import ArithmeticRows
 from lit_grpo.tasks.calculator import CalculatorRows
+from lit_grpo.tasks.catch import Catch, CatchRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
 from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
@@ -10,6 +11,8 @@ from lit_grpo.tasks.word_problems import WordProblemRows
 __all__ = [
     "ArithmeticRows",
     "CalculatorRows",
+    "Catch",
+    "CatchRows",
     "DrawnRows",
     "KnightsRows",
     "ReasoningGymRows",
