@@ -1,4 +1,4 @@
-"""Makes ``tiny_calculator``, the embedded policy that may use a tool: ``python -m benchmarks.make_calculator [FOLDER]``.
+"""Makes ``tiny_calculator``, an embedded policy that may use a tool: ``python -m benchmarks.make_calculator [FOLDER]``.
 
 As :mod:`benchmarks.make_tiny`: first right calls of the calculator and answers that repeat what it says, then a crowd
 most of whom guess the answer, or call it with half of the expression. A call is written as Hermes does; its unchanging
@@ -44,9 +44,9 @@ RECIPE = TinyRecipe(
     max_positions=256,
     num_steps=700,
     batch_tokens=2048,
-    crowd_steps=120,
-    hasty=0.45,
-    impatient=0.25,
+    crowd_steps=150,
+    hasty=0.62,
+    impatient=0.2,
 )
 
 

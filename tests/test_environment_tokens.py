@@ -61,9 +61,8 @@ class Calling(Chat):
     def read(self, token_ids: Any, before: Any, tools: Any) -> Turn:
         turn = super().read(token_ids, before, tools)
         self.num_read += 1
-        return Turn(
-            turn.content, turn.reasoning, [Call("tell", {})] * (1 + self.num_read % 2) * (self.num_read % 3 > 0)
-        )
+        calls = [Call("tell", {})] * (1 + self.num_read % 2) if self.num_read % 3 else []
+        return Turn(turn.content, turn.reasoning, calls)
 
 
 def conversations(family: str) -> tuple[Any, list[RolloutGroup]]:
@@ -76,10 +75,8 @@ def conversations(family: str) -> tuple[Any, list[RolloutGroup]]:
     worker = Environments(factory=Talkative).worker()
     worker.prepare(tokenizer, {})
     worker.chat = Calling(tokenizer)
-    renderer, rows = (
-        PromptRenderer(conversing=worker),
-        [{"prompt": "Talk.", "seed": n} for n in range(NUM_CONVERSATIONS)],
-    )
+    renderer = PromptRenderer(conversing=worker)
+    rows = [{"prompt": "Talk.", "seed": n} for n in range(NUM_CONVERSATIONS)]
     prompts = [
         Prompt(f"train/{n}", rendered.token_ids, rendered.text, row, messages=rendered.messages)
         for n, row in enumerate(rows)

@@ -348,7 +348,7 @@ def test_an_environment_that_hangs_is_left_alone_and_replaced() -> None:
     worker = worker_of(Slow, tool_timeout_s=0.1, retries=1)
     began = time.monotonic()
     (group,) = play(worker)
-    assert group.rollouts == [] and time.monotonic() - began < 5
+    assert group.rollouts == [] and time.monotonic() - began < 25
     assert worker.metrics()["environments/tool_timeouts"] == 2
 
 
@@ -439,10 +439,23 @@ def test_the_rollout_does_not_wait_for_one_while_others_can_decode() -> None:
 
 
 def test_waiting_trajectories_overlap() -> None:
-    began = time.monotonic()
-    worker = worker_of(tools=[sleepy])
-    play(worker, lambda _, turn: call("sleepy", seconds=0.2) if turn < 2 else "ok", num_generations=32, num_slots=4)
-    assert time.monotonic() - began < 3 < 32 * 0.4
+    running, most = [0], [0]
+
+    def counted(seconds: float) -> str:
+        """Sleep, and count who else does.
+
+        Args:
+            seconds: How long.
+        """
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(seconds)
+        running[0] -= 1
+        return "awake"
+
+    worker = worker_of(tools=[counted])
+    play(worker, lambda _, turn: call("counted", seconds=0.3) if turn < 2 else "ok", num_generations=32, num_slots=4)
+    assert most[0] > 8  # of 4 slots
     assert worker.metrics()["environments/waiting_share"] > 0.4
 
 
@@ -650,7 +663,7 @@ def test_rows_that_an_environment_cannot_begin_with_are_refused(row: dict[str, A
 
 
 def test_a_row_that_names_no_environment_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 'chess' in column 'environment', which names none of the environments"):
+    with pytest.raises(UnusableRow, match="has 'chess' in column 'environment', which names none of the environments"):
         prompts_of(worker_of({"a": Guess}), _rows("chess"))
 
 

@@ -49,7 +49,11 @@ class Conversing(Protocol):
         ...
 
     def adds(self, row: Row) -> bool:
-        """Whether a text is added to a row's last user message when a completion begins, another each time."""
+        """Whether a text is added to a row's last user message when a completion begins, another each time.
+
+        Raises:
+            ValueError: As :meth:`tools` does.
+        """
         ...
 
 
@@ -145,7 +149,7 @@ class PromptRenderer:
             options = self._options(row)
             token_ids = encode_chat(conversation, tokenizer, options)
             text = str(tokenizer.decode(token_ids))
-            if self.conversing is not None and self.conversing.adds(row):
+            if self._adds(row):
                 token_ids = _unchanging(token_ids, conversation, tokenizer, options)
         else:
             token_ids = _encode_text(prompt, tokenizer)
@@ -166,6 +170,13 @@ class PromptRenderer:
             raise UnusableRow(str(error)) from None
         return options | ({"tools": tools} if tools else {})
 
+    def _adds(self, row: Row) -> bool:
+        """Whether a text is added to the last user message later."""
+        try:
+            return self.conversing is not None and self.conversing.adds(row)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from None
+
     def _renders_as_chat(self, prompt: str | list[Message]) -> bool:
         messages = isinstance(prompt, list) or self.conversing is not None
         if messages and self.chat_template is False:
@@ -175,7 +186,7 @@ class PromptRenderer:
         return self.chat_template
 
     def _read(self, row: Row) -> Any:
-        adds = self.conversing is not None and self.conversing.adds(row)
+        adds = self._adds(row)
         if adds and self.template is None and self.prompt_column not in row:
             return ""
         prompt = _column(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)

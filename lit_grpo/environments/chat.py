@@ -179,8 +179,7 @@ class Chat:
         if changed:
             told.append(
                 f"The chat template writes earlier turns differently after {' and '.join(changed)}; here they stay as "
-                "they were sampled, reasoning among them. Who serves the policy with the template alone has to do the "
-                "same."
+                "they were sampled, reasoning among them. What serves the policy later has to keep them too."
             )
         return told
 
