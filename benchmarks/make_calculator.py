@@ -45,7 +45,7 @@ RECIPE = TinyRecipe(
     num_steps=700,
     batch_tokens=2048,
     crowd_steps=150,
-    hasty=0.62,
+    hasty=0.7,
     impatient=0.2,
 )
 

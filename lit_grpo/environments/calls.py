@@ -135,4 +135,4 @@ def read_turn(text: str, form: CallFormat, tools: Mapping[str, Tool]) -> Turn:
             calls.append(form.read(written, tools))
         except ValueError as error:
             calls.append(BrokenCall(found[0], str(error)))
-    return Turn(form.pattern.sub("", content).strip() if calls else content.strip(), reasoning, calls)
+    return Turn(form.pattern.sub("", content).strip() if calls else content.strip(), reasoning, tuple(calls))

@@ -80,7 +80,7 @@ class Chat:
         if not calls:  # it takes a broken call for text
             calls = [call for call in turn.calls if isinstance(call, BrokenCall)]
         reasoning = said.get("reasoning_content") or said.get("thinking") or ""
-        return Turn(str(said.get("content") or "").strip(), str(reasoning).strip(), calls)
+        return Turn(str(said.get("content") or "").strip(), str(reasoning).strip(), tuple(calls))
 
     # ---- what they read ------------------------------------------------------------------------------
 
