@@ -122,6 +122,7 @@ class Dictated:
 
     def __init__(self, work: Work) -> None:
         self._work, self._rows = work, dict[Key, tuple[Request, list[int], int]]()
+        self._turns = {f"train/{number}": turns_of(row) for number, row in enumerate(work.rows)}
 
     def capacity(self) -> Capacity:
         """A slot for each trajectory."""
@@ -130,9 +131,8 @@ class Dictated:
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Begin the next turn of each."""
         for request in requests:
-            turns = turns_of(request.prompt.columns)
-            so_far = request.ended("stop").turns
-            self._rows[request.key] = (request, turns[len(so_far)], 0)
+            turns = self._turns[request.prompt.prompt_id]
+            self._rows[request.key] = (request, turns[len(request.prefix.turns)], 0)
 
     def step(self) -> StepEvents:
         """Take as long as a step takes."""
@@ -198,6 +198,8 @@ def trls(work: Work) -> float:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    rows = work.rows
+    dictated = [turns_of(row) for row in rows]
     taken: dict[int, list[list[int]]] = {}
     spent: list[float] = []
 
@@ -206,8 +208,7 @@ def trls(work: Work) -> float:
             completions = []
             for ids in prompt_ids:
                 number = int(re.findall(r"Trajectory (\d+)", chat_tokenizer().decode(ids))[0])
-                turns = turns_of(rows[number])
-                taken.setdefault(number, []).append(turns[len(taken.get(number, []))])
+                taken.setdefault(number, []).append(dictated[number][len(taken.get(number, []))])
                 completions.append(taken[number][-1])
             time.sleep(work.step_s * max(map(len, completions)))
             return completions, None
@@ -218,7 +219,6 @@ def trls(work: Work) -> float:
             spent.append(time.perf_counter() - began)
             return made
 
-    rows = work.rows
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(chat_tokenizer()), **sizes, **more))  # pyright: ignore

@@ -51,6 +51,7 @@ class Chat:
         self._answers_by_template = form is None and getattr(tokenizer, "response_template", None) is not None
         self._end = self._end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)  # pyright: ignore
+        self._ends: dict[str, int] = {}  # of turns in made-up conversations
         self._arguments: Any = {}
         if self._refusal(self._called("f"), {"role": "tool", "name": "f", "content": _SHOWN}) is not None:
             self._arguments = "{}"  # some templates expect JSON text
@@ -225,10 +226,12 @@ class Chat:
 
     def _after(self, before: Sequence[Message], messages: Sequence[Message]) -> list[int]:
         """Return the tokens that messages add after the last turn of ``before``."""
-        count = self._tokens(before, False).count(self._end_id)
+        made_up = str(before)
+        if made_up not in self._ends:
+            self._ends[made_up] = self._tokens(before, False).count(self._end_id)
         token_ids = self._tokens([*before, *messages], True)
         place = -1
-        for _ in range(count):
+        for _ in range(self._ends[made_up]):
             place = token_ids.index(self._end_id, place + 1)
         return token_ids[place + 1 :]
 
