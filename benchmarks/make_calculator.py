@@ -44,7 +44,7 @@ RECIPE = TinyRecipe(
     max_positions=256,
     num_steps=700,
     batch_tokens=2048,
-    crowd_steps=150,
+    crowd_steps=300,
     hasty=0.7,
     impatient=0.2,
 )

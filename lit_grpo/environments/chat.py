@@ -73,7 +73,7 @@ class Chat:
         turn = read_turn(text, FORMATS[self.form], tools)
         if not self._answers_by_template:
             return turn
-        schemas = [dict(tool.schema) for tool in tools.values()]
+        schemas: list[Any] = [dict(tool.schema) for tool in tools.values()]
         said: Any = self.tokenizer.parse_response(list(token_ids), prefix=list(before), tools=schemas)
         calls = [
             _call_of(call.get("function", call)) for call in said.get("tool_calls") or () if isinstance(call, dict)
@@ -100,7 +100,7 @@ class Chat:
         start = len(prompt.token_ids)
         if tuple(token_ids[:start]) == prompt.token_ids:
             return token_ids[start:]
-        whole, begins = (str(self.tokenizer.decode(ids)) for ids in (token_ids, prompt.token_ids))
+        whole, begins = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prompt.token_ids))
         if not whole.startswith(begins):
             raise ValueError(
                 f"What an environment says at the start of {prompt.prompt_id} changes the tokens before it; let the "

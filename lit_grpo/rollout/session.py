@@ -12,7 +12,7 @@ from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.compatibility import Part, check_together
-from lit_grpo.plugins import Listener, Plugin, RunFacts, join_all
+from lit_grpo.plugins import Listener, Plugin, RunFacts, Worker, join_all
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding, Stepped
 from lit_grpo.rollout.loop import RolloutLoop
@@ -146,6 +146,11 @@ class RolloutSession:
         """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
+    @property
+    def evaluating(self) -> list[Worker]:
+        """What acts for plug-ins in rollouts that are not learnt from, too."""
+        return [worker for worker in self.workers.values() if worker.evaluates]
+
     # ---- before the first batch ---------------------------------------------------------------------
 
     def check(self, facts: RunFacts, parts: Iterable[Part]) -> None:
@@ -270,8 +275,7 @@ class RolloutSession:
     ) -> None:
         """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
         scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
-        acting = [worker for worker in self.workers.values() if worker.evaluates]
-        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *acting, *scoring])
+        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *self.evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)

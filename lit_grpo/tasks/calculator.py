@@ -53,7 +53,7 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> int | float:
     """Return what a part of an expression comes to; nothing but numbers and operators is looked at."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _checked(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand))
