@@ -89,7 +89,7 @@ class Scripted:
         text = self.says(request, turn)
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
         token_ids = token_ids[: request.sampling.max_tokens - request.prefix.num_sampled]
-        whole = request.prefix.followed_by(token_ids, [-1.0] * len(token_ids), 0)
+        whole = request.prefix.followed_by(token_ids, [-1.0] * len(token_ids), self.version)
         reason = "stop" if token_ids[-1] == self.tokenizer.eos_token_id else "length"
         said = self.tokenizer.decode(whole.sampled_ids, skip_special_tokens=True)
         return request.after(whole).ended(reason, said)

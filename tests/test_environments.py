@@ -546,6 +546,54 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     worker.close()
 
 
+class Lazy(Guess):
+    """Takes its time for a guess of 2."""
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: Your guess.
+        """
+        time.sleep(0.4 if number == 2 else 0)
+        return super().guess(number)
+
+
+def _is_at_work(worker: EnvironmentWorker) -> Callable[[int], bool]:
+    return lambda _: any(session.waits and session.num_turns == 2 for session in worker.sessions.values())
+
+
+def test_answers_that_come_during_another_rollout_are_kept_for_their_own() -> None:
+    """As where a validation stands between two training rollouts of a mode that keeps groups open."""
+    worker, buffer = worker_of(Lazy), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9))
+    generator = Scripted(chat_tokenizer(), counting)
+    (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
+    buffer.open(group_requests([prompt], 1, SAMPLING, 0))
+    RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
+    buffer.learnt()
+    held_out = Prompt("validation/0", prompt.token_ids, "", prompt.columns, messages=prompt.messages)
+    (other,), _ = RolloutLoop(generator, listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
+    RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    (group,) = buffer.take()
+    assert len(other.rollouts[0].completion.turns) == len(group.rollouts[0].completion.turns) == 4
+    worker.close()
+
+
+def test_an_answer_to_what_has_been_discarded_is_not_taken() -> None:
+    worker, buffer = worker_of(Lazy), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=1))
+    generator = Scripted(chat_tokenizer(), counting)
+    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 3}]), 1, SAMPLING, 0))
+    RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
+    buffer.learnt()
+    generator.version = 5  # so that what was sampled is too old
+    RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    (group,) = buffer.take()
+    completion = group.rollouts[0].completion
+    assert len(completion.turns) == 4 and completion.episode is not None and completion.episode.reward == 1.0
+    assert completion.oldest_version == 5
+    worker.close()
+
+
 def test_environments_are_closed_once_they_have_been_scored() -> None:
     worker = worker_of(Kept)
     rows = prompts_of(worker, [{"prompt": "?", "number": 3}])

@@ -138,7 +138,7 @@ class EnvironmentWorker(Worker):
         self._ended: list[tuple[Session, Completion]] = []  # in this rollout
         self._before: list[tuple[Session, Completion]] = []  # in the last one
         self._kept: dict[Key, dict[str, Any]] = {}  # of a checkpoint
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
         self._calls: Calls | None = None
         self._told: set[str] = set()
@@ -261,24 +261,34 @@ class EnvironmentWorker(Worker):
         return self._answer() if self._outcomes else None
 
     def _answer(self) -> Answer:
-        outcomes: list[Outcome] = []
+        """Take what has come of trajectories of this rollout, and leave what is of another one to that."""
+        go_on: list[Request] = []
+        again: list[Request] = []
+        finish: list[Completion] = []
+        drop: list[Key] = []
+        of_others: list[tuple[Session, Outcome]] = []
         while self._outcomes:
-            outcome = self._outcomes.popleft()
-            session = self.sessions.get(outcome.key)
-            if session is None or not session.waits or not self._flight.is_away(outcome.key):
-                continue  # of a trajectory that has been dropped meanwhile
+            session, outcome = self._outcomes.popleft()
+            key = session.request.key
+            if self.sessions.get(key) is not session:
+                continue  # the trajectory was discarded meanwhile
+            if not self._flight.is_away(key):
+                of_others.append((session, outcome))
+                continue
             if outcome.error is not None:
                 raise outcome.error
             session.waits = False
-            outcomes.append(outcome)
-            if outcome.goes_on is None and outcome.begins is None and outcome.finished is None:
-                del self.sessions[outcome.key]
-        return Answer(
-            go_on=[each.goes_on for each in outcomes if each.goes_on is not None],
-            again=[each.begins for each in outcomes if each.begins is not None],
-            finish=[each.finished for each in outcomes if each.finished is not None],
-            drop=[each.key for each in outcomes if each.key not in self.sessions],
-        )
+            if outcome.goes_on is not None:
+                go_on.append(outcome.goes_on)
+            elif outcome.begins is not None:
+                again.append(outcome.begins)
+            elif outcome.finished is not None:
+                finish.append(outcome.finished)
+            else:
+                drop.append(key)
+                del self.sessions[key]
+        self._outcomes.extend(of_others)
+        return Answer(go_on=go_on, again=again, finish=finish, drop=drop)
 
     def finish(self, completion: Completion) -> None:
         """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""

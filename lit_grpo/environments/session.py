@@ -14,7 +14,7 @@ from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.environments.workers import Calls, CallTimeout, TooManyHang
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text
-from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Key, Request
+from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
@@ -44,9 +44,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a request that is away: one of the others beside its key is set, or it is to be dropped."""
+    """What has become of a request that is away: one of these, or none where it is to be dropped."""
 
-    key: Key
     goes_on: Request | None = None
     begins: Request | None = None
     finished: Completion | None = None
@@ -88,7 +87,7 @@ class Session:
     chat: Chat
     limits: Limits
     calls: Calls
-    outcomes: deque[Outcome]
+    outcomes: deque[tuple[Session, Outcome]]
     counts: Counter[str]
     environment: Any = None
     messages: list[Message] = field(default_factory=list)
@@ -148,9 +147,9 @@ class Session:
         try:
             outcome = await work
         except Exception as error:  # what is no failure of an environment ends the run
-            outcome = Outcome(self.request.key, error=error)
+            outcome = Outcome(error=error)
         self.waited_s += time.monotonic() - began
-        self.outcomes.append(outcome)
+        self.outcomes.append((self, outcome))
 
     async def _opened(self) -> Outcome:
         """Reset a fresh environment, as often as may be."""
@@ -159,7 +158,7 @@ class Session:
                 return await self._reset()
             except Failure as failure:
                 if not self._retries(failure):
-                    return Outcome(self.request.key)
+                    return Outcome()
 
     async def _reset(self) -> Outcome:
         self._spent_s, self.num_turns, self.messages, self.turn_rewards = 0.0, 0, [], []
@@ -180,7 +179,7 @@ class Session:
         request = self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
         self.num_tokens = len(observed)
         begins, self._has_sampled = self._has_sampled, False
-        return Outcome(request.key, begins=request) if begins else Outcome(request.key, goes_on=request)
+        return Outcome(begins=request) if begins else Outcome(goes_on=request)
 
     async def _restored(self, state: Mapping[str, Any], request: Request) -> Outcome:
         """Give a fresh environment its state; where that fails, begin again."""
@@ -190,10 +189,10 @@ class Session:
             is_async = _is_async(self.kind, "restore")
             await self._guarded("is restored", lambda: restore(state["environment"]), is_async)
         except Failure as failure:
-            return await self._opened() if self._retries(failure) else Outcome(self.request.key)
+            return await self._opened() if self._retries(failure) else Outcome()
         for name in ("messages", "turn_rewards", "num_turns"):
             setattr(self, name, state[name])
-        return Outcome(request.key, goes_on=request)
+        return Outcome(goes_on=request)
 
     async def _answered(self, completion: Completion) -> Outcome:
         """Answer a turn; where the environment fails, begin again with a fresh one."""
@@ -201,7 +200,7 @@ class Session:
             return await self._turn(completion)
         except Failure as failure:
             if not self._retries(failure):
-                return Outcome(self.request.key)
+                return Outcome()
         return await self._opened()
 
     async def _turn(self, completion: Completion) -> Outcome:
@@ -230,7 +229,7 @@ class Session:
             return await self._over(completion, "length")
         request = completion.request.after(completion.followed_by(observed))
         self.num_tokens = request.prefix.num_tokens
-        return Outcome(request.key, goes_on=request)
+        return Outcome(goes_on=request)
 
     async def _over(self, completion: Completion, reason: FinishReason) -> Outcome:
         """Let the environment give its reward, and end."""
@@ -246,7 +245,7 @@ class Session:
                 raise ValueError(f"{self.kind.name}.get_reward: {error}.") from None
         ended = completion.request.after(completion).ended(reason, completion.text)
         ended.episode = self.episode(reward)
-        return Outcome(completion.request.key, finished=ended)
+        return Outcome(finished=ended)
 
     def _text(self, completion: Completion) -> str:
         return str(self.chat.tokenizer.decode(completion.turns[-1], skip_special_tokens=True))
