@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_grpo.types import Prompt, Rollout, RolloutGroup
+from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are the same for all rollouts."""
@@ -23,9 +23,9 @@ GROUP_INPUTS = (
     *("episodes", "environments"),
     *OF_THE_RUN,
 )
-OF_EPISODES = {"episode": None, "episodes": None, "environments": None}
-"""Arguments of completions that an environment has taken part in, and what stands for them where none has."""
-TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", *OF_THE_RUN})
+OF_EPISODES = ("episode", "episodes", "environments")
+"""Arguments of completions that an environment has taken part in; None where none has."""
+TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", "environments", *OF_THE_RUN})
 """Arguments that TRL gives to every reward function, and so to its ``**kwargs``."""
 NOT_IN_TRL = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of the data that TRL gives to no reward function."""
@@ -101,7 +101,7 @@ def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, A
     return {
         **({"episodes": episodes, "environments": environments} if any(episodes) else {}),
         "prompts": [_asked(group.prompt) if messages is None else list(messages) for _ in rollouts],
-        "completions": [_answered(rollout) for rollout in rollouts],
+        "completions": [_answered(group.prompt, rollout.completion) for rollout in rollouts],
         "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
         "num_tokens": [rollout.completion.num_sampled for rollout in rollouts],
         "finish_reasons": [rollout.completion.finish_reason for rollout in rollouts],
@@ -112,12 +112,12 @@ def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, A
     }
 
 
-def _answered(rollout: Rollout) -> str | list[dict[str, Any]]:
-    """Return what followed the prompt: a text, or messages where the prompt is a conversation."""
-    if rollout.completion.episode is not None:
-        return rollout.completion.episode.messages
-    text = rollout.prompt.given + rollout.completion.text
-    return text if rollout.prompt.messages is None else [{"role": "assistant", "content": text}]
+def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
+    """Return what followed a prompt: a text, or messages where the prompt is a conversation."""
+    if completion.episode is not None:
+        return completion.episode.messages
+    text = prompt.given + completion.text
+    return text if prompt.messages is None else [{"role": "assistant", "content": text}]
 
 
 def _asked(prompt: Prompt) -> str:
