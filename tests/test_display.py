@@ -21,6 +21,7 @@ from lit_grpo.display.progress import (
     run_fields,
     update_fields,
 )
+from lit_grpo.display.samples import transcript
 from lit_grpo.training.quiet import quiet
 from lit_grpo.types import PassRule
 
@@ -103,6 +104,18 @@ def test_a_line_says_how_many_wait_for_their_environment() -> None:
     rollout = RolloutCount(waiting, math.nan)
     assert rollout.total == 28
     assert "12 of 28 wait for their environment, longest 3 s" in as_plain(rollout.fields("rollout"))
+
+
+def test_a_conversation_is_shown_message_by_message() -> None:
+    call = {"type": "function", "function": {"name": "move", "arguments": {"direction": "left", "steps": 2}}}
+    messages = [
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call, call]},
+        {"role": "tool", "name": "move", "content": "done"},
+        {"role": "assistant", "content": "I won."},
+    ]
+    assert transcript(messages) == (
+        "assistant: Hm. move(direction='left', steps=2) move(direction='left', steps=2)\ntool: done\nassistant: I won."
+    )
 
 
 def test_numbers_are_short() -> None:

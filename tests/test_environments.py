@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,17 @@ def test_an_episode_is_one_completion_of_many_turns() -> None:
     assert completion.episode is not None and completion.episode.reward == 1.0
     assert [message["role"] for message in completion.episode.messages] == ["assistant", "tool"] * 3 + ["assistant"]
     assert completion.episode.messages[2]["tool_calls"][0]["function"] == {"name": "guess", "arguments": {"number": 2}}
+
+
+def test_the_environment_of_the_page_is_one(tmp_path: Path) -> None:
+    """As its reader would copy it into a file."""
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
+    worker = worker_of(f"{tmp_path / 'my_env.py'}:Guess")
+    completion = only(play(worker))
+    assert "more" in text_of(completion) and len(completion.turns) == 3
+    assert completion.episode is not None and completion.episode.reward == 1.0
+    assert [reward.name for reward in worker.rewards] == ["Guess"]
 
 
 def test_what_was_sampled_is_learnt_from_and_what_was_observed_is_not() -> None:
