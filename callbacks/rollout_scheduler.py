@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.compatibility import Part
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
+from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Listener, RunFacts
@@ -73,6 +74,7 @@ class RolloutScheduler(pl.Callback):
         """Check that data, rewards and plug-ins go together."""
         if not isinstance(pl_module, GRPOModule):
             raise ValueError(f"RolloutScheduler needs a GRPOModule, not a {type(pl_module).__name__}.")
+        pl_module.join_rewards([reward for worker in self.session.workers.values() for reward in worker.rewards])
         for split, rows in loaded_prompts(trainer).items():
             if split == "predict":
                 continue
@@ -84,6 +86,7 @@ class RolloutScheduler(pl.Callback):
             num_generations=pl_module.num_generations,
             max_tokens=pl_module.sampling.max_tokens,
             updates_per_batch=pl_module.settings.updates_per_batch,
+            max_observed=pl_module.sampling.max_observed,
         )
         if stage == "fit":
             self.session.check(facts, self._other_parts(data, pl_module))
@@ -94,6 +97,11 @@ class RolloutScheduler(pl.Callback):
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.mode.carries)
         self.session.prepare(facts)
+
+    @property
+    def conversing(self) -> Conversing | None:
+        """The plug-in that goes on with conversations after their prompts, where there is one."""
+        return next((worker for worker in self.session.workers.values() if isinstance(worker, Conversing)), None)
 
     def _other_parts(self, data: object, module: GRPOModule) -> list[Part]:
         """Return what plug-ins have to go with: the data, the generator and what is learnt."""

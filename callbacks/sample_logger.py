@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from lit_grpo.display.due import is_due
-from lit_grpo.display.samples import Sample, Samples
+from lit_grpo.display.samples import Sample, Samples, transcript
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.limits import Count, Number, checks_arguments
@@ -98,7 +98,7 @@ def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: 
     completion = rollout.completion
     return Sample(
         prompt=_last_turn(rollout.prompt, prompt_column),
-        completion=completion.text,
+        completion=completion.text if completion.episode is None else transcript(completion.episode.messages),
         tokens=completion.num_sampled,
         finish=completion.finish_reason,
         reward=rollout.reward,
@@ -131,6 +131,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "prompt": rollout.prompt.text,
         **rollout.prompt.extra,
         "completion": rollout.completion.text,
+        **({} if rollout.completion.episode is None else {"messages": rollout.completion.episode.messages}),
         "tokens": rollout.completion.num_sampled,
         "finish": rollout.completion.finish_reason,
         "reward": rollout.reward,

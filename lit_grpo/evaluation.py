@@ -48,14 +48,24 @@ class EvaluationModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.phases = Phases()
-        self.rewards = rewards
-        self.pass_rule = PassRule.among([function.name for function in rewards], pass_reward, pass_threshold)
-        weights = {function.name: function.weight for function in rewards}
-        self.reward_curves = RewardCurves(weights, self.pass_rule)
-        self.held_out_curves = RewardCurves(weights, self.pass_rule, HELD_OUT)
         self.pass_at_k = pass_at_k
         names = (*(f"pass@{k}" for k in pass_at_k), *EVAL_MEANS)
         self.means = torch.nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in names})
+        self._pass_reward, self._pass_threshold = pass_reward, pass_threshold
+        self.score_with(rewards)
+
+    def score_with(self, rewards: Sequence[RewardFunction]) -> None:
+        """Score with these reward functions from now on, before anything has been scored.
+
+        Raises:
+            ValueError: No function has the name ``pass_reward``.
+        """
+        self.rewards = rewards
+        names = [function.name for function in rewards]
+        self.pass_rule = PassRule.among(names, self._pass_reward, self._pass_threshold)
+        weights = {function.name: function.weight for function in rewards}
+        self.reward_curves = RewardCurves(weights, self.pass_rule)
+        self.held_out_curves = RewardCurves(weights, self.pass_rule, HELD_OUT)
         self.reward_means = torch.nn.ModuleList([MeanMetric(nan_strategy="ignore") for _ in rewards])
 
     @property

@@ -43,7 +43,7 @@ from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
-from lit_grpo.rewards.function import check_prompts
+from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
 from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.settings import takes_dicts
@@ -214,6 +214,21 @@ class GRPOModule(EvaluationModule):
         updates_per_batch = self.settings.updates_per_batch
         selection.check(RunFacts(None, self.num_generations, self.sampling.max_tokens, updates_per_batch))
         self.settings.learn_from(selection, credit)
+
+    def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
+        """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.
+
+        Raises:
+            ValueError: Two functions have the same name.
+        """
+        joining = [function for function in functions if function not in self.rewards]
+        if not joining:
+            return
+        check_names([*self.rewards, *joining])
+        self.score_with([*self.rewards, *joining])
+        self.settings.weights = {function.name: function.weight for function in self.rewards}
+        self.settings.pass_rule = self.pass_rule
+        self._rewarded = RewardWatch(self.rewards, self.on_reward_error)
 
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""

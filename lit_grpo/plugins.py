@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lit_grpo.limits import check_fields
 
 if TYPE_CHECKING:
+    from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
     from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup
@@ -28,6 +29,7 @@ class Answer:
         hold: These have just come to the end of a turn, and are *away* until a later answer lets them ``go_on``, or
             names them in ``finish``, ``abort`` or ``drop``. Their slots are free meanwhile, and their groups open.
         finish: Completions of requests that are away.
+        again: These are away, and begin again after their prefixes: what was sampled after those is lost.
     """
 
     submit: Sequence[Request] = ()
@@ -37,6 +39,7 @@ class Answer:
     go_on: Sequence[Request] = ()
     hold: Sequence[Key] = ()
     finish: Sequence[Completion] = ()
+    again: Sequence[Request] = ()
 
 
 class Listener:
@@ -48,6 +51,15 @@ class Listener:
         ``flight.away`` are the requests that were away when the last rollout ended: a listener that held them answers
         for them in this one.
         """
+
+    def asked(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Requests are asked for, before any of them waits for a slot; return those that are to be away first.
+
+        They stay away until a later answer lets them ``go_on``, for example after an environment has been reset, whose
+        first words they then observe. At the beginning of a rollout those that were away when the last one ended are
+        among them, and stay away; one that is returned without a prefix begins again.
+        """
+        return ()
 
     def step(self, events: StepEvents) -> Answer | None:
         """A step has been taken."""
@@ -145,11 +157,20 @@ class RunFacts:
         num_generations: ``model.num_generations``.
         max_tokens: The most tokens of a completion.
         updates_per_batch: Optimizer steps on one batch.
+        max_observed: The most tokens of a completion that are observed.
     """
 
-    def __init__(self, num_prompts: int | None, num_generations: int, max_tokens: int, updates_per_batch: int) -> None:
+    def __init__(
+        self,
+        num_prompts: int | None,
+        num_generations: int,
+        max_tokens: int,
+        updates_per_batch: int,
+        max_observed: int = 0,
+    ) -> None:
         self.num_prompts, self.num_generations = num_prompts, num_generations
         self.max_tokens, self.updates_per_batch = max_tokens, updates_per_batch
+        self.max_observed = max_observed
 
 
 class Worker(Listener):
@@ -160,10 +181,17 @@ class Worker(Listener):
     Attributes:
         point: The number of tokens at which it looks at the policy's hidden state of each completion; None for none.
         common: Whether all ranks have the same state, which checkpoints then keep once.
+        evaluates: Whether it hears of rollouts of validation, test and predict too.
     """
 
     point: int | None = None
     common: bool = False
+    evaluates: bool = False
+
+    @property
+    def rewards(self) -> Sequence[RewardFunction]:
+        """Reward functions that it brings, beside those of ``model.rewards``."""
+        return ()
 
     @property
     def gathers(self) -> bool:
@@ -203,6 +231,9 @@ class Worker(Listener):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 def join_all(workers: Iterable[Worker], groups: Sequence[RolloutGroup], version: int) -> None:

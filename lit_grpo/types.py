@@ -37,6 +37,7 @@ __all__ = [
     "OBSERVED",
     "Clock",
     "Completion",
+    "Episode",
     "FinishReason",
     "GroupKey",
     "Key",
@@ -228,6 +229,24 @@ class Request:
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class Episode(NamedTuple):
+    """What an environment has to say of a completion of several turns.
+
+    Args:
+        environment: The environment itself; None once a checkpoint has been loaded.
+        messages: The conversation after the prompt, each turn and each answer a message.
+        kind: The name of the environment's class.
+        reward: What the environment gives to the whole; None where it says nothing.
+        turn_rewards: What each turn earned by itself, where the environment says so.
+    """
+
+    environment: Any
+    messages: list[dict[str, Any]]
+    kind: str = ""
+    reward: float | None = None
+    turn_rewards: tuple[float, ...] = ()
+
+
 class Completion(Trajectory):
     """A trajectory that has come to its end.
 
@@ -243,9 +262,12 @@ class Completion(Trajectory):
         text: The tokens that were sampled, as text.
         entropy: See :class:`Trajectory`.
         trained_T: Likewise.
+
+    Attributes:
+        episode: What its environment has to say of it, where it has one.
     """
 
-    __slots__ = ("finish_reason", "request", "text")
+    __slots__ = ("episode", "finish_reason", "request", "text")
 
     def __init__(
         self,
@@ -262,6 +284,7 @@ class Completion(Trajectory):
         self.request = request
         self.finish_reason: FinishReason = finish_reason
         self.text = text
+        self.episode: Episode | None = None
 
     @classmethod
     def of(cls, request: Request, trajectory: Trajectory, finish_reason: FinishReason, text: str = "") -> Completion:
@@ -269,6 +292,7 @@ class Completion(Trajectory):
         completion = cls.__new__(cls)
         completion.take(trajectory)
         completion.request, completion.finish_reason, completion.text = request, finish_reason, text
+        completion.episode = None
         return completion
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from lit_grpo.display.progress import (
     run_fields,
     update_fields,
 )
+from lit_grpo.display.samples import transcript
 from lit_grpo.training.quiet import quiet
 from lit_grpo.types import PassRule
 
@@ -28,7 +29,7 @@ METRICS = {"reward": 0.8123, "val/pass@1": 0.941, "tokens/s": 2312.4, "peak_GiB"
 
 
 def at_work(done: int) -> RolloutCount:
-    flight: Any = SimpleNamespace(num_active=64, num_waiting=100, num_slots=64)
+    flight: Any = SimpleNamespace(num_active=64, num_waiting=100, num_away=0, num_slots=64, longest_away_s=3.2)
     rollout = RolloutCount(flight, math.nan)
     rollout.tokens = 10_000
     for _ in range(done):
@@ -94,6 +95,27 @@ def test_a_rollout_counts_what_ends_and_estimates_the_rest() -> None:
     seconds = 10_000 / rollout.tokens_per_s
     assert rollout.seconds_left == pytest.approx(seconds * (256 * 50 - 10_000) / 10_000, rel=0.5)
     assert rollout.fields("rollout")[0].text == "rollout 92/256 completions"
+
+
+def test_a_line_says_how_many_wait_for_their_environment() -> None:
+    rollout = at_work(36)
+    assert "wait" not in as_plain(rollout.fields("rollout"))
+    waiting: Any = SimpleNamespace(num_active=4, num_waiting=12, num_away=12, num_slots=8, longest_away_s=3.2)
+    rollout = RolloutCount(waiting, math.nan)
+    assert rollout.total == 28
+    assert "12 of 28 wait for their environment, longest 3 s" in as_plain(rollout.fields("rollout"))
+
+
+def test_a_conversation_is_shown_message_by_message() -> None:
+    call = {"type": "function", "function": {"name": "move", "arguments": {"direction": "left", "steps": 2}}}
+    messages = [
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call, call]},
+        {"role": "tool", "name": "move", "content": "done"},
+        {"role": "assistant", "content": "I won."},
+    ]
+    assert transcript(messages) == (
+        "assistant: Hm. move(direction='left', steps=2) move(direction='left', steps=2)\ntool: done\nassistant: I won."
+    )
 
 
 def test_numbers_are_short() -> None:

@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "display": {"process", "scheduling"},
     "ranks": set(),
     "compatibility": set(),
-    "plugins": {"types", "limits", "scheduling", "rollout"},
+    "plugins": {"types", "limits", "scheduling", "rollout", "rewards"},
     "budgets": {"types", "limits", "compatibility", "settings", "plugins"},
     "optim": {"limits"},
     "policy": UTILITIES,
@@ -36,7 +36,9 @@ ROOMS: dict[str, set[str]] = {
     "methods": {
         *UTILITIES,
         *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
+        "environments",
     },
+    "environments": {"types", "limits", "plugins", "process", "scheduling", "rollout", "rewards", "data"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},

@@ -92,10 +92,15 @@ def encode_chat(
     with _limited(LIMIT_S):
         if any("tool_calls" in message for message in messages):
             messages = _in_accepted_form(messages, tokenizer, options)
-        return list(_apply(messages, tokenizer, {**options, "return_dict": False}))
+        return list(apply_template(messages, tokenizer, {**options, "return_dict": False}))
 
 
-def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Any:
+def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Any:
+    """Return what the chat template makes of messages, as the options of ``apply_chat_template`` say.
+
+    Raises:
+        UnusableRow: The chat template refuses the conversation, or fails.
+    """
     import jinja2
 
     try:
@@ -130,7 +135,7 @@ def _in_accepted_form(
     }
     for form, conversation in forms.items():
         try:
-            shown[form] = _apply(conversation, tokenizer, {**options, "tokenize": False})
+            shown[form] = apply_template(conversation, tokenizer, {**options, "tokenize": False})
         except UnusableRow as fault:
             faults.append(fault)
     if not shown:
@@ -160,7 +165,7 @@ def _shows_calls(
     """Whether a conversation, whose rendering is ``text``, is rendered differently without its tool calls."""
     without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
     try:
-        return bool(_apply(without, tokenizer, {**options, "tokenize": False}) != text)
+        return bool(apply_template(without, tokenizer, {**options, "tokenize": False}) != text)
     except UnusableRow:
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.loaders import EvalLoader, PromptLoader
-from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.data.rendering import Converses, PromptRenderer
 from lit_grpo.data.sources import Row, RowSource, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
 from lit_grpo.limits import Count, Number, checks_arguments
@@ -126,12 +127,26 @@ class PromptDataModule(LightningDataModule):
                 "or the class path of a RowSource."
             )
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
+        self._converse()
         sources = {split: _source_of(split, source) for split, source in named.items() if source is not None}
         for split, source in sources.items():
             self.prompts[split] = self._load(split, source)
         going_on = self.trainer is not None and self.trainer.global_step > 0
         if stage == "fit" and not (going_on and self._train_loader):
             self._train_loader = self._new_train_loader()
+
+    def _converse(self) -> None:
+        """Render prompts for what goes on with their conversations, where a callback has it."""
+        callbacks: list[Any] = [] if self.trainer is None else self.trainer.callbacks  # pyright: ignore
+        found = [callback.conversing for callback in callbacks if isinstance(callback, Converses)]
+        conversing = next((each for each in found if each is not None), None)
+        if conversing is not None:
+            if self.renderer.chat_template is False:
+                raise ValueError(
+                    "data.chat_template is false, and environments and tools go on with a conversation; leave it out."
+                )
+            conversing.prepare(self._tokenizer, self.renderer.chat_template_kwargs or {})
+        self.renderer = replace(self.renderer, conversing=conversing)
 
     def plug_in(self, rule: PromptRule | None, rewriter: Rewriter | None, on_demand: bool) -> None:
         """Let plug-ins say which training prompts are asked, with what, and when.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.data.chat import Message, UnusableRow, encode_chat, read_message
@@ -30,6 +30,49 @@ RESERVED_CHAT_KWARGS = {
 }
 
 
+@runtime_checkable
+class Conversing(Protocol):
+    """Goes on with a conversation after its prompt, such as a plug-in with tools or environments."""
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        """Learn of the tokenizer, and of the variables of its chat template, before any prompt is rendered.
+
+        Raises:
+            ValueError: The chat template cannot show how the conversation goes on.
+        """
+        ...
+
+    def tools(self, row: Row) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools that a row's prompt shows.
+
+        Raises:
+            ValueError: The row has no tools; the message goes on after the row's number.
+        """
+        ...
+
+    def adds(self, row: Row) -> bool:
+        """Whether a text is added to a row's last user message when a completion begins, another each time.
+
+        Raises:
+            ValueError: As :meth:`tools` does.
+        """
+        ...
+
+
+@runtime_checkable
+class Converses(Protocol):
+    """A callback of the trainer that has what goes on with conversations."""
+
+    @property
+    def conversing(self) -> Conversing | None:
+        """None where prompts are answered in one turn."""
+        ...
+
+
+ADDED = ("x", " 0", "\n.")
+"""Texts that may be added to a message: the tokens before the first that any of them changes are those of all."""
+
+
 class Rendered(NamedTuple):
     """The prompt of a row; ``messages`` is None if the row's prompt is a text and no conversation."""
 
@@ -52,6 +95,9 @@ class PromptRenderer:
 
     A prompt without template is the column ``prompt_column``: a text, or a list of chat messages. Without a chat
     template the text is tokenized as it is. The fields are those of :class:`lit_grpo.data.PromptDataModule`.
+
+    Where something is ``conversing``, every prompt is a conversation, shows the tools of its row, and may be missing.
+    If a text is added to it later, its tokens are those before the place where any text could change one.
     """
 
     prompt_column: str = "prompt"
@@ -61,6 +107,7 @@ class PromptRenderer:
     chat_template_kwargs: dict[str, Any] | None = None
     max_prompt_tokens: Count = 512
     continue_final_message: bool = False
+    conversing: Conversing | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
@@ -107,9 +154,12 @@ class PromptRenderer:
         prompt, messages = _with_text(self._read(row), in_front), None
         if self._renders_as_chat(prompt):
             conversation = self._conversation(prompt)
-            messages = None if isinstance(prompt, str) else conversation
-            token_ids = encode_chat(conversation, tokenizer, self.chat_template_kwargs or {})
+            messages = None if isinstance(prompt, str) and self.conversing is None else conversation
+            options = self._options(row)
+            token_ids = encode_chat(conversation, tokenizer, options)
             text = str(tokenizer.decode(token_ids))
+            if self._adds(row):
+                token_ids = _unchanging(token_ids, conversation, tokenizer, options)
         else:
             token_ids = _encode_text(prompt, tokenizer)
             text = prompt
@@ -118,8 +168,26 @@ class PromptRenderer:
         check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages)
 
+    def _options(self, row: Row) -> dict[str, Any]:
+        """Return the variables of the chat template for a row."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.conversing is None:
+            return options
+        try:
+            tools = self.conversing.tools(row)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from None
+        return options | ({"tools": tools} if tools else {})
+
+    def _adds(self, row: Row) -> bool:
+        """Whether a text is added to the last user message later."""
+        try:
+            return self.conversing is not None and self.conversing.adds(row)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from None
+
     def _renders_as_chat(self, prompt: str | list[Message]) -> bool:
-        messages = isinstance(prompt, list)
+        messages = isinstance(prompt, list) or self.conversing is not None
         if messages and self.chat_template is False:
             raise UnusableRow("holds chat messages, which chat_template: false cannot render")
         if self.chat_template is None:
@@ -127,6 +195,9 @@ class PromptRenderer:
         return self.chat_template
 
     def _read(self, row: Row) -> Any:
+        adds = self._adds(row)
+        if adds and self.template is None and self.prompt_column not in row:
+            return ""
         prompt = _column(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
         if isinstance(prompt, str):
             texts = [prompt]
@@ -136,7 +207,7 @@ class PromptRenderer:
         else:
             prompt = [*map(read_message, prompt)]
             texts = [message["content"] or "" for message in prompt]
-        if not any(text.strip() for text in texts):
+        if not adds and not any(text.strip() for text in texts):
             raise UnusableRow("has an empty prompt")
         return prompt
 
@@ -163,6 +234,34 @@ def check_known(token_ids: Sequence[int], text: str, tokenizer: PreTrainedTokeni
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and unknown in token_ids:
         raise UnusableRow(f"has a {what} with characters that the tokenizer does not know ({text[:40]!r})")
+
+
+def with_added(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return a conversation with a text at the end of its last user message.
+
+    Raises:
+        UnusableRow: It has no user message.
+    """
+    turns = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not turns:
+        raise UnusableRow("has no user message to which an environment could add what it says")
+    turn = {**messages[turns[-1]], "content": messages[turns[-1]]["content"] + text}
+    return [*messages[: turns[-1]], turn, *messages[turns[-1] + 1 :]]
+
+
+def _unchanging(
+    token_ids: list[int],
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+) -> list[int]:
+    """Return the first tokens of a conversation, those that a text added to its last user message does not change."""
+    kept = len(token_ids)
+    for text in ADDED:
+        others = encode_chat(with_added(messages, text), tokenizer, options)
+        pairs = zip(token_ids[:kept], others, strict=False)
+        kept = next((place for place, (mine, other) in enumerate(pairs) if mine != other), min(kept, len(others)))
+    return token_ids[:kept]
 
 
 def _with_text(prompt: Any, text: str) -> Any:

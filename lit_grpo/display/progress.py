@@ -80,7 +80,7 @@ class RolloutCount:
     @property
     def total(self) -> int:
         """All completions of this rollout."""
-        return self.done + self._flight.num_active + self._flight.num_waiting
+        return self.done + self._flight.num_active + self._flight.num_waiting + self._flight.num_away
 
     @property
     def mean_tokens(self) -> float:
@@ -102,12 +102,24 @@ class RolloutCount:
         tokens = max(self.total * expected - self.tokens, self.total - self.done)
         return tokens / self.tokens_per_s if self.tokens and not math.isnan(expected) else math.nan
 
+    @property
+    def _waiting(self) -> str:
+        """How many completions wait for their environment, and for how long."""
+        away = self._flight.num_away
+        if not away:
+            return ""
+        return f"{away} of {self.total} wait for their environment, longest {duration(self._flight.longest_away_s)}"
+
     def fields(self, name: str, memory: str = "") -> list[Field]:
-        """Return the fields of a line. The bar is left out first, then memory, slots, tokens/s and the time to go."""
+        """Return the fields of a line.
+
+        The bar is left out first, then memory, slots, tokens/s and what waits, and the time to go.
+        """
         return [
             Field(f"{name} {self.done}/{self.total} completions", 0, "cyan"),
             Field("", 5, "cyan", share=self.done / max(self.total, 1)),
             Field(f"{self._flight.num_active}/{self._flight.num_slots} slots", 3),
+            Field(self._waiting, 2),
             Field(f"{count(self.tokens_per_s)} tokens/s", 2),
             Field(_time(self.seconds_left, "to go"), 1),
             Field(memory, 4),

@@ -59,6 +59,20 @@ class Samples:
                     yield Text(no_wrap=True, overflow="crop").append(f"  {margin:{label}}  ", "dim").append_text(line)
 
 
+def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation as text: each message after its role, and calls as ``name(argument=value)``."""
+    lines: list[str] = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        called = (
+            f"{call['name']}({', '.join(f'{name}={value!r}' for name, value in call['arguments'].items())})"
+            for call in calls
+        )
+        said = " ".join(filter(None, (message.get("reasoning_content"), message["content"], *called)))
+        lines.append(f"{message['role']}: {said}")
+    return "\n".join(lines)
+
+
 def ends(console: Console, text: str, width: int, most: int, head: int) -> list[Text]:
     """Fold a text; if it has more than ``most`` lines, keep ``head`` lines of its beginning, and its end.
 

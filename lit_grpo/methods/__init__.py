@@ -1,6 +1,7 @@
 """Which methods ship, one file a paper or family, each built on the seam of :mod:`lit_grpo.plugins` alone.
 
 A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes.
+``environments`` has a package of its own, :mod:`lit_grpo.environments`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SETTING = "rollout.plugins"
 @cache
 def shipped() -> dict[str, Plugin]:
     """Return all plug-ins that ship, by name."""
-    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    names = [f"{__name__}.{module.name}" for module in iter_modules(__path__)]
+    modules = [import_module(name) for name in (*names, "lit_grpo.environments.plugin")]
     return {name: plugin for module in modules for name, plugin in getattr(module, "PLUGINS", {}).items()}
 
 

@@ -91,7 +91,10 @@ class PolicySpec:
         added = self.tokenizer.added_tokens_decoder.items()
         special = {*self.tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
         hidden = np.array(sorted(special - set(self._ends)), dtype=np.int64)
-        held = [np.intersect1d(hidden, np.asarray(completion.token_ids_T)).tolist() for completion in completions]
+        held = [
+            np.intersect1d(hidden, np.asarray(completion.sampled_ids, dtype=np.int64)).tolist()
+            for completion in completions
+        ]
         return [
             str(self.tokenizer.convert_ids_to_tokens(each)) for each in sorted({each for ids in held for each in ids})
         ]

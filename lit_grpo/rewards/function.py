@@ -18,6 +18,7 @@ from lit_grpo.limits import Limit, check_fields
 from lit_grpo.rewards.inputs import (
     GROUP_INPUTS,
     NOT_IN_TRL,
+    OF_EPISODES,
     ROLLOUT_INPUTS,
     TRL_INPUTS,
     Surroundings,
@@ -267,11 +268,12 @@ class RewardFunction:
         if self.takes_columns:
             others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if self.on_group else columns.keys()
             names = (names | others) - self.bound
+        absent = dict.fromkeys(name for name in OF_EPISODES if name in self.names)
         if self.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
-            rows = iter([{**lists, **group_inputs(group, surroundings)}])
+            rows = iter([{**absent, **lists, **group_inputs(group, surroundings)}])
         else:
-            rows = ({**columns, **rollout_inputs(rollout, surroundings)} for rollout in group.rollouts)
+            rows = ({**absent, **columns, **rollout_inputs(each, surroundings)} for each in group.rollouts)
         return [{name: row[name] for name in row if name in names} for row in rows]
 
     def score(self, arguments: dict[str, Any], num_rollouts: int) -> list[float | Exception | None]:

@@ -10,19 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_grpo.types import Prompt, Rollout, RolloutGroup
+from lit_grpo.types import Completion, Prompt, Rollout, RolloutGroup
 
 OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are the same for all rollouts."""
 ROLLOUT_INPUTS = (
-    *("prompt", "completion", "completion_ids", "num_tokens", "finish_reason", "max_tokens"),
+    *("prompt", "completion", "completion_ids", "num_tokens", "finish_reason", "max_tokens", "episode"),
     *OF_THE_RUN,
 )
 GROUP_INPUTS = (
     *("prompts", "completions", "completion_ids", "num_tokens", "finish_reasons", "max_tokens"),
+    *("episodes", "environments"),
     *OF_THE_RUN,
 )
-TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", *OF_THE_RUN})
+OF_EPISODES = ("episode", "episodes", "environments")
+"""Arguments of completions that an environment has taken part in; None where none has."""
+TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", "environments", *OF_THE_RUN})
 """Arguments that TRL gives to every reward function, and so to its ``**kwargs``."""
 NOT_IN_TRL = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of the data that TRL gives to no reward function."""
@@ -77,6 +80,7 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
     """
     completion = rollout.completion
     return {
+        **({} if completion.episode is None else {"episode": completion.episode}),
         "prompt": _asked(rollout.prompt),
         "completion": rollout.prompt.given + completion.text,
         "completion_ids": completion.token_ids_T.tolist(),
@@ -92,10 +96,12 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
 def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, Any]:
     """Return the values of a group by the names in ``GROUP_INPUTS``; a conversation's texts are messages."""
     rollouts, messages = group.rollouts, group.prompt.messages
-    texts = [group.prompt.given + rollout.completion.text for rollout in rollouts]
+    episodes = [rollout.completion.episode for rollout in rollouts]
+    environments = [None if episode is None else episode.environment for episode in episodes]
     return {
+        **({"episodes": episodes, "environments": environments} if any(episodes) else {}),
         "prompts": [_asked(group.prompt) if messages is None else list(messages) for _ in rollouts],
-        "completions": texts if messages is None else [[{"role": "assistant", "content": text}] for text in texts],
+        "completions": [_answered(group.prompt, rollout.completion) for rollout in rollouts],
         "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
         "num_tokens": [rollout.completion.num_sampled for rollout in rollouts],
         "finish_reasons": [rollout.completion.finish_reason for rollout in rollouts],
@@ -104,6 +110,14 @@ def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, A
         "log_metric": surroundings.log_metric,
         "log_extra": functools.partial(_log_extra, rollouts),
     }
+
+
+def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
+    """Return what followed a prompt: a text, or messages where the prompt is a conversation."""
+    if completion.episode is not None:
+        return completion.episode.messages
+    text = prompt.given + completion.text
+    return text if prompt.messages is None else [{"role": "assistant", "content": text}]
 
 
 def _asked(prompt: Prompt) -> str:

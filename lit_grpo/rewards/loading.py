@@ -35,8 +35,12 @@ def near_names(name: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def split_path(path: str) -> tuple[str, str]:
+def split_path(path: str, what: str = "reward function") -> tuple[str, str]:
     """Split ``module:name``, ``module.name``, ``file.py:name`` or a short name into the module or file, and the name.
+
+    Args:
+        path: Of a function or class.
+        what: What it is, for messages; reward functions alone have short names.
 
     Raises:
         ValueError: One of the two is missing.
@@ -45,41 +49,44 @@ def split_path(path: str) -> tuple[str, str]:
     separator = ":" if ":" in path else "."
     source, _, name = path.rpartition(separator)
     if not source or not name or path.endswith(".py"):
-        raise ValueError(
-            f"reward function {path!r} names no function; write module:name, module.name or file.py:name, or one of "
-            f"{', '.join(REWARDS)}."
-        )
+        names = f", or one of {', '.join(REWARDS)}" if what == "reward function" else ""
+        raise ValueError(f"{what} {path!r} names no function; write module:name, module.name or file.py:name{names}.")
     return source, name
 
 
-def load_object(path: str) -> Any:
+def load_object(path: str, what: str = "reward function") -> Any:
     """Import the object that ``path`` names.
+
+    Args:
+        path: See :func:`split_path`.
+        what: What the object is, for messages.
 
     Raises:
         ValueError: The file is missing, the module cannot be imported, or it has no such name.
     """
-    source, name = split_path(path)
-    loaded = _load_file(path, Path(source)) if source.endswith(".py") else _load_module(path, source)
+    source, name = split_path(path, what)
+    named = f"{what} {path!r}"
+    loaded = _load_file(named, Path(source)) if source.endswith(".py") else _load_module(named, source)
     for part in name.split("."):
         if not hasattr(loaded, part):
             known = [known for known in dir(loaded) if not known.startswith("_")]
             remedy = near_names(part, known) or "define it or correct the name."
-            raise ValueError(f"reward function {path!r}: {source} has no {part!r}; {remedy}")
+            raise ValueError(f"{named}: {source} has no {part!r}; {remedy}")
         loaded = getattr(loaded, part)
     return loaded
 
 
-def _load_module(path: str, module: str) -> ModuleType:
+def _load_module(named: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # the user's module runs here, and may fail in any way
-        raise _not_imported(path, error) from error
+        raise _not_imported(named, error) from error
 
 
-def _load_file(path: str, file: Path) -> ModuleType:
+def _load_file(named: str, file: Path) -> ModuleType:
     if not file.is_file():
         where = "" if file.is_absolute() else f" in the working directory {Path.cwd()}"
-        raise ValueError(f"reward function {path!r}: there is no file {file}{where}; correct the path.")
+        raise ValueError(f"{named}: there is no file {file}{where}; correct the path.")
     # Functions of one file share one module, so that the file runs once; a file that has changed runs again.
     identity = f"{file.resolve()}:{file.stat().st_mtime_ns}"
     module_name = f"_lit_grpo_rewards_{file.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -93,11 +100,9 @@ def _load_file(path: str, file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's module runs here, and may fail in any way
         del sys.modules[module_name]
-        raise _not_imported(path, error) from error
+        raise _not_imported(named, error) from error
     return module
 
 
-def _not_imported(path: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"reward function {path!r}: its module cannot be imported ({error_text(error)}); mend it, or correct the path."
-    )
+def _not_imported(named: str, error: Exception) -> ValueError:
+    return ValueError(f"{named}: its module cannot be imported ({error_text(error)}); mend it, or correct the path.")

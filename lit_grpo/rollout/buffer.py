@@ -10,6 +10,7 @@ from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.types import (
     EMPTY,
     Completion,
+    Episode,
     GroupKey,
     Key,
     Prompt,
@@ -349,10 +350,16 @@ def group_requests(
 
 def _close(group: _Open) -> RolloutGroup:
     """Let what has ended be due, beside what is due already; return it alone, which is to be scored."""
-    rollouts = [Rollout(group.prompt, group.completions[path]) for path in sorted(group.completions)]
+    rollouts = [_rewarded_by_turn(group.prompt, group.completions[path]) for path in sorted(group.completions)]
     before = [] if group.due is None else group.due.rollouts
     group.due, group.completions = RolloutGroup(group.prompt, [*before, *rollouts]), {}
     return RolloutGroup(group.prompt, rollouts)
+
+
+def _rewarded_by_turn(prompt: Prompt, completion: Completion) -> Rollout:
+    """Return the rollout of a completion, with what its turns earned where its environment says so."""
+    turn_rewards = () if completion.episode is None else completion.episode.turn_rewards
+    return Rollout(prompt, completion, turn_rewards=turn_rewards)
 
 
 def _oldest(group: _Open) -> int | None:
@@ -419,7 +426,10 @@ def _request_state(request: Request) -> dict[str, Any]:
 
 def _completion_state(completion: Completion) -> dict[str, Any]:
     own = {"finish_reason": completion.finish_reason, "text": completion.text}
-    return {"request": _request_state(completion.request), **own, **_trajectory_state(completion)}
+    told = completion.episode
+    episode = None if told is None else [told.messages, told.kind, told.reward, list(told.turn_rewards)]
+    trajectory = _trajectory_state(completion)
+    return {"request": _request_state(completion.request), "episode": episode, **own, **trajectory}
 
 
 def _request(prompt: Prompt, state: dict[str, Any]) -> Request:
@@ -428,5 +438,9 @@ def _request(prompt: Prompt, state: dict[str, Any]) -> Request:
 
 
 def _completion(prompt: Prompt, state: dict[str, Any]) -> Completion:
-    own = {name: value for name, value in state.items() if name != "request"}
-    return Completion(_request(prompt, state["request"]), **own)
+    own = {name: value for name, value in state.items() if name not in ("request", "episode")}
+    completion = Completion(_request(prompt, state["request"]), **own)
+    if state["episode"] is not None:
+        messages, kind, reward, turn_rewards = state["episode"]
+        completion.episode = Episode(None, messages, kind, reward, tuple(turn_rewards))
+    return completion

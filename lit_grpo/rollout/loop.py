@@ -120,6 +120,7 @@ class _Rollout:
         if loop.points and len(requests) > capacity.slots:
             self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.points)
         self._requests, self._away = requests, away
+        self._unplanned: set[Key] = set()  # of those away, the ones that the plan has not had
         begun = [each for each in (*requests, *away) if each.prefix.num_sampled]
         self._begun_with = {each.key: each.prefix.num_sampled for each in begun}
         self._reports = LengthReports(self._lengths)
@@ -127,12 +128,10 @@ class _Rollout:
 
     def run(self, until: Callable[[int], bool]) -> None:
         """Decode until that is so."""
-        self._flight.add_away(self._away)
         for listener in self._listeners:
             listener.begin(self._flight)
         self._tell(self._buffer.whole())
-        self._expect([job_of(request) for request in self._away])
-        self._submit(self._requests)
+        self._submit(self._requests, self._away)
         asked = [*self._requests, *self._away]
         self._generator.expect({request.group: request.prompt for request in asked}.values())
         self.stats.scheduling_s = time.perf_counter() - self._start
@@ -184,13 +183,22 @@ class _Rollout:
 
     # ---- what goes in -------------------------------------------------------------------------------
 
-    def _submit(self, requests: Sequence[Request]) -> None:
-        """Let requests wait for their turn."""
-        if not requests:
+    def _submit(self, requests: Sequence[Request], away: Sequence[Request] = ()) -> None:
+        """Let requests wait for their turn, or be away first; those ``away`` stay so."""
+        asked = [*requests, *away]
+        if not asked:
             return
-        jobs = self._flight.add(requests)
-        self._expect(jobs)
-        self._plan.add(jobs)
+        held = {request.key: request for listener in self._listeners for request in listener.asked(asked)}
+        leaving = {request.key: request for request in away} | held
+        for request in held.values():
+            self._buffer.hold(request)
+            self._forget_lost(request)
+        self._flight.add_away(leaving.values())
+        self._unplanned |= leaving.keys()
+        self._expect([job_of(request) for request in leaving.values()])
+        if jobs := self._flight.add([request for request in requests if request.key not in leaving]):
+            self._expect(jobs)
+            self._plan.add(jobs)
 
     def _expect(self, jobs: Sequence[Job]) -> None:
         """Note how long new jobs of the rollout are expected to be."""
@@ -318,6 +326,8 @@ class _Rollout:
         answers: list[Answer | None] = []
         for request in answer.go_on:
             self._come_back(request)
+        for request in answer.again:
+            self._begin_again(request)
         for completion in answer.finish:
             job = job_of(self._away_request(completion.request.key, "finishes"))
             self._flight.drop(job.key)
@@ -349,8 +359,29 @@ class _Rollout:
                 f"sampled, but the request has {before.num_tokens}, of which {before.num_sampled} were: put what is "
                 "observed after them, with prefix.followed_by(token_ids)."
             )
+        self._wait_again(request)
+
+    def _begin_again(self, request: Request) -> None:
+        """Let a request that is away lose what it has sampled after its prefix, and wait for a slot."""
+        before = self._away_request(request.key, "begins again with").prefix
+        self.stats.num_discarded += before.num_sampled - request.prefix.num_sampled
+        self._forget_lost(request)
+        self._wait_again(request)
+
+    def _forget_lost(self, request: Request) -> None:
+        """Count all that a request samples to this rollout, where it has lost what it had before."""
+        if request.prefix.num_sampled < self._begun_with.get(request.key, 0):
+            self._begun_with[request.key] = request.prefix.num_sampled
+
+    def _wait_again(self, request: Request) -> None:
+        """Let a request that was away wait for a slot, to go on from its prefix."""
         request.check_prefix()
-        self._plan.come_back(self._flight.come_back(request))
+        job = self._flight.come_back(request)
+        if request.key in self._unplanned:
+            self._unplanned.remove(request.key)
+            self._plan.add([job])
+        else:
+            self._plan.come_back(job)
         self._buffer.ask(request)
 
     def _away_request(self, key: Key, does: str) -> Request:

@@ -12,7 +12,7 @@ from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.compatibility import Part, check_together
-from lit_grpo.plugins import Listener, Plugin, RunFacts, join_all
+from lit_grpo.plugins import Listener, Plugin, RunFacts, Worker, join_all
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding, Stepped
 from lit_grpo.rollout.loop import RolloutLoop
@@ -146,6 +146,11 @@ class RolloutSession:
         """Return the plug-in of a class, where there is one."""
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
+    @property
+    def evaluating(self) -> list[Worker]:
+        """What acts for plug-ins in rollouts that are not learnt from, too."""
+        return [worker for worker in self.workers.values() if worker.evaluates]
+
     # ---- before the first batch ---------------------------------------------------------------------
 
     def check(self, facts: RunFacts, parts: Iterable[Part]) -> None:
@@ -239,7 +244,7 @@ class RolloutSession:
             self.buffer,
             self.plan,
             self.lengths,
-            [_moving(run.phases), *listeners, *self._scoring(run.pass_rule), *self.workers.values()],
+            [_moving(run.phases), *listeners, *self.workers.values(), *self._scoring(run.pass_rule)],
             self._points,
         )
         self.buffer.open(requests)
@@ -267,9 +272,9 @@ class RolloutSession:
         phase: str = "validation",
         context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        """Fill a batch that is not learnt from: no plug-in acts, and nothing is remembered."""
+        """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
         scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
-        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *scoring])
+        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *self.evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)
@@ -406,7 +411,7 @@ class RolloutSession:
         scoring = Rewarding(self.rewards, waits=False)
         self.buffer.open(requests)
         self._pump.start(
-            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, scoring, *self.workers.values()])
+            RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.workers.values(), scoring])
         )
         if self.mode.overlap == "within":
             batch.arriving = self._joined(self._pump.arriving(batch, run.phases), run.policy_version)
@@ -448,6 +453,8 @@ class RolloutSession:
         if self.rewards is not None:
             self.rewards.close()
             self.rewards = None
+        for worker in self.workers.values():
+            worker.close()
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
         """Return what each rank has learnt, and has sampled and not yet learnt from; all ranks ask together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,7 @@ class Flight:
         self._waiting: dict[Key, Request] = {}
         self._active: dict[Key, _Active] = {}  # in the order of admission
         self._away: dict[Key, Request] = {}
+        self._away_since: dict[Key, float] = {}  # seconds of a clock
         self._waiting_of: Counter[GroupKey] = Counter()
         self._active_of: Counter[GroupKey] = Counter()
         self._away_of: Counter[GroupKey] = Counter()
@@ -115,6 +117,11 @@ class Flight:
     def num_away(self) -> int:
         """How many requests are away."""
         return len(self._away)
+
+    @property
+    def longest_away_s(self) -> float:
+        """Seconds for which a request has been away in this rollout, the longest of all that are."""
+        return time.monotonic() - min(self._away_since.values()) if self._away_since else 0.0
 
     def is_active(self, key: Key) -> bool:
         """Whether a request is active."""
@@ -171,6 +178,7 @@ class Flight:
         """Take requests that were away when the last rollout ended."""
         for request in requests:
             self._away[request.key] = request
+            self._away_since[request.key] = time.monotonic()
             self._away_of[request.group] += 1
             self.spans.group(request.group)
 
@@ -236,6 +244,7 @@ class Flight:
         """A request that waits or is away is wanted no more; return it."""
         requests, counts = (self._away, self._away_of) if key in self._away else (self._waiting, self._waiting_of)
         request = requests.pop(key)
+        self._away_since.pop(key, None)
         counts[request.group] -= 1
         return request
 

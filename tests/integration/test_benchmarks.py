@@ -214,6 +214,7 @@ def test_the_simulation_of_vllm_plan_gives_the_steps_of_the_engine() -> None:
         "decode_efficiency",
         "length_prediction",
         "decode_gpu",
+        "turns",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

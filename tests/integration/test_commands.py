@@ -48,6 +48,11 @@ CONFIGS = {
         "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
         "--data.validation.init_args.num_rows 8",
     ),
+    "calculator": (
+        "calculator",
+        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
+        "--data.validation.init_args.num_rows 8",
+    ),
     "budget": (
         "budget",
         "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "

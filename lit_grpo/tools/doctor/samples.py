@@ -55,7 +55,8 @@ def check_samples(patient: Patient) -> Iterator[Finding]:
     module = patient.module
     num_generations = min(NUM_GENERATIONS, module.num_generations)
     with patient.trainer.precision_plugin.forward_context():
-        patient.groups, stats = RolloutLoop(module.generator).collect(
+        loop = RolloutLoop(module.generator, listeners=patient.scheduler.session.evaluating)
+        patient.groups, stats = loop.collect(
             patient.prompts[:NUM_PROMPTS], num_generations, module.sampling, module.sampling_seed
         )
     completions = [rollout.completion for rollout in patient.rollouts]

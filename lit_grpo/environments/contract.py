@@ -1,0 +1,172 @@
+"""What an environment is: TRL's class as it is, and what may be added to it.
+
+TRL's contract (``environment_factory``)::
+
+    class Game:
+        def reset(self, **columns) -> str | None:      # the text is added to the last user message
+            self.number, self.tries = columns["number"], 0
+            return "I think of a number below 100."
+
+        def guess(self, number: int) -> str:           # any other public method is a tool, async ones too
+            \"\"\"Guess the number.
+
+Args:
+                number: Your guess.
+            \"\"\"
+            self.tries += 1
+            ...
+
+        def get_reward(self) -> float | None: ...      # optional; None where it does not apply
+
+and, all optional::
+
+        done = False                                   # attribute or property: True ends the episode
+        def respond(self, text: str) -> str | None     # the user's answer to a turn without a call; None ends it
+        def turn_reward(self) -> float                 # what the last turn earned by itself
+        def state(self) -> Any                         # plain values; with restore(state) an episode outlives a kill
+        def restore(self, state: Any) -> None
+        def close(self) -> None                        # after the episode has been scored
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from lit_grpo.environments.tools import Tool, load_tools, named
+from lit_grpo.rewards.loading import error_text, load_object
+
+COLUMN = "environment"
+"""The column of the data that names a row's environment, where there are several."""
+OPTIONAL = ("get_reward", "respond", "turn_reward", "state", "restore", "close")
+NOT_TOOLS = ("reset", *OPTIONAL)
+Factory = str | Callable[[], Any]
+
+
+class EnvironmentFailed(Exception):
+    """An environment raises it to say that not the policy has failed, but what the environment stands on.
+
+    The trajectory begins again with a fresh environment, or is left out of its group.
+    """
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of environment.
+
+    Args:
+        type: The class; None where there are only functions.
+        make: Returns a fresh environment.
+        tools: What the policy may call, by name.
+        columns: The columns that ``reset`` takes; None for all of them.
+        required: Those of them that have no default.
+        methods: Which of the optional methods it has.
+    """
+
+    type: type | None
+    make: Callable[[], Any]
+    tools: Mapping[str, Tool]
+    columns: tuple[str, ...] | None = ()
+    required: tuple[str, ...] = ()
+    methods: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return "tools" if self.type is None else self.type.__name__
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template shows of the tools."""
+        return [dict(tool.schema) for tool in self.tools.values()]
+
+    def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``reset`` for a row."""
+        return {name: value for name, value in columns.items() if self.columns is None or name in self.columns}
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Check that a row has what ``reset`` requires.
+
+        Raises:
+            ValueError: A column is missing; the message goes on after the row's number.
+        """
+        for name in self.required:
+            if name not in columns:
+                listed = ", ".join(map(repr, columns)) or "none"
+                raise ValueError(
+                    f"has no column {name!r}, which {self.name}.reset requires (it has {listed}); add the column, or "
+                    "give the parameter a default"
+                )
+
+
+def make_kinds(
+    factory: Factory | Mapping[str, Factory] | None, tools: Sequence[str | Callable[..., Any]]
+) -> dict[str | None, Kind]:
+    """Return the kinds of environment by the values of the column ``environment``; a single one by None.
+
+    Raises:
+        ValueError: A factory or tool cannot be loaded, or breaks the contract.
+    """
+    functions = load_tools(tools)
+    if factory is None:
+        if not functions:
+            raise ValueError("it has neither a factory nor tools; give one, as in factory: my_env.py:Game.")
+        return {None: Kind(None, lambda: None, named(functions))}
+    if isinstance(factory, Mapping):
+        if not factory:
+            raise ValueError("factory is an empty mapping; give at least one environment by its name.")
+        return {name: _kind(each, functions) for name, each in factory.items()}
+    return {None: _kind(factory, functions)}
+
+
+def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
+    make: Any = load_object(factory, "environment") if isinstance(factory, str) else factory
+    kind = _type_of(make, factory)
+    members = dict(inspect.getmembers(kind, inspect.isfunction))
+    if "reset" not in members:
+        raise ValueError(f"environment {kind.__name__} has no method reset; add one, which begins an episode.")
+    if "done" in members:
+        raise ValueError(f"{kind.__name__}.done is a method, and has to be an attribute or a property.")
+    if ("state" in members) != ("restore" in members):
+        raise ValueError(f"environment {kind.__name__} has one of state and restore; give it both, or none.")
+    own = [
+        Tool.of(member, is_method=True)
+        for name, member in members.items()
+        if not name.startswith("_") and name not in NOT_TOOLS
+    ]
+    if not own and not functions and "respond" not in members:
+        raise ValueError(
+            f"environment {kind.__name__} has no public method, which would be a tool, and no respond, which would "
+            "answer as the user; give it one of them."
+        )
+    parameters = list(inspect.signature(members["reset"]).parameters.values())[1:]
+    named_ones = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    return Kind(
+        type=kind,
+        make=make,
+        tools=named([*functions, *own]),
+        columns=None if takes_all else tuple(one.name for one in named_ones),
+        required=tuple(one.name for one in named_ones if one.default is one.empty),
+        methods=frozenset(members.keys() & set(OPTIONAL)),
+    )
+
+
+def _type_of(make: Any, factory: Factory) -> type:
+    """Return the class that a factory makes objects of; where it does not say so, one is made."""
+    if inspect.isclass(make):
+        return make
+    if not callable(make):
+        raise ValueError(f"environment {factory!r} is a {type(make).__name__}; name a class, or a function.")
+    hints = get_type_hints(make) if inspect.isfunction(make) else {}
+    said = hints.get("return")
+    if inspect.isclass(said) and said is not Any:
+        return said
+    try:
+        return type(make())
+    except Exception as error:  # the user's function runs here, and may fail in any way
+        raise ValueError(
+            f"environment {factory!r} cannot be made ({error_text(error)}); mend it, or name its class as its result."
+        ) from error

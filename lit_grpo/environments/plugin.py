@@ -1,0 +1,365 @@
+"""The plug-in ``environments``: tools and many turns, beside decoding."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from lit_grpo.environments.calls import CallFormatName
+from lit_grpo.environments.chat import Chat
+from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
+from lit_grpo.environments.session import Limits, Outcome, Session
+from lit_grpo.environments.workers import Calls
+from lit_grpo.limits import Count, Limit, Number
+from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
+from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.types import EMPTY, Completion, Episode, Key, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lit_grpo.rollout.generator import StepEvents
+    from lit_grpo.scheduling.flight import Flight
+
+logger = logging.getLogger(__name__)
+
+Seconds = Annotated[float, Limit(above=0, finite=True)]
+
+
+@dataclass(frozen=True)
+class Environments(Plugin):
+    """Let completions take many turns with an environment or with tools.
+
+    Args:
+        factory: A class, or a function that returns an environment (see :mod:`lit_grpo.environments.contract`), by its
+            path as in ``my_env.py:Game``; or several by name, of which each row says one in its column ``environment``.
+        tools: Functions without an environment that the policy may call, by their paths.
+        max_turns: The most turns of the policy; by default as many as its tokens allow.
+        max_answer_tokens: The most tokens of an answer of a tool or the user. From a longer one the middle is left out,
+            and the policy is told so.
+        tool_timeout_s: The most seconds of one call.
+        reset_timeout_s: The most seconds of making an environment, and of its ``reset``.
+        trajectory_timeout_s: The most seconds of all calls of one trajectory together.
+        retries: How often a trajectory begins again with a fresh environment after its environment has failed. After
+            that it is left out of its group: a failure is no reward of 0.
+        num_threads: How many calls run at a time, those of async functions apart.
+        calls: How the policy writes calls: ``qwen``, ``hermes``, ``llama`` or ``json``; by default what the tokenizer's
+            ``response_template`` or its chat template says.
+    """
+
+    role: ClassVar[str] = "what turns are answered by"
+
+    factory: Factory | Mapping[str, Factory] | None = None
+    tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
+    max_turns: Count | None = None
+    max_answer_tokens: Annotated[int, Limit(least=16)] = 512
+    tool_timeout_s: Seconds = 60.0
+    reset_timeout_s: Seconds = 60.0
+    trajectory_timeout_s: Seconds = 600.0
+    retries: Number = 2
+    num_threads: Count = 64
+    calls: CallFormatName | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Prompts that show tools are rendered by the data module."""
+        return frozenset({"prompt_stream"})
+
+    def check(self, run: RunFacts) -> None:
+        """Check that there is room for what is observed.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if run.max_observed < 1:
+            raise ValueError(
+                "answers of tools and environments need room, and model.sampling.max_observed is 0; set it to the "
+                "tokens that a trajectory may observe, such as 512. They do not count in max_tokens."
+            )
+
+    def worker(self) -> EnvironmentWorker:
+        """Return what leads conversations.
+
+        Raises:
+            ValueError: A factory or tool cannot be loaded, or breaks the contract.
+        """
+        given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
+        limits = Limits(
+            max_turns=self.max_turns,
+            max_answer_tokens=self.max_answer_tokens,
+            tool_timeout_s=self.tool_timeout_s,
+            reset_timeout_s=self.reset_timeout_s,
+            trajectory_timeout_s=self.trajectory_timeout_s,
+            retries=self.retries,
+        )
+        try:
+            kinds = make_kinds(self.factory, given)
+        except ValueError as error:
+            raise ValueError(f"rollout.plugins environments: {error}") from None
+        return EnvironmentWorker(kinds, limits, self.num_threads, self.calls)
+
+
+class EnvironmentWorker(Worker):
+    """Leads conversations: each trajectory has a :class:`lit_grpo.environments.session.Session`.
+
+    A trajectory is away while its environment is at work, and its slot free. Between two steps of the rollout what has
+    come meanwhile is taken; nothing is waited for.
+
+    Args:
+        kinds: Of environments, by the values of the column ``environment``; a single one by None.
+        limits: What a trajectory may take.
+        num_threads: Calls at a time.
+        form: How calls are written.
+    """
+
+    evaluates = True
+
+    def __init__(
+        self, kinds: Mapping[str | None, Kind], limits: Limits, num_threads: int, form: CallFormatName | None
+    ) -> None:
+        self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
+        self.chat: Chat | None = None
+        self.sessions: dict[Key, Session] = {}
+        self._ended: list[tuple[Session, Completion]] = []  # in this rollout
+        self._before: list[tuple[Session, Completion]] = []  # in the last one
+        self._kept: dict[Key, dict[str, Any]] = {}  # of a checkpoint
+        self._outcomes: deque[tuple[Session, Outcome]] = deque()
+        self._counts: Counter[str] = Counter()
+        self._calls: Calls | None = None
+        self._told: set[str] = set()
+        self._num_restarted = 0
+        self._rewards = [
+            RewardFunction.of(functools.partial(_reward_of, kind=name), name)
+            for name in dict.fromkeys(kind.name for kind in kinds.values() if "get_reward" in kind.methods)
+        ]
+
+    @property
+    def rewards(self) -> Sequence[RewardFunction]:
+        """One for each class with ``get_reward``, by its name."""
+        return self._rewards
+
+    # ---- prompts ------------------------------------------------------------------------------------
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        """Try the chat template on the turns that will come.
+
+        Raises:
+            ValueError: It refuses them, or does not show them.
+        """
+        if self.chat is not None and self.chat.tokenizer is tokenizer:
+            return
+        kinds = self.kinds.values()
+        try:
+            self.chat = Chat(tokenizer, options, self._form)
+            told = self.chat.check(
+                schemas=[schema for kind in kinds for schema in kind.schemas],
+                calls=any(kind.tools for kind in kinds),
+                responds=any("respond" in kind.methods for kind in kinds),
+            )
+        except ValueError as error:
+            raise ValueError(f"rollout.plugins environments: {error}") from None
+        for sentence in told:
+            self._tell(sentence)
+
+    def tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the schemas of a row's tools.
+
+        Raises:
+            ValueError: The row names no environment that there is, or lacks a column.
+        """
+        kind = self._kind(row)
+        kind.check_columns(row)
+        return kind.schemas
+
+    def adds(self, row: Mapping[str, Any]) -> bool:
+        """Whether an environment is reset, which may say something."""
+        return self._kind(row).type is not None
+
+    def _kind(self, row: Mapping[str, Any]) -> Kind:
+        if None in self.kinds:
+            return self.kinds[None]
+        name = row.get(COLUMN)
+        if name not in self.kinds:
+            listed = ", ".join(map(repr, self.kinds))
+            raise ValueError(f"has {name!r} in column {COLUMN!r}, which names none of the environments {listed}")
+        return self.kinds[name]
+
+    # ---- rollouts -----------------------------------------------------------------------------------
+
+    def begin(self, flight: Flight) -> None:
+        """A rollout begins; environments of the one before the last have been scored."""
+        self._flight = flight
+        self._let_go(self._before)
+        self._before, self._ended = self._ended, []
+        self._counts.clear()
+        self._waited_s = self._lasted_s = 0.0
+        self._num_turns = self._num_ended = self._num_restarted = 0
+
+    def asked(self, requests: Sequence[Request]) -> list[Request]:
+        """Let each request begin with an environment of its own, which is reset first."""
+        held = [self._held(request) for request in requests]
+        return [request for request in held if request is not None]
+
+    def _held(self, request: Request) -> Request | None:
+        session = self.sessions.get(request.key)
+        if session is not None and session.num_tokens == request.prefix.num_tokens and session.waits:
+            return request
+        if session is not None and session.num_tokens <= request.prefix.num_tokens > 0:
+            return None  # it goes on, whether it was stopped in the middle of a turn or before one
+        if session is not None:
+            session.close()
+        session = self.sessions[request.key] = self._session(request)
+        kept = self._kept.pop(request.key, None)
+        if request.prefix.num_tokens and kept is not None:
+            session.restore(kept, request)
+            return request
+        self._num_restarted += request.prefix.num_tokens > 0
+        session.open()
+        return request.after(EMPTY)
+
+    def _session(self, request: Request) -> Session:
+        assert self.chat is not None, "prepare comes first"
+        if self._calls is None:
+            self._calls = Calls(self._num_threads)
+        return Session(
+            request=request.after(EMPTY),
+            kind=self._kind(request.prompt.columns),
+            chat=self.chat,
+            limits=self._limits,
+            calls=self._calls,
+            outcomes=self._outcomes,
+            counts=self._counts,
+            told_failure=self._tell_failure,
+        )
+
+    def turn(self, completion: Completion) -> Answer:
+        """Have the environment answer, while others decode."""
+        self.sessions[completion.request.key].take_turn(completion)
+        return Answer(hold=[completion.request.key])
+
+    def step(self, events: StepEvents) -> Answer | None:
+        """Take what environments have come to."""
+        return self._answer() if self._outcomes else None
+
+    def idle(self) -> Answer | None:
+        """Do the same."""
+        return self._answer() if self._outcomes else None
+
+    def _answer(self) -> Answer:
+        """Take what has come of trajectories of this rollout, and leave what is of another one to that."""
+        go_on: list[Request] = []
+        again: list[Request] = []
+        finish: list[Completion] = []
+        drop: list[Key] = []
+        of_others: list[tuple[Session, Outcome]] = []
+        while self._outcomes:
+            session, outcome = self._outcomes.popleft()
+            key = session.request.key
+            if self.sessions.get(key) is not session:
+                continue  # the trajectory was discarded meanwhile
+            if not self._flight.is_away(key):
+                of_others.append((session, outcome))
+                continue
+            if outcome.error is not None:
+                raise outcome.error
+            session.waits = False
+            if outcome.goes_on is not None:
+                go_on.append(outcome.goes_on)
+            elif outcome.begins is not None:
+                again.append(outcome.begins)
+            elif outcome.finished is not None:
+                finish.append(outcome.finished)
+            else:
+                drop.append(key)
+                del self.sessions[key]
+        self._outcomes.extend(of_others)
+        return Answer(go_on=go_on, again=again, finish=finish, drop=drop)
+
+    def finish(self, completion: Completion) -> None:
+        """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""
+        session = self.sessions.pop(completion.request.key, None)
+        if session is None:
+            return
+        if completion.episode is None:  # another has ended it
+            completion.episode = session.episode()._replace(turn_rewards=())
+        self._ended.append((session, completion))
+        self._num_ended += 1
+        self._num_turns += session.num_turns
+        self._waited_s += session.waited_s
+        self._lasted_s += time.monotonic() - session.began
+
+    def end(self, failed: bool) -> None:
+        """Let go of all environments where the rollout has failed: what they were told of it is void."""
+        if failed:
+            for session in self.sessions.values():
+                session.close()
+            self.sessions.clear()
+            self._outcomes.clear()
+
+    def _let_go(self, ended: Sequence[tuple[Session, Completion]]) -> None:
+        """Close environments whose completions have been scored."""
+        for session, completion in ended:
+            session.close()
+            if completion.episode is not None:
+                completion.episode = completion.episode._replace(environment=None)
+
+    # ---- what is told -------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Return what happened in the last rollout."""
+        ended = self._num_ended or math.nan
+        names = ("tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "shortened_answers", "cut_short")
+        names += ("failures", "retries", "dropped", "timeouts")
+        return {
+            "environments/turns": self._num_turns / ended,
+            "environments/waiting_share": self._waited_s / self._lasted_s if self._lasted_s else math.nan,
+            "environments/restarted": float(self._num_restarted),
+            **{f"environments/{name}": float(self._counts[name]) for name in names},
+        }
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            logger.warning("%s", sentence)
+
+    def _tell_failure(self, sentence: str) -> None:
+        """Tell of the first failure of each kind; the others are counted."""
+        self._tell(
+            f"The environment {sentence}. The trajectory begins again with a fresh one, or is left out of its group; "
+            "further failures are only counted."
+        )
+
+    # ---- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of environments that can be restored."""
+        states = ((key, session.state()) for key, session in self.sessions.items())
+        return {"sessions": [[list(key), state] for key, state in states if state is not None]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; trajectories whose environments cannot be restored begin again."""
+        self._kept = {(name, visit, tuple(path)): each for (name, visit, path), each in state["sessions"]}
+
+    def close(self) -> None:
+        """End all environments, and what calls them."""
+        for session in [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]:
+            session.close()
+        self.sessions.clear()
+        self._before, self._ended = [], []
+        if self._calls is not None:
+            self._calls.stop()
+            self._calls = None
+
+
+def _reward_of(completion: str, episode: Episode | None, kind: str) -> float | None:
+    """Return what an environment of a class has given; None for a completion with another one."""
+    return episode.reward if episode is not None and episode.kind == kind else None
+
+
+PLUGINS = {"environments": Environments()}

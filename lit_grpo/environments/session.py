@@ -1,0 +1,388 @@
+"""One trajectory with its environment: from reset to the last turn, beside decoding."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lit_grpo.environments.calls import BrokenCall, Call
+from lit_grpo.environments.contract import EnvironmentFailed, Kind
+from lit_grpo.environments.workers import Calls, CallTimeout, TooManyHang
+from lit_grpo.rewards.function import read_value
+from lit_grpo.rewards.loading import error_text
+from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request
+
+if TYPE_CHECKING:
+    from lit_grpo.data.chat import Message
+    from lit_grpo.environments.chat import Chat
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a trajectory may take.
+
+    Args:
+        max_turns: Turns of the policy; None for as many as its tokens allow.
+        max_answer_tokens: The most tokens of one answer of a tool or the user.
+        tool_timeout_s: Seconds of one call.
+        reset_timeout_s: Seconds of making an environment, and of its reset.
+        trajectory_timeout_s: Seconds of all calls together.
+        retries: How often a trajectory begins again with a fresh environment after its environment has failed.
+    """
+
+    max_turns: int | None
+    max_answer_tokens: int
+    tool_timeout_s: float
+    reset_timeout_s: float
+    trajectory_timeout_s: float
+    retries: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a request that is away: one of these, or none where it is to be dropped."""
+
+    goes_on: Request | None = None
+    begins: Request | None = None
+    finished: Completion | None = None
+    error: BaseException | None = None
+
+
+class Failure(Exception):
+    """The environment of a trajectory has failed; the message goes on after its name."""
+
+
+_FAILURES = (EnvironmentFailed, ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit)
+"""What a call raises where not the policy is at fault."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A trajectory and its environment.
+
+    Its coroutines run on the loop of ``calls``. What comes of them is put into ``outcomes``, where the rollout takes it
+    between two steps.
+
+    Args:
+        request: As it was asked for.
+        kind: Of its environment.
+        chat: Makes tokens of what the environment says.
+        limits: What it may take.
+        calls: Makes calls of the environment.
+        outcomes: What has come of trajectories that are away.
+        counts: What has happened in this rollout, by name.
+
+    Attributes:
+        num_tokens: Of what it has come to, as far as the environment knows.
+        waits: Whether the environment is at work, or what came of it has not been taken.
+        waited_s: Seconds in which the environment was at work.
+    """
+
+    request: Request
+    kind: Kind
+    chat: Chat
+    limits: Limits
+    calls: Calls
+    outcomes: deque[tuple[Session, Outcome]]
+    counts: Counter[str]
+    environment: Any = None
+    messages: list[Message] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    waits: bool = False
+    waited_s: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    told_failure: Callable[[str], None] = lambda _: None
+    _spent_s: float = 0.0  # of trajectory_timeout_s
+    _has_sampled: bool = False  # since the request has begun
+
+    # ---- the rollout's side ---------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin an episode; the request goes on once the environment has said what it begins with."""
+        self._do(self._opened())
+
+    def take_turn(self, completion: Completion) -> None:
+        """Let the environment answer a turn."""
+        self.num_tokens, self._has_sampled = completion.num_tokens, True
+        self._do(self._answered(completion))
+
+    def close(self) -> None:
+        """Let go of the environment."""
+        environment, self.environment = self.environment, None
+        if environment is not None and "close" in self.kind.methods:
+            self.calls.start(self._closed(environment))
+
+    def episode(self, reward: float | None = None) -> Episode:
+        """Return what there is to say of it so far."""
+        return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards))
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps; None where it cannot go on from one."""
+        if "state" not in self.kind.methods or self.waits or self.environment is None:
+            return None
+        own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns")}
+        return own | {"environment": self.environment.state()}
+
+    def restore(self, state: Mapping[str, Any], request: Request) -> None:
+        """Go on from a checkpoint, with a fresh environment that is told its state; ``request`` then goes on."""
+        self.num_tokens, self._has_sampled = request.prefix.num_tokens, True
+        self._do(self._restored(state, request))
+
+    # ---- beside decoding ------------------------------------------------------------------------------
+
+    def _do(self, work: Any) -> None:
+        self.waits = True
+        self.calls.start(self._told(work))
+
+    async def _told(self, work: Any) -> None:
+        """Do some work, and tell what has come of it."""
+        began = time.monotonic()
+        try:
+            outcome = await work
+        except Exception as error:  # what is no failure of an environment ends the run
+            outcome = Outcome(error=error)
+        self.waited_s += time.monotonic() - began
+        self.outcomes.append((self, outcome))
+
+    async def _opened(self) -> Outcome:
+        """Reset a fresh environment, as often as may be."""
+        while True:
+            try:
+                return await self._reset()
+            except Failure as failure:
+                if not self._retries(failure):
+                    return Outcome()
+
+    async def _reset(self) -> Outcome:
+        self._spent_s, self.num_turns, self.messages, self.turn_rewards = 0.0, 0, [], []
+        said = ""
+        if self.kind.type is not None:
+            self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
+            reset, arguments = self.environment.reset, self.kind.arguments(self.request.prompt.columns)
+            is_async = _is_async(self.kind, "reset")
+            told = await self._guarded("is reset", lambda: reset(**arguments), is_async, self.limits.reset_timeout_s)
+            said = "" if told is None else text_of(told, f"{self.kind.name}.reset")
+        observed = self.chat.opening(self.request.prompt, said, self.kind.schemas)
+        most = self.request.sampling.max_observed
+        if len(observed) > most:
+            raise ValueError(
+                f"{self.kind.name}.reset says so much for {self.request.prompt.prompt_id} that {len(observed)} tokens "
+                f"are observed, and model.sampling.max_observed allows {most}; raise it, or say less."
+            )
+        request = self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
+        self.num_tokens = len(observed)
+        begins, self._has_sampled = self._has_sampled, False
+        return Outcome(begins=request) if begins else Outcome(goes_on=request)
+
+    async def _restored(self, state: Mapping[str, Any], request: Request) -> Outcome:
+        """Give a fresh environment its state; where that fails, begin again."""
+        try:
+            self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
+            restore = self.environment.restore
+            is_async = _is_async(self.kind, "restore")
+            await self._guarded("is restored", lambda: restore(state["environment"]), is_async)
+        except Failure as failure:
+            return await self._opened() if self._retries(failure) else Outcome()
+        for name in ("messages", "turn_rewards", "num_turns"):
+            setattr(self, name, state[name])
+        return Outcome(goes_on=request)
+
+    async def _answered(self, completion: Completion) -> Outcome:
+        """Answer a turn; where the environment fails, begin again with a fresh one."""
+        try:
+            return await self._turn(completion)
+        except Failure as failure:
+            if not self._retries(failure):
+                return Outcome()
+        return await self._opened()
+
+    async def _turn(self, completion: Completion) -> Outcome:
+        self.num_turns += 1
+        if completion.finish_reason != "stop":
+            return await self._over(completion, completion.finish_reason)
+        token_ids: list[int] = completion.token_ids_T.tolist()
+        sampled = completion.turns[-1]
+        before = [*completion.request.prompt.token_ids, *token_ids[: len(token_ids) - len(sampled)]]
+        turn = self.chat.read(sampled, before, self.kind.tools)
+        self.messages.append(turn.message)
+        answers = await self._call_all(turn.calls) if turn.calls else await self._respond(turn.content)
+        await self._reward_turn()
+        self.messages += answers
+        if not answers or await self._is_done():
+            return await self._over(completion, "stop")
+        observed = self.chat.following(answers, sampled[-1])
+        sampling = completion.request.sampling
+        if (
+            self.num_turns == self.limits.max_turns
+            or completion.num_observed + len(observed) > sampling.max_observed
+            or completion.num_sampled >= sampling.max_tokens
+        ):
+            self.counts["cut_short"] += 1
+            del self.messages[len(self.messages) - len(answers) :]
+            return await self._over(completion, "length")
+        request = completion.request.after(completion.followed_by(observed))
+        self.num_tokens = request.prefix.num_tokens
+        return Outcome(goes_on=request)
+
+    async def _over(self, completion: Completion, reason: FinishReason) -> Outcome:
+        """Let the environment give its reward, and end."""
+        if completion.finish_reason != "stop":
+            self.messages.append({"role": "assistant", "content": self._text(completion)})
+            await self._reward_turn()
+        reward = None
+        if "get_reward" in self.kind.methods:
+            told = await self._ask("get_reward")
+            try:
+                reward = read_value(told)
+            except ValueError as error:
+                raise ValueError(f"{self.kind.name}.get_reward: {error}.") from None
+        ended = completion.request.after(completion).ended(reason, completion.text)
+        ended.episode = self.episode(reward)
+        return Outcome(finished=ended)
+
+    def _text(self, completion: Completion) -> str:
+        return str(self.chat.tokenizer.decode(completion.turns[-1], skip_special_tokens=True))
+
+    # ---- what an environment is asked ------------------------------------------------------------------
+
+    async def _call_all(self, calls: Sequence[Call | BrokenCall]) -> list[Message]:
+        """Make the calls of a turn in their order; return an answer to each, up to the end of the episode."""
+        answers: list[Message] = []
+        for call in calls:
+            if isinstance(call, BrokenCall):
+                self.counts["broken_calls"] += 1
+                name, result = "unknown", {"error": f"the call cannot be read: {call.why}"}
+            else:
+                name, result = call.name, await self._call(call)
+            content = text_of(result, f"the tool {name}")
+            answers.append({"role": "tool", "name": name, "content": self._shortened(content)})
+            if await self._is_done():
+                break
+        return answers
+
+    async def _call(self, call: Call) -> Any:
+        """Make one call; return its result, or the error that the policy is told of."""
+        self.counts["tool_calls"] += 1
+        tool = self.kind.tools.get(call.name)
+        if tool is None:
+            self.counts["tool_failures"] += 1
+            return {"error": f"there is no tool {call.name!r}; the tools are {', '.join(self.kind.tools)}"}
+        own = (self.environment,) if tool.is_method else ()
+        try:
+            return await self._within(lambda: tool.function(*own, **call.arguments), tool.is_async)
+        except CallTimeout:
+            self.counts["tool_timeouts"] += 1
+            if tool.is_method:  # the call goes on, and holds the environment
+                raise Failure(f"hangs in {call.name}") from None
+            self.counts["tool_failures"] += 1
+            return {"error": f"the call took longer than {self.limits.tool_timeout_s:g} s"}
+        except TooManyHang:
+            raise
+        except _FAILURES as error:
+            raise Failure(f"fails in {call.name} ({error_text(error)})") from error
+        except Exception as error:  # a tool's error is an answer
+            self.counts["tool_failures"] += 1
+            return {"error": str(error)}
+
+    async def _respond(self, content: str) -> list[Message]:
+        """Return the user's answer to a turn without a call; none where there is none."""
+        if "respond" not in self.kind.methods or await self._is_done():
+            return []
+        respond = self.environment.respond
+        said = await self._guarded("is asked to respond", lambda: respond(content), _is_async(self.kind, "respond"))
+        if said is None:
+            return []
+        text = text_of(said, f"{self.kind.name}.respond")
+        return [{"role": "user", "content": self._shortened(text)}]
+
+    async def _reward_turn(self) -> None:
+        if "turn_reward" in self.kind.methods:
+            told = await self._ask("turn_reward")
+            try:
+                value = read_value(told)
+            except ValueError as error:
+                raise ValueError(f"{self.kind.name}.turn_reward: {error}.") from None
+            self.turn_rewards.append(value or 0.0)
+
+    async def _is_done(self) -> bool:
+        if not hasattr(self.kind.type, "done") and "done" not in getattr(self.environment, "__dict__", {}):
+            return False
+        return bool(await self._guarded("is asked for done", lambda: self.environment.done, False))
+
+    async def _ask(self, name: str) -> Any:
+        return await self._guarded(f"is asked for {name}", getattr(self.environment, name), _is_async(self.kind, name))
+
+    async def _guarded(
+        self, what: str, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None
+    ) -> Any:
+        """Make a call that may not fail: whatever it raises, and its hanging, is a failure of the environment."""
+        try:
+            return await self._within(function, is_async, timeout_s)
+        except CallTimeout:
+            self.counts["timeouts"] += 1
+            raise Failure(f"takes too long when it {what}") from None
+        except TooManyHang:
+            raise
+        except (Exception, *_FAILURES) as error:  # a user's function runs here, and may fail in any way
+            raise Failure(f"fails when it {what} ({error_text(error)})") from error
+
+    async def _within(self, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None) -> Any:
+        """Make a call within its limit and that of the trajectory."""
+        limit_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
+        left_s = self.limits.trajectory_timeout_s - self._spent_s
+        return await self.calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self._spend)
+
+    def _spend(self, seconds: float) -> None:
+        self._spent_s += seconds
+
+    # ---- failures -------------------------------------------------------------------------------------
+
+    def _retries(self, failure: Failure) -> bool:
+        """Count a failure; return whether the trajectory begins again."""
+        self.counts["failures"] += 1
+        self.num_failed += 1
+        self.told_failure(f"{self.kind.name} {failure}")
+        self.close()
+        if self.num_failed > self.limits.retries:
+            self.counts["dropped"] += 1
+            return False
+        self.counts["retries"] += 1
+        return True
+
+    async def _closed(self, environment: Any) -> None:
+        try:
+            limit_s = self.limits.reset_timeout_s
+            await self.calls.call(environment.close, _is_async(self.kind, "close"), limit_s, self._spend)
+        except (Exception, *_FAILURES) as error:  # nothing depends on it
+            self.told_failure(f"{self.kind.name} fails when it is closed ({error_text(error)})")
+
+    def _shortened(self, text: str) -> str:
+        text, is_cut = self.chat.shorten(text, self.limits.max_answer_tokens)
+        self.counts["shortened_answers"] += is_cut
+        return text
+
+
+def text_of(said: Any, who: str) -> str:
+    """Return what a tool or environment says as text: content blocks joined, and anything else as Python prints it.
+
+    Raises:
+        ValueError: A content block is no text.
+    """
+    if isinstance(said, str):
+        return said
+    if isinstance(said, list) and said and all(isinstance(block, dict) and "type" in block for block in said):
+        if any(block["type"] != "text" for block in said):
+            raise ValueError(f"{who} returns content that is not text, and conversations are text alone; return text.")
+        return "".join(str(block["text"]) for block in said)
+    return str(said)
+
+
+def _is_async(kind: Kind, name: str) -> bool:
+    return inspect.iscoroutinefunction(getattr(kind.type, name, None))

@@ -1,0 +1,174 @@
+"""Calls of environments and tools beside decoding: a bounded pool of threads, and an event loop for coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from lit_grpo.process.loops import EventLoop
+
+MOST_LOST = 1000
+"""So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
+_BLOCKED_S = 1.0  # that the loop of coroutines may take for nothing before it counts as blocked
+
+
+class CallTimeout(Exception):
+    """A call has taken too long; it may go on, and its result is dropped."""
+
+
+class TooManyHang(RuntimeError):
+    """More calls hang than there may be threads for."""
+
+
+class Calls:
+    """Makes calls of users' code, each with a time limit.
+
+    What waits for them is a coroutine on a loop of its own (:meth:`start`), on which no user's code runs: so it keeps
+    its time whatever that code does.
+
+    Args:
+        num_threads: How many calls that are not async run at a time.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._keeper = EventLoop("lit_grpo-environments")
+        self._coroutines = EventLoop("lit_grpo-async-tools")
+        self._free = asyncio.Semaphore(num_threads)
+        self._idle: list[_CallThread] = []
+        self._lost: set[_CallThread] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        """Start a coroutine that makes calls, from any thread."""
+        return self._keeper.begin(coroutine)
+
+    async def call(
+        self, function: Callable[[], Any], is_async: bool, timeout_s: float, took: Callable[[float], None]
+    ) -> Any:
+        """Make a call; ``took`` is told its seconds, without the wait for a thread.
+
+        Raises:
+            CallTimeout: It has taken too long.
+            TooManyHang: So have too many others.
+            BaseException: Whatever the function raised.
+        """
+        if is_async:
+            began = time.monotonic()
+            try:
+                return await self._await(function, timeout_s)
+            finally:
+                took(time.monotonic() - began)
+        async with self._free:
+            began = time.monotonic()
+            try:
+                return await self._run(function, timeout_s)
+            finally:
+                took(time.monotonic() - began)
+
+    async def _run(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        thread = self._idle.pop() if self._idle else _CallThread()
+        outcome = thread.begin(function)
+        try:
+            await asyncio.wait([outcome], timeout=timeout_s)
+        finally:
+            if outcome.done():
+                self._idle.append(thread)
+            else:
+                outcome.cancel()
+                thread.end()
+                self._lost = {each for each in self._lost if each.is_alive} | {thread}
+        if not outcome.cancelled():
+            return outcome.result()
+        if len(self._lost) > MOST_LOST:
+            raise TooManyHang(
+                f"{len(self._lost)} calls of environments or tools have taken longer than they may, and go on in "
+                "threads that cannot be stopped; let them end by themselves."
+            )
+        raise CallTimeout
+
+    async def _await(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        outcome = asyncio.wrap_future(self._coroutines.begin(_caught(function)))
+        await asyncio.wait([outcome], timeout=timeout_s)
+        if outcome.done():
+            value, error = outcome.result()
+            if error is not None:
+                raise error
+            return value
+        outcome.cancel()
+        await self._replace_if_blocked()
+        raise CallTimeout
+
+    async def _replace_if_blocked(self) -> None:
+        """Give later coroutines another loop, where one that does not await holds this one."""
+        coroutines = self._coroutines
+        sign = asyncio.wrap_future(coroutines.begin(asyncio.sleep(0)))
+        await asyncio.wait([sign], timeout=_BLOCKED_S)
+        if not sign.done() and coroutines is self._coroutines:
+            self._coroutines = EventLoop("lit_grpo-async-tools")
+
+    def stop(self) -> None:
+        """Cancel what waits, and end the threads; one whose call goes on is left alone."""
+        self._keeper.close()
+        self._coroutines.close(wait_s=_BLOCKED_S)
+        for thread in self._idle:
+            thread.end()
+
+
+async def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await function(), None
+    except Exception as error:
+        return None, error
+    except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop of all calls
+        return None, error
+
+
+class _CallThread:
+    """A daemon thread that makes one call after another."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="lit_grpo-tool", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not come to its end."""
+        return self._thread.is_alive()
+
+    def begin(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Begin a call, from a coroutine."""
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._jobs.put((function, outcome))
+        return outcome
+
+    def end(self) -> None:
+        """End after the call that is being made."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, outcome = job
+            try:
+                value, error = function(), None
+            except BaseException as raised:  # a user's function runs here: every error must reach the caller
+                value, error = None, raised
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+                outcome.get_loop().call_soon_threadsafe(_settle, outcome, value, error)
+            del job, function, outcome, value, error
+
+
+def _settle(outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if outcome.done():
+        return
+    if isinstance(error, StopIteration):  # a future refuses it
+        error = RuntimeError("StopIteration")
+    if error is None:
+        outcome.set_result(value)
+    else:
+        outcome.set_exception(error)

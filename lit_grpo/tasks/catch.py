@@ -1,0 +1,93 @@
+"""A small game in text: a ball falls, and a paddle on the bottom row is to be under it.
+
+The environment has TRL's shape (its example ``grpo_catch``), with ``done`` and a reward by turn beside it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from lit_grpo.tasks.drawn import DrawnRows, Split, split_of
+
+ROWS, COLUMNS = 6, 5
+PROMPT = "A ball (o) falls by a row with each of your moves. Bring the paddle (_) under it by the last row.\n\n"
+
+
+class Catch:
+    """The game: ``left``, ``right`` or ``stay``, until the ball is down."""
+
+    def reset(self, seed: int, **_: Any) -> str:
+        """Begin a game; with the same seed it is the same."""
+        rng = random.Random(seed)
+        self.height, self.ball, self.paddle = 0, rng.randrange(COLUMNS), rng.randrange(COLUMNS)
+        self._distance = self._before = abs(self.ball - self.paddle)
+        return self.board
+
+    @property
+    def board(self) -> str:
+        """The board as text, a line a row."""
+        rows = [["."] * COLUMNS for _ in range(ROWS)]
+        rows[-1][self.paddle] = "_"
+        rows[self.height][self.ball] = "o"
+        return "\n".join(map("".join, rows))
+
+    @property
+    def done(self) -> bool:
+        """Whether the ball is down."""
+        return self.height == ROWS - 1
+
+    def move(self, direction: str) -> str:
+        """Move the paddle, while the ball falls by a row.
+
+        Args:
+            direction: left, right or stay.
+        """
+        steps = {"left": -1, "right": 1, "stay": 0}
+        if direction not in steps:
+            raise ValueError("direction must be left, right or stay")
+        if self.done:
+            raise ValueError("the ball is down")
+        self.height += 1
+        self.paddle = min(max(self.paddle + steps[direction], 0), COLUMNS - 1)
+        self._before, self._distance = self._distance, abs(self.ball - self.paddle)
+        return self.board
+
+    def turn_reward(self) -> float:
+        """How much nearer the paddle has come to the ball's column."""
+        gained, self._before = self._before - self._distance, self._distance
+        return gained / COLUMNS
+
+    def get_reward(self) -> float:
+        """1 for a ball that was caught."""
+        return float(self.done and self.ball == self.paddle)
+
+
+class CatchRows(DrawnRows):
+    """Games of :class:`Catch`: a row has the columns ``prompt`` and ``seed``.
+
+    Args:
+        num_rows: How many rows.
+        split: ``train`` or ``validation``.
+        seed: Decides which games are drawn.
+    """
+
+    def __init__(self, num_rows: int = 1024, split: Split = "train", seed: int = 0) -> None:
+        super().__init__(num_rows, split, seed)
+
+    def rows(self) -> Any:
+        """Yield one dict a row; the prompts are equal, the seeds are not."""
+        rng = random.Random(f"{self.split}/{self.seed}")
+        seen: set[int] = set()
+        while len(seen) < self.num_rows:
+            row = self.draw(rng)
+            if row["seed"] not in seen:
+                seen.add(row["seed"])
+                yield row
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Draw a game of the split."""
+        while True:
+            seed = rng.randrange(2**31)
+            if split_of(seed) == self.split:
+                return {"prompt": PROMPT, "seed": seed}

@@ -1,0 +1,163 @@
+"""Runs with environments in the shape of TRL's public examples, unchanged, by a random policy."""
+
+from __future__ import annotations
+
+import csv
+import random
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversations import chat_tokenizer, chatty_policy
+
+import lit_grpo
+from lit_grpo.environments.calls import Call, Turn
+from lit_grpo.environments.chat import Chat
+from lit_grpo.tasks import Catch
+
+pytestmark = pytest.mark.integration
+SIZE = 4
+
+
+class Game2048:
+    """As in TRL's ``grpo_2048``: a board in text, a tool that moves, an error once the game is over."""
+
+    def reset(self, **kwargs: Any) -> str:
+        """Begin."""
+        self._rng = random.Random(0)
+        self.board = [[0] * SIZE for _ in range(SIZE)]
+        self.score, self.over = 0, False
+        self._spawn()
+        self._spawn()
+        return self._text()
+
+    def move(self, direction: str) -> str:
+        """Slide the tiles.
+
+        Args:
+            direction: One of up, down, left, right.
+        """
+        if self.over:
+            raise ValueError("Game over.")
+        turned = [list(row) for row in self.board]
+        for _ in range(["left", "up", "right", "down"].index(direction)):
+            turned = [list(row) for row in zip(*turned, strict=True)][::-1]
+        turned = [self._merged(row) for row in turned]
+        for _ in range(-["left", "up", "right", "down"].index(direction) % 4):
+            turned = [list(row) for row in zip(*turned, strict=True)][::-1]
+        if turned == self.board:
+            raise ValueError("Nothing moves.")
+        self.board = turned
+        self._spawn()
+        return self._text()
+
+    def get_reward(self) -> float:
+        """The score."""
+        return float(self.score)
+
+    def _merged(self, row: Sequence[int]) -> list[int]:
+        tiles = [tile for tile in row if tile]
+        merged: list[int] = []
+        while tiles:
+            tile = tiles.pop(0)
+            if tiles and tiles[0] == tile:
+                tile += tiles.pop(0)
+                self.score += tile
+            merged.append(tile)
+        return merged + [0] * (SIZE - len(merged))
+
+    def _spawn(self) -> None:
+        free = [(row, column) for row in range(SIZE) for column in range(SIZE) if not self.board[row][column]]
+        row, column = self._rng.choice(free)
+        self.board[row][column] = 2
+        self.over = len(free) == 1
+
+    def _text(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.board)
+
+
+def query(sql_command: str) -> str:
+    """Run a query, as in TRL's ``grpo_agent``.
+
+    Args:
+        sql_command: The query.
+    """
+    with sqlite3.connect(":memory:") as database:
+        database.execute("create table genes (name text, number integer)")
+        database.execute("insert into genes values ('A', 1)")
+        return str(database.execute(sql_command).fetchall())
+
+
+def structured(completions: Any, **kwargs: Any) -> list[float]:
+    """As rewards of that example read conversations."""
+    return [float(sum(message["role"] == "tool" for message in each)) for each in completions]
+
+
+ARGUMENTS = {
+    "move": [{"direction": each} for each in ("left", "right", "up", "down", "stay")],
+    "query": [{"sql_command": each} for each in ("select * from genes", "select nothing")],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A random policy whose turns stand for calls, which it could not write."""
+    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")  # pyright: ignore
+    chat_tokenizer().save_pretrained(tmp_path / "policy")
+
+    def read(chat: Chat, token_ids: Any, before: Any, tools: Any) -> Turn:
+        number = zlib.crc32(repr(list(token_ids)).encode())
+        if not tools or number % 4 == 0:
+            return Turn("words")
+        name = list(tools)[number % len(tools)]
+        return Turn("", "", [Call(name, ARGUMENTS[name][number // 4 % len(ARGUMENTS[name])])])
+
+    monkeypatch.setattr(Chat, "read", read)
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / "policy")
+
+
+def train(folder: str, rows: list[dict[str, Any]], rewards: Any, **environments: Any) -> list[dict[str, str]]:
+    run = lit_grpo.train(
+        folder,
+        rows,
+        rewards,
+        max_steps=2,
+        batch_size=2,
+        num_generations=3,
+        validation=rows[:2],
+        sampling={"max_tokens": 60, "max_observed": 400},
+        callbacks={"rollout": {"plugins": [{"environments": environments}]}},
+        trainer={"accelerator": "cpu", "val_check_interval": 2, "enable_progress_bar": False},
+    )
+    with (run.folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def logged(rows: list[dict[str, str]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def test_2048_catch_and_sqlite_train(folder: str) -> None:
+    prompts = [{"prompt": [{"role": "user", "content": "Play."}], "seed": number} for number in range(4)]
+    for environments, rewards, name in (
+        ({"factory": Game2048}, [], "Game2048"),
+        ({"factory": Catch, "max_turns": 4}, [], "Catch"),
+        ({"tools": [query]}, [structured], "structured"),
+    ):
+        rows = train(folder, prompts, rewards, **environments)
+        assert logged(rows, f"rewards/{name}/mean") and logged(rows, f"val/rewards/{name}/mean")
+        assert max(logged(rows, "environments/turns")) > 1 and min(logged(rows, "environments/tool_calls")) > 0
+        assert logged(rows, "environments/dropped") == [0, 0]
+        assert logged(rows, "reward")
+
+
+def test_several_environments_are_routed_by_a_column(folder: str) -> None:
+    names = ("game", "catch", "game", "catch")
+    prompts = [{"prompt": "Play.", "seed": number, "environment": name} for number, name in enumerate(names)]
+    rows = train(folder, prompts, [], factory={"game": Game2048, "catch": Catch})
+    assert logged(rows, "rewards/Game2048/mean") or logged(rows, "rewards/Catch/mean")
+    assert all(value >= 0 for value in logged(rows, "val/reward"))

@@ -1,0 +1,732 @@
+"""Environments in TRL's shape and with what may be added: what they are asked, what is read of them, and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversations import Scripted, chat_tokenizer
+
+from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.environments import EnvironmentFailed, Environments
+from lit_grpo.environments.plugin import EnvironmentWorker
+from lit_grpo.methods import make_plugins
+from lit_grpo.plugins import RunFacts
+from lit_grpo.rewards import RewardRunner
+from lit_grpo.rewards.function import RewardFunction
+from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
+from lit_grpo.rollout.listeners import Rewarding
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rules import ReleaseRule
+from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=400, max_observed=800)
+
+
+class Guess:
+    """A number is to be guessed; as in TRL, an error of a tool is the tool's answer."""
+
+    def reset(self, number: int, **_: Any) -> str:
+        self.number, self.tries, self.right = number, 0, False
+        return " It is below 10."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: Your guess.
+        """
+        if self.right:
+            raise ValueError("Game over.")
+        self.tries += 1
+        self.right = number == self.number
+        return "right" if self.right else "more" if number < self.number else "less"
+
+    async def peek(self) -> str:
+        """Look at the number."""
+        await asyncio.sleep(0)
+        return str(self.number)
+
+    def get_reward(self) -> float:
+        return float(self.right)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def counting(request: Request, turn: int) -> str:
+    """Guess one number after another, and stop at the third."""
+    return call("guess", number=turn + 1) if turn < 3 else "I am done."
+
+
+def worker_of(factory: Any = None, **options: Any) -> EnvironmentWorker:
+    worker = Environments(factory=factory, **options).worker()
+    worker.prepare(chat_tokenizer(), {})
+    return worker
+
+
+def prompts_of(worker: EnvironmentWorker, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+    renderer = PromptRenderer(conversing=worker)
+    rendered = [renderer.render(row, chat_tokenizer()) for row in rows]
+    return [
+        Prompt(f"train/{number}", token_ids, text, row, messages=messages)
+        for number, (row, (token_ids, text, messages)) in enumerate(zip(rows, rendered, strict=True))
+    ]
+
+
+def play(
+    worker: EnvironmentWorker,
+    says: Callable[[Request, int], str] = counting,
+    rows: Sequence[dict[str, Any]] = ({"prompt": "Guess.", "number": 3},),
+    num_generations: int = 1,
+    sampling: SamplingParams = SAMPLING,
+    listeners: Sequence[Any] = (),
+    num_slots: int = 8,
+) -> list[RolloutGroup]:
+    loop = RolloutLoop(Scripted(chat_tokenizer(), says, num_slots), listeners=[worker, *listeners])
+    try:
+        return loop.collect(prompts_of(worker, rows), num_generations, sampling, seed=0)[0]
+    finally:
+        worker.close()
+
+
+def only(groups: Sequence[RolloutGroup]) -> Completion:
+    (group,) = groups
+    (rollout,) = group.rollouts
+    return rollout.completion
+
+
+def text_of(completion: Completion) -> str:
+    """All that the policy read and wrote."""
+    return chat_tokenizer().decode([*completion.request.prompt.token_ids, *completion.token_ids_T.tolist()])
+
+
+def test_an_episode_is_one_completion_of_many_turns() -> None:
+    completion = only(play(worker_of(Guess)))
+    assert text_of(completion) == (
+        "<|im_start|>user\nGuess. It is below 10.<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>{"name": "guess", "arguments": {"number": 1}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nmore<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>{"name": "guess", "arguments": {"number": 2}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nmore<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>{"name": "guess", "arguments": {"number": 3}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nright<|im_end|>\n<|im_start|>assistant\nI am done.<|im_end|>"
+    )
+    assert completion.finish_reason == "stop" and len(completion.turns) == 4
+    assert completion.episode is not None and completion.episode.reward == 1.0
+    assert [message["role"] for message in completion.episode.messages] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert completion.episode.messages[2]["tool_calls"][0]["function"] == {"name": "guess", "arguments": {"number": 2}}
+
+
+def test_the_environment_of_the_page_is_one(tmp_path: Path) -> None:
+    """As its reader would copy it into a file."""
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
+    worker = worker_of(f"{tmp_path / 'my_env.py'}:Guess")
+    completion = only(play(worker))
+    assert "more" in text_of(completion) and len(completion.turns) == 3
+    assert completion.episode is not None and completion.episode.reward == 1.0
+    assert [reward.name for reward in worker.rewards] == ["Guess"]
+
+
+def test_what_was_sampled_is_learnt_from_and_what_was_observed_is_not() -> None:
+    completion = only(play(worker_of(Guess)))
+    learnt = chat_tokenizer().decode(completion.token_ids_T[completion.trained_T].tolist())
+    assert learnt == "".join(counting(completion.request, turn) + "<|im_end|>" for turn in range(4))
+    assert (completion.logprobs_T[~completion.trained_T] == 0).all()
+
+
+def test_async_tools_several_calls_of_a_turn_and_errors_are_answered_in_their_order() -> None:
+    def says(request: Request, turn: int) -> str:
+        calls = [call("peek"), call("guess", number=3), call("guess", number=3), call("fly"), call("guess", n=1)]
+        return "Now:" + "".join(calls) + "<tool_call>{oops</tool_call>" if turn == 0 else "Done."
+
+    worker = worker_of(Guess)
+    messages = only(play(worker, says)).episode.messages  # pyright: ignore
+    assert [message["content"] for message in messages[1:-1]] == [
+        "3",
+        "right",
+        "{'error': 'Game over.'}",
+        "{'error': \"there is no tool 'fly'; the tools are guess, peek\"}",
+        "{'error': \"Guess.guess() got an unexpected keyword argument 'n'\"}",
+        messages[6]["content"],
+    ]
+    assert messages[6]["content"].startswith("{'error': 'the call cannot be read: it is no JSON")
+    assert messages[0]["content"] == "Now:<tool_call>{oops</tool_call>"
+    metrics = worker.metrics()
+    assert metrics["environments/tool_calls"] == 5 and metrics["environments/tool_failures"] == 3
+    assert metrics["environments/broken_calls"] == 1 and metrics["environments/turns"] == 2
+
+
+class Done(Guess):
+    @property
+    def done(self) -> bool:
+        return self.right
+
+
+def test_an_environment_ends_its_episode() -> None:
+    completion = only(play(worker_of(Done)))
+    assert len(completion.turns) == 3 and completion.finish_reason == "stop"
+    assert completion.episode is not None and completion.episode.messages[-1]["content"] == "right"
+    assert text_of(completion).endswith('"number": 3}}</tool_call><|im_end|>')
+
+
+def test_turns_are_limited_and_what_is_cut_short_is_counted() -> None:
+    worker = worker_of(Guess, max_turns=2)
+    completion = only(play(worker))
+    assert len(completion.turns) == 2 and completion.finish_reason == "length"
+    assert completion.episode is not None and completion.episode.messages[-1]["role"] == "assistant"
+    assert worker.metrics()["environments/cut_short"] == 1
+    short = SamplingParams(max_tokens=400, max_observed=60)
+    assert len(only(play(worker_of(Guess), sampling=short)).turns) == 2
+
+
+def test_a_turn_without_an_end_is_the_last() -> None:
+    completion = only(play(worker_of(Guess), sampling=SamplingParams(max_tokens=60, max_observed=99)))
+    assert completion.finish_reason == "length" and completion.num_sampled == 60
+    assert completion.episode is not None and completion.episode.reward == 0.0
+
+
+class Talk:
+    """The user's side, and rewards by turn."""
+
+    done = False
+
+    def reset(self) -> None:
+        self.said: list[str] = []
+
+    def respond(self, text: str) -> str | None:
+        self.said.append(text)
+        return None if text == "bye" else f"You said {text}"
+
+    def turn_reward(self) -> float:
+        return float(len(self.said[-1]))
+
+
+def test_the_user_answers_and_turns_are_rewarded() -> None:
+    worker = worker_of(Talk)
+    (group,) = play(worker, lambda _, turn: ("one", "three", "bye")[turn])
+    (rollout,) = group.rollouts
+    assert text_of(rollout.completion).endswith(
+        "one<|im_end|>\n<|im_start|>user\nYou said one<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>\n"
+        "<|im_start|>user\nYou said three<|im_end|>\n<|im_start|>assistant\nbye<|im_end|>"
+    )
+    assert rollout.turn_rewards == (3.0, 5.0, 3.0)
+
+
+def add(first: int, second: int) -> int:
+    """Add two numbers.
+
+    Args:
+        first: A number.
+        second: Another.
+    """
+    return first + second
+
+
+def test_functions_are_tools_without_an_environment() -> None:
+    worker = worker_of(tools=[add])
+    completion = only(play(worker, lambda _, turn: call("add", first=2, second=3) if not turn else "5"))
+    assert completion.episode is not None and completion.episode.messages[1]["content"] == "5"
+    prompt = completion.request.prompt
+    assert text_of(completion).startswith(prompt.text) and prompt.text.endswith("<|im_start|>assistant\n")
+    assert not worker.rewards
+
+
+# ---- rewards ------------------------------------------------------------------------------------------
+
+
+class Fixed(Guess):
+    def get_reward(self) -> float:
+        return 0.5
+
+
+def test_rewards_are_named_after_classes_and_apply_to_their_own_rows() -> None:
+    worker = worker_of({"guess": Guess, "fixed": Fixed, "also": Fixed, "talk": Talk})
+    assert [reward.name for reward in worker.rewards] == ["Guess", "Fixed"]
+    seen: list[Any] = []
+
+    def watch(completions: Any, environments: Any, environment: Any, **others: Any) -> list[float | None]:
+        seen.append((completions, environments, environment))
+        return [None for _ in completions]
+
+    runner = RewardRunner([*worker.rewards, RewardFunction.of(watch, "watch")])
+    rows = [{"prompt": "?", "number": 3, "environment": name} for name in ("guess", "fixed", "talk")]
+    says = lambda request, turn: "bye" if request.prompt.prompt_id == "train/2" else counting(request, turn)  # noqa: E731
+    groups = play(worker, says, rows, listeners=[Rewarding(runner)])
+    runner.close()
+    rewards = [group.rollouts[0].rewards for group in groups]
+    assert rewards == [
+        {"Guess": 1.0, "Fixed": None, "watch": None},
+        {"Guess": None, "Fixed": 0.5, "watch": None},
+        {"Guess": None, "Fixed": None, "watch": None},
+    ]
+    assert [group.rollouts[0].reward for group in groups][:2] == [1.0, 0.5]
+    completions, environments, names = max(seen, key=lambda each: each[2][0] == "guess")
+    assert isinstance(environments[0], Guess) and names == ["guess"]
+    assert [message["role"] for message in completions[0]][:2] == ["assistant", "tool"]
+
+
+def test_only_a_rows_own_tools_are_shown() -> None:
+    worker = worker_of({"guess": Guess, "talk": Talk})
+    names = [[tool["function"]["name"] for tool in worker.tools(row)] for row in _rows("guess", "talk")]
+    assert names == [["guess", "peek"], []]
+
+
+def _rows(*names: str) -> list[dict[str, Any]]:
+    return [{"prompt": "?", "number": 1, "environment": name} for name in names]
+
+
+# ---- what fails ---------------------------------------------------------------------------------------
+
+
+class Fragile(Guess):
+    """Fails as ``plan`` says: at the n-th reset, and at the n-th guess over all environments."""
+
+    failing_resets: tuple[int, ...] = ()
+    failing_guesses: tuple[int, ...] = ()
+    resets = guesses = 0
+    lock = threading.Lock()
+
+    def reset(self, number: int, **columns: Any) -> str:
+        with self.lock:
+            type(self).resets += 1
+            mine = type(self).resets
+        if mine in self.failing_resets:
+            raise ConnectionError("no server")
+        return super().reset(number)
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: Your guess.
+        """
+        type(self).guesses += 1
+        if type(self).guesses in self.failing_guesses:
+            raise EnvironmentFailed("the server is gone")
+        return super().guess(number)
+
+
+def fragile(resets: Sequence[int] = (), guesses: Sequence[int] = ()) -> type[Fragile]:
+    return type("Fragile", (Fragile,), {"failing_resets": tuple(resets), "failing_guesses": tuple(guesses)})
+
+
+def test_a_reset_that_fails_is_tried_again_with_a_fresh_environment() -> None:
+    worker = worker_of(fragile(resets=[1, 2]))
+    assert text_of(only(play(worker))) == text_of(only(play(worker_of(Guess))))
+    metrics = worker.metrics()
+    assert metrics["environments/failures"] == metrics["environments/retries"] == 2
+    assert metrics["environments/dropped"] == 0
+
+
+def test_a_trajectory_whose_environment_dies_begins_again() -> None:
+    worker = worker_of(fragile(guesses=[2]))
+    completion = only(play(worker))
+    assert text_of(completion) == text_of(only(play(worker_of(Guess))))
+    assert completion.episode is not None and completion.episode.reward == 1.0
+    assert worker.metrics()["environments/retries"] == 1
+
+
+def test_a_trajectory_that_keeps_failing_leaves_its_group_and_is_no_reward_of_0() -> None:
+    worker = worker_of(fragile(resets=[1, 2, 3]), num_threads=1)  # one after another
+    (group,) = play(worker, num_generations=3)
+    assert len(group.rollouts) + worker.metrics()["environments/dropped"] == 3
+    worker = worker_of(fragile(resets=range(1, 99)))
+    (group,) = play(worker, num_generations=2)
+    assert group.rollouts == [] and worker.metrics()["environments/dropped"] == 2
+
+
+class Slow(Guess):
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: Your guess.
+        """
+        time.sleep(30 if number == 1 else 0)
+        return super().guess(number)
+
+
+def test_an_environment_that_hangs_is_left_alone_and_replaced() -> None:
+    worker = worker_of(Slow, tool_timeout_s=0.1, retries=1)
+    began = time.monotonic()
+    (group,) = play(worker)
+    assert group.rollouts == [] and time.monotonic() - began < 25
+    assert worker.metrics()["environments/tool_timeouts"] == 2
+
+
+def sleepy(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "awake"
+
+
+async def async_sleepy(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+@pytest.mark.parametrize("tool", [sleepy, async_sleepy])
+def test_a_tool_that_takes_too_long_is_the_policys_fault_and_it_is_told(tool: Any) -> None:
+    worker = worker_of(tools=[tool], tool_timeout_s=0.1)
+    says = lambda _, turn: call(tool.__name__, seconds=20 if not turn else 0) if turn < 2 else "ok"  # noqa: E731
+    messages = only(play(worker, says)).episode.messages  # pyright: ignore
+    assert messages[1]["content"] == "{'error': 'the call took longer than 0.1 s'}"
+    assert messages[3]["content"] == "awake"
+
+
+def test_all_calls_of_a_trajectory_together_are_limited() -> None:
+    worker = worker_of(tools=[sleepy], trajectory_timeout_s=0.3)
+    says = lambda _, turn: call("sleepy", seconds=0.2) if turn < 3 else "ok"  # noqa: E731
+    messages = only(play(worker, says)).episode.messages  # pyright: ignore
+    assert [message["content"][:9] for message in messages[1::2]] == ["awake", "{'error':", "{'error':"]
+
+
+def test_a_long_answer_is_cut_in_the_middle_and_says_so() -> None:
+    def long() -> str:
+        """Say much."""
+        return "begin " + "x" * 1_000_000 + " end"
+
+    worker = worker_of(tools=[long], max_answer_tokens=40)
+    content = only(play(worker, lambda _, turn: call("long") if not turn else "ok")).episode.messages[1]["content"]  # pyright: ignore
+    assert content.startswith("begin xxx") and content.endswith("xxx end")
+    assert "characters are left out here" in content and len(content) < 200
+    assert worker.metrics()["environments/shortened_answers"] == 1
+
+
+def test_what_is_no_failure_of_an_environment_ends_the_run() -> None:
+    class Wordy(Guess):
+        def reset(self, number: int, **_: Any) -> str:
+            return "much " * 1000
+
+    class Odd(Guess):
+        def get_reward(self) -> Any:
+            return "much"
+
+    with pytest.raises(ValueError, match=r"Wordy\.reset says so much for train/0 that \d+ tokens .*max_observed"):
+        play(worker_of(Wordy))
+    with pytest.raises(ValueError, match=r"Odd\.get_reward: it returned 'much', which is not a number"):
+        play(worker_of(Odd))
+
+    def picture() -> list[dict[str, Any]]:
+        """Show a picture."""
+        return [{"type": "image", "image": 0}]
+
+    with pytest.raises(ValueError, match=r"the tool picture returns content that is not text"):
+        play(worker_of(tools=[picture]), lambda *_: call("picture"))
+
+
+# ---- beside decoding ----------------------------------------------------------------------------------
+
+
+def test_the_rollout_does_not_wait_for_one_while_others_can_decode() -> None:
+    """Of two trajectories one waits for a slow tool; the other takes all its turns meanwhile, in the only slot."""
+    order: list[str] = []
+
+    def says(request: Request, turn: int) -> str:
+        order.append(f"{request.path[0]}:{turn}")
+        slow = request.path[0] == 0 and turn == 0
+        return call("sleepy", seconds=0.5 if slow else 0) if turn < 3 else "ok"
+
+    play(worker_of(tools=[sleepy]), says, num_generations=2, num_slots=1)
+    assert order.index("1:3") < order.index("0:1") and len(order) == 8
+
+
+def test_waiting_trajectories_overlap() -> None:
+    running, most = [0], [0]
+
+    def counted(seconds: float) -> str:
+        """Sleep, and count who else does.
+
+        Args:
+            seconds: How long.
+        """
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(seconds)
+        running[0] -= 1
+        return "awake"
+
+    worker = worker_of(tools=[counted])
+    play(worker, lambda _, turn: call("counted", seconds=0.3) if turn < 2 else "ok", num_generations=32, num_slots=4)
+    assert most[0] > 8  # of 4 slots
+    assert worker.metrics()["environments/waiting_share"] > 0.4
+
+
+def test_a_thousand_calls_of_which_some_hang_raise_or_say_a_megabyte() -> None:
+    def wild(kind: int) -> str:
+        """Do something.
+
+        Args:
+            kind: What.
+        """
+        if kind == 0:
+            time.sleep(60)
+        if kind == 1:
+            raise SystemExit("no")
+        if kind == 2:
+            raise RuntimeError("oops")
+        return "x" * 1_000_000 if kind == 3 else "fine"
+
+    worker = worker_of(tools=[wild], tool_timeout_s=1.0, retries=0, num_threads=32, max_answer_tokens=48)
+    says = lambda request, turn: call("wild", kind=request.path[0] % 40) if not turn else "ok"  # noqa: E731
+    (group,) = play(worker, says, num_generations=1000, num_slots=64)
+    answers = {each.completion.request.path[0]: each.completion.episode.messages[1] for each in group.rollouts}  # pyright: ignore
+    assert sorted(answers) == [path for path in range(1000) if path % 40 != 1]
+    assert {answer["content"][:12] for path, answer in answers.items() if path % 40 > 3} == {"fine"}
+    assert answers[0]["content"].startswith("{'error': 'the call took longer") and answers[2]["content"].count("oops")
+    assert worker.metrics()["environments/dropped"] == 25
+    assert worker.metrics()["environments/tool_timeouts"] == 25
+
+
+def test_a_rollout_that_fails_leaves_no_session() -> None:
+    def says(request: Request, turn: int) -> str:
+        raise KeyboardInterrupt
+
+    worker = worker_of(Guess)
+    with pytest.raises(KeyboardInterrupt):
+        play(worker, says, num_generations=4)
+    assert not worker.sessions
+
+
+# ---- over several rollouts ----------------------------------------------------------------------------
+
+
+class Kept(Guess):
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.closed = False
+
+    def state(self) -> dict[str, Any]:
+        return {"number": self.number, "tries": self.tries, "right": self.right}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: bool) -> None:
+    """What a checkpoint has of a rollout that was cut off in the middle, in a process that knows nothing else."""
+    rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
+    kind, sampling = Kept if restored else Guess, SamplingParams(max_tokens=2000, max_observed=2000)
+    worker, buffer = worker_of(kind), RolloutBuffer(rule)
+    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, sampling, 0))
+
+    def says(request: Request, turn: int) -> str:
+        return call("guess", number=turn + 1) if turn < 9 else "I am done."
+
+    def in_the_middle(_: int) -> bool:
+        return not buffer.away and all(session.num_turns for session in worker.sessions.values())
+
+    RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(in_the_middle)
+    buffer.learnt()  # else a checkpoint has what there was before the rollout
+    kept, saved = worker.state_dict(), buffer.state_dict()
+    assert len(kept["sessions"]) == (2 if restored else 0)
+    worker.close()
+
+    worker, buffer = worker_of(kind), RolloutBuffer(rule)
+    worker.load_state_dict(kept)
+    buffer.load_state_dict(saved)
+    RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    (group,) = buffer.take()
+    assert [each.completion.episode.reward for each in group.rollouts] == [1.0, 1.0]  # pyright: ignore
+    assert {len(each.completion.turns) for each in group.rollouts} == {10}
+    assert worker.metrics()["environments/restarted"] == (0 if restored else 2)
+    worker.close()
+
+
+class Lazy(Guess):
+    """Takes its time for a guess of 2."""
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: Your guess.
+        """
+        time.sleep(0.4 if number == 2 else 0)
+        return super().guess(number)
+
+
+def _is_at_work(worker: EnvironmentWorker) -> Callable[[int], bool]:
+    return lambda _: any(session.waits and session.num_turns == 2 for session in worker.sessions.values())
+
+
+def test_answers_that_come_during_another_rollout_are_kept_for_their_own() -> None:
+    """As where a validation stands between two training rollouts of a mode that keeps groups open."""
+    worker, buffer = worker_of(Lazy), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9))
+    generator = Scripted(chat_tokenizer(), counting)
+    (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
+    buffer.open(group_requests([prompt], 1, SAMPLING, 0))
+    RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
+    buffer.learnt()
+    held_out = Prompt("validation/0", prompt.token_ids, "", prompt.columns, messages=prompt.messages)
+    (other,), _ = RolloutLoop(generator, listeners=[worker]).collect([held_out], 1, SAMPLING, 0)
+    RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    (group,) = buffer.take()
+    assert len(other.rollouts[0].completion.turns) == len(group.rollouts[0].completion.turns) == 4
+    worker.close()
+
+
+def test_an_answer_to_what_has_been_discarded_is_not_taken() -> None:
+    worker, buffer = worker_of(Lazy), RolloutBuffer(ReleaseRule(num_groups=1, leftovers="keep", max_staleness=1))
+    generator = Scripted(chat_tokenizer(), counting)
+    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 3}]), 1, SAMPLING, 0))
+    RolloutLoop(generator, buffer, listeners=[worker]).run(_is_at_work(worker))
+    buffer.learnt()
+    generator.version = 5  # so that what was sampled is too old
+    RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)
+    (group,) = buffer.take()
+    completion = group.rollouts[0].completion
+    assert len(completion.turns) == 4 and completion.episode is not None and completion.episode.reward == 1.0
+    assert completion.oldest_version == 5
+    worker.close()
+
+
+def test_environments_are_closed_once_they_have_been_scored() -> None:
+    worker = worker_of(Kept)
+    rows = prompts_of(worker, [{"prompt": "?", "number": 3}])
+    loop = RolloutLoop(Scripted(chat_tokenizer(), counting), listeners=[worker])
+    (first,) = loop.collect(rows, 1, SAMPLING, 0)[0]
+    environment = first.rollouts[0].completion.episode.environment  # pyright: ignore
+    loop.collect(rows, 1, SAMPLING, 0)
+    assert not environment.closed
+    loop.collect(rows, 1, SAMPLING, 0)
+    _until(lambda: environment.closed)
+    assert first.rollouts[0].completion.episode.environment is None  # pyright: ignore
+    worker.close()
+
+
+def _until(so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not so() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert so()
+
+
+# ---- bad input ----------------------------------------------------------------------------------------
+
+
+class Unhinted(Guess):
+    def fly(self, where) -> str:  # pyright: ignore
+        """Fly."""
+        return ""
+
+
+class NoReset:
+    def look(self) -> str:
+        """Look."""
+        return ""
+
+
+class Half(Guess):
+    def state(self) -> int:
+        return 0
+
+
+class Method(Guess):
+    def done(self) -> bool:
+        return False
+
+
+class Mute:
+    def reset(self) -> None: ...
+
+
+class Unmade:
+    def reset(self) -> None: ...
+
+
+def broken() -> Any:
+    raise OSError("no")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "it has neither a factory nor tools; give one, as in factory: my_env.py:Game"),
+        (
+            {"factory": Unhinted},
+            r"Unhinted\.fly cannot be a tool .*give each argument a type hint and a line under",
+        ),
+        ({"factory": NoReset}, "environment NoReset has no method reset; add one"),
+        ({"factory": Half}, "environment Half has one of state and restore; give it both, or none"),
+        ({"factory": Method}, r"Method\.done is a method, and has to be an attribute or a property"),
+        ({"factory": Mute}, "environment Mute has no public method, which would be a tool, and no respond"),
+        ({"factory": broken}, r"cannot be made \(OSError: no\); mend it"),
+        ({"factory": {}}, "factory is an empty mapping"),
+        ({"factory": "missing.py:Game"}, "environment 'missing.py:Game': there is no file missing.py"),
+        ({"factory": 3}, "environment 3 is a int; name a class, or a function"),
+        ({"tools": [add, add]}, r"Two tools have the name 'add' \(add and add\); rename one"),
+        ({"tools": ["json"]}, "tool 'json' names no function"),
+        ({"tools": [3]}, "tools has 3, which cannot be called"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Environments(**options).worker()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turns": 0}, "max_turns must be at least 1, not 0"),
+        ({"tool_timeout_s": 0}, "tool_timeout_s must be above 0, not 0"),
+        ({"max_answer_tokens": 2}, "max_answer_tokens must be at least 16, not 2"),
+        ({"calls": "yaml"}, "calls must be qwen, hermes, llama or json, not 'yaml'"),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"rollout.plugins environments: {message}"):
+        make_plugins([{"environments": {"factory": Guess} | options}])
+
+
+def test_a_run_without_room_for_answers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"need room, and model\.sampling\.max_observed is 0; set it to"):
+        Environments(factory=Guess).check(RunFacts(4, 8, 64, 1))
+    Environments(factory=Guess).check(RunFacts(4, 8, 64, 1, max_observed=9))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "?"}, "has no column 'number', which Guess.reset requires .it has 'prompt'.; add the column"),
+        ({"prompt": [{"role": "system", "content": "?"}], "number": 1}, "has no user message to which"),
+    ],
+)
+def test_rows_that_an_environment_cannot_begin_with_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnusableRow, match=message):
+        prompts_of(worker_of(Guess), [row])
+
+
+def test_a_row_that_names_no_environment_is_refused() -> None:
+    with pytest.raises(UnusableRow, match="has 'chess' in column 'environment', which names none of the environments"):
+        prompts_of(worker_of({"a": Guess}), _rows("chess"))
+
+
+def test_rows_need_no_prompt() -> None:
+    completion = only(play(worker_of(Guess), rows=[{"number": 3}]))
+    assert text_of(completion).startswith("<|im_start|>user\n It is below 10.<|im_end|>")
