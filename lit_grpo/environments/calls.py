@@ -109,7 +109,7 @@ _OBJECT = re.compile(
     r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z|\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\".*)\Z", re.DOTALL
 )
 CallFormatName = Literal["qwen", "hermes", "llama", "json"]
-FORMATS: Mapping[CallFormatName, CallFormat] = {
+FORMATS: Mapping[str, CallFormat] = {
     "qwen": CallFormat(_TAGGED, _xml_call, "<function="),
     "hermes": CallFormat(_TAGGED, _json_call, "<tool_call>"),
     "llama": CallFormat(_OBJECT, _llama_call, '"parameters": '),
@@ -118,7 +118,7 @@ FORMATS: Mapping[CallFormatName, CallFormat] = {
 """``<tool_call>`` with XML (Qwen3-Coder, Qwen3.5) or JSON in it (Hermes, Qwen2.5, Qwen3), or a bare JSON object."""
 
 
-def format_of(chat_template: str) -> CallFormatName:
+def format_of(chat_template: str) -> str:
     """Return the format that a chat template writes calls in."""
     return next(name for name, each in FORMATS.items() if each.mark in chat_template)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.data.chat import Message, UnusableRow, apply_template, encode_chat
 from lit_grpo.data.rendering import with_added
-from lit_grpo.environments.calls import FORMATS, BrokenCall, Call, CallFormatName, Turn, format_of, read_turn
+from lit_grpo.environments.calls import FORMATS, BrokenCall, Call, Turn, format_of, read_turn
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Chat:
         self,
         tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any] | None = None,
-        form: CallFormatName | None = None,
+        form: str | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("The policy's tokenizer has no chat template, which turns need; choose a chat model.")

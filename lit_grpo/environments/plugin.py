@@ -120,9 +120,7 @@ class EnvironmentWorker(Worker):
 
     evaluates = True
 
-    def __init__(
-        self, kinds: Mapping[str | None, Kind], limits: Limits, num_threads: int, form: CallFormatName | None
-    ) -> None:
+    def __init__(self, kinds: Mapping[str | None, Kind], limits: Limits, num_threads: int, form: str | None) -> None:
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
         self.sessions: dict[Key, Session] = {}
@@ -201,7 +199,7 @@ class EnvironmentWorker(Worker):
         self._waited_s = self._lasted_s = 0.0
         self._num_turns = self._num_ended = self._num_restarted = 0
 
-    def asked(self, requests: Sequence[Request]) -> list[Request]:
+    def requested(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
         held = [self._held(request) for request in requests]
         return [request for request in held if request is not None]
