@@ -15,6 +15,7 @@ of: what the allocator says is given.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -437,6 +438,8 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         sharing: {"flex_prefix_attention": _dense_attention},
     }
     with ExitStack() as stack:
+        # transformers would load weights in threads of its own, in which the mode is not
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         for owner, members in patched.items():
             for name, member in members.items():
                 stack.enter_context(mock.patch.object(owner, name, member))

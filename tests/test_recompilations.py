@@ -1,7 +1,7 @@
 """How often the attention of a GPU is compiled over packed rows of many shapes, counted without a GPU.
 
 What makes torch compile again are Dynamo's guards, which are the same whatever computes what was compiled: here plain
-operations, and nightly Inductor's C++.
+operations, and Inductor's C++.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def compiled_with(backend: str, compile_: Callable[..., Any]) -> Callable[..., A
     return compiling
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_rows_of_many_shapes_share_a_few_compilations(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     make_mask = flex.create_block_mask
