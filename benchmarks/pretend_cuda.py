@@ -430,7 +430,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         torch.autocast: {"__init__": _autocast_init(torch.autocast.__init__)},
         torch: {
             **{name: _as_cpu(getattr(torch, name)) for name in ("is_autocast_enabled", "get_autocast_dtype")},
-            **{name: _by_way_of_the_host(getattr(torch, name)) for name in ("tensor", "as_tensor")},
+            **{name: _by_way_of_the_host(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")},
         },
         torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},  # pyright: ignore
         torch._C: {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)},
