@@ -36,7 +36,7 @@ def make(kind: str) -> Any:
             add_adapters(policy, LoraSettings(r=4))
             for name, weight in policy.named_parameters():
                 if "lora_B" in name:
-                    torch.nn.init.normal_(weight, std=0.1)
+                    torch.nn.init.normal_(weight, std=0.02)
             return policy.eval()
     return random_policy()
 
@@ -57,7 +57,7 @@ def test_completions_are_those_of_the_cpu_for_one_wait_and_one_copy_a_step(
         assert sorted(counts.pinned)[len(counts.pinned) * 3 // 4] == 1  # and one for each prefill
         again, _ = sample(generator, gpu, MAX_TOKENS, autocast)
         assert off(again, expected) < 1e-4
-    assert max(len(ids) for ids, _ in expected) > 64
+    assert max(len(ids) for ids, _ in expected) > 32
 
 
 def test_weights_in_bfloat16_decode_as_on_the_cpu(policy_folder: Path) -> None:
