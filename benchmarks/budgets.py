@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
+from benchmarks.lines import distinct
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 from benchmarks.rollouts import slots
 from benchmarks.workloads import arithmetic_prompts, arithmetic_rows, load
@@ -259,6 +260,8 @@ def draw(found: dict[tuple[str, str], list[Curves]], path: Any) -> None:
     }
     figure = Figure(figsize=(4 * len(columns), 8.5), layout="constrained")
     axes = figure.subplots(2, len(columns), squeeze=False)
+    for axis in axes.flat:
+        distinct(axis)
     for ((task, kind), rules), axes_of_kind in zip(columns.items(), axes.T, strict=True):
         for axis, (name, (_, label)) in zip(axes_of_kind, AXES.items(), strict=True):
             for rule in rules:

@@ -105,13 +105,13 @@ class Operations(TorchDispatchMode):
 @contextmanager
 def _layouts(count: Counter[str]) -> Iterator[None]:
     """Count how often readers of keys and values are laid out again."""
-    lay_out = SlotCache._read_anew
+    lay_out = SlotCache._lay_out
 
     def counted(self: SlotCache, *args: Any) -> None:
         count["layout"] += 1
         lay_out(self, *args)
 
-    with mock.patch.object(SlotCache, "_read_anew", counted):
+    with mock.patch.object(SlotCache, "_lay_out", counted):
         yield
 
 

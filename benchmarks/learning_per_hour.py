@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.learning_callbacks import CLOCK, KeepPolicies
 from benchmarks.learning_runs import LearningRun, Run, kept_runs, read_curves, train_all
+from benchmarks.lines import distinct
 from benchmarks.policy_scores import SCORES, TEMPERATURES, Scoring
 from benchmarks.report import ROOT, Claim, Options, Row, finish, need, parse_options
 from benchmarks.trl_run import TRLRun
@@ -108,7 +109,6 @@ def main(options: Options) -> int:
         size, tasks = QUICK, (replace(TASKS[0], updates=2, held_out=16, own=fewer, own_updates=2),)
     rows: list[Row] = []
     claims: list[Claim] = []
-    found: dict[tuple[str, str], list[Learnt]] = {}
     settings: Row = {"prompts": size.prompts, "group": size.group, "seeds": len(size.seeds), "threads": 1}
     with kept_runs("learning_per_hour", options) as folder:
         for task in tasks:
@@ -119,12 +119,11 @@ def main(options: Options) -> int:
             settings |= {f"TRL on {task.config}, s an update, {name}": each for name, each in seconds.items()}
             settings[f"TRL on {task.config}"] = _label(best)
             of_task = _train(task, best, size, folder)
-            found |= {(task.config, system): learnt for system, learnt in of_task.items()}
             level = float(_mean(of_task[THEIRS], "greedy_U")[-1])
             rows += [row for system, learnt in of_task.items() for row in _rows(task, system, learnt, level)]
             claims += ([] if options.quick else _time_claims(task, of_task, level)) + _end_claims(task, of_task)
     if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
-        draw(found, PICTURE if options.output is None else options.output.with_suffix(".svg"))
+        draw(rows, PICTURE if options.output is None else options.output.with_suffix(".svg"))
     return finish("learning_per_hour", options, settings, rows, claims)
 
 
@@ -266,26 +265,31 @@ def _first(seeds: Sequence[Learnt], name: str, level: float) -> float:
     return float("nan")
 
 
-def draw(found: dict[tuple[str, str], list[Learnt]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw greedy exact match by CPU seconds, tokens and updates, a row a task, with the seeds' range as a band."""
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(task for task, _ in found))
+    kept = [row for row in rows if not isinstance(row["update"], str)]
+    tasks = list(dict.fromkeys(str(row["task"]) for row in kept))
+    systems = list(dict.fromkeys(str(row["system"]) for row in kept))
     figure = Figure(figsize=(12, 3.6 * len(tasks)), layout="constrained")
-    axes = figure.subplots(len(tasks), 3, sharey="row", squeeze=False)
-    columns = {"cpu_s_U": "CPU seconds", "tokens_U": "generated tokens", "updates_U": "updates"}
-    for (task, system), seeds in found.items():
-        greedy_SU = np.array([each.greedy_U for each in seeds])
-        for axis, (name, label) in zip(axes[tasks.index(task)], columns.items(), strict=True):
-            x_U = _mean(seeds, name)
-            (line,) = axis.plot(x_U, greedy_SU.mean(0), label=system, marker=".")
-            axis.fill_between(x_U, greedy_SU.min(0), greedy_SU.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+    columns = {"cpu_s": (1, "CPU seconds"), "tokens": (1000, "thousands of generated tokens"), "update": (1, "updates")}
+    for task, of_task in zip(tasks, figure.subplots(len(tasks), 3, sharey="row", squeeze=False), strict=True):
+        for axis, (name, (unit, label)) in zip(of_task, columns.items(), strict=True):
+            distinct(axis)
+            for system in systems:
+                mine = [row for row in kept if (row["task"], row["system"]) == (task, system)]
+                x_U = [float(row[name]) / unit for row in mine]
+                low_U, mean_U, high_U = (
+                    [float(row[column]) for row in mine] for column in ("greedy_least", "greedy", "greedy_most")
+                )
+                (line,) = axis.plot(x_U, mean_U, label=system, markersize=4)
+                axis.fill_between(x_U, low_U, high_U, color=line.get_color(), alpha=0.15, linewidth=0)
             axis.set(xlabel=label)
             axis.grid(alpha=0.3)
-    for axis, task in zip(axes[:, 0], tasks, strict=True):
-        axis.set(title=task, ylabel="held-out exact match")
-        axis.legend(loc="lower right")
-    figure.savefig(path)
+        of_task[0].set(title=task, ylabel="held-out exact match")
+        of_task[0].legend(loc="lower right")
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

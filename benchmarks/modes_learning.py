@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.learning_callbacks import ServersApart, ShortFirst
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
+from benchmarks.lines import distinct
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 from lit_grpo.methods import make_plugins
 from lit_grpo.rollout.rules import RolloutMode
@@ -188,13 +189,15 @@ def draw(found: dict[tuple[str, str], list[Curves]], path: Path) -> None:
     tasks = list(dict.fromkeys(task for task, _ in found))
     figure = Figure(figsize=(5.5 * len(tasks), 7), layout="constrained")
     axes = figure.subplots(2, len(tasks), sharey="col", squeeze=False)
+    for axis in axes.flat:
+        distinct(axis)
     for (task, mode), seeds in found.items():
         column = tasks.index(task)
         measured_U = ~np.isnan(mean_curve(seeds, "exact_U"))
         exact_SU = np.array([each.exact_U[measured_U] for each in seeds])
         for axis, name in zip(axes[:, column], ("samples_U", "wall_s_U"), strict=True):
             x_U = mean_curve(seeds, name)[measured_U]
-            (line,) = axis.plot(x_U, exact_SU.mean(0), label=_name(mode), marker=".")
+            (line,) = axis.plot(x_U, exact_SU.mean(0), label=_name(mode), markersize=4)
             axis.fill_between(x_U, exact_SU.min(0), exact_SU.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
         axes[0, column].set(title=task, xlabel="completions learnt from", ylabel="held-out exact match")
         axes[1, column].set(xlabel="seconds of rollouts and updates", ylabel="held-out exact match")

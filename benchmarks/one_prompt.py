@@ -111,15 +111,15 @@ class Runner:
         self.system, self.group_size, self.limit, self.told = system, group_size, limit, told
         self.num_slots = group_size if system.plan == FULL_GROUP else num_slots
         self.generator = slots(policy, tokenizer, self.num_slots, lengths)
-        points = [point for point in POINTS if point < limit]
-        self.predictor = LengthPredictor(points, num_scalars=2, max_tokens=limit)
+        self.predicted_at = [point for point in POINTS if point < limit]
+        self.predictor = LengthPredictor(self.predicted_at, num_scalars=2, max_tokens=limit)
         self.choice = ProbeChoice()
 
     def points(self) -> Points:
         """The points of the next rollout."""
         if self.system.points is not None:
             return self.system.points
-        return self.choice.points({point: self.predictor.within_correlation(point) for point in POINTS[1:]})
+        return self.choice.points({point: self.predictor.within_correlation(point) for point in self.predicted_at[1:]})
 
     def run(self, prompts: Sequence[Prompt], figures: Figures, known: dict[Key, int]) -> None:
         """Decode a rollout, count it and learn from it.

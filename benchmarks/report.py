@@ -74,6 +74,14 @@ def finish(name: str, options: Options, settings: Row, rows: Sequence[Row], clai
 
     A quick run writes only where ``--output`` says so, and claims no more than finite figures.
     """
+    _print(write(name, options, settings, rows, claims), judged=not options.quick)
+    if options.quick:
+        return int(not all(math.isfinite(claim.value) for claim in claims))
+    return int(not all(claim.holds for claim in claims))
+
+
+def write(name: str, options: Options, settings: Row, rows: Sequence[Row], claims: Sequence[Claim]) -> dict[str, Any]:
+    """Write the result file as :func:`finish` does; return what is in it."""
     result = {
         "name": name,
         "date": datetime.date.today().isoformat(),
@@ -85,14 +93,11 @@ def finish(name: str, options: Options, settings: Row, rows: Sequence[Row], clai
         "rows": list(rows),
         "claims": [claim.to_json() for claim in claims],
     }
-    _print(result, judged=not options.quick)
     path = options.output or (None if options.quick else _result_path(name, options.device))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
-    if options.quick:
-        return int(not all(math.isfinite(claim.value) for claim in claims))
-    return int(not all(claim.holds for claim in claims))
+    return result
 
 
 def note(text: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.learning_callbacks import StaleSlots
 from benchmarks.learning_runs import Curves, LearningRun, kept_runs, mean_curve, run_all, spread
+from benchmarks.lines import distinct
 from benchmarks.report import ROOT, Claim, Options, Row, finish, parse_options
 
 PICTURE = ROOT / "docs" / "pictures" / "stability.svg"
@@ -128,6 +129,7 @@ def draw(found: dict[str, list[Curves]], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
+    distinct(axis)
     for name, seeds in found.items():
         reward_SU = np.array([_smooth(each.reward_U[1:]) for each in seeds])
         x_U = np.arange(reward_SU.shape[1]) + len(seeds[0].reward_U) - reward_SU.shape[1]

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_grpo.display.due import is_due
 from lit_grpo.faults import forget_after
+from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.scheduling.recording import timeline_row
 from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
 from lit_grpo.types import PromptBatch
@@ -31,9 +32,8 @@ class RolloutTimeline(pl.Callback):
         record_trace: Write a line for each completion to ``trace.jsonl``, for ``python -m lit_grpo simulate --trace``.
     """
 
-    def __init__(self, every_n_updates: int = 50, record_trace: bool = False) -> None:
-        if every_n_updates < 0:
-            raise ValueError(f"rollout_timeline.every_n_updates must be at least 0, not {every_n_updates}.")
+    @checks_arguments("rollout_timeline.")
+    def __init__(self, every_n_updates: Number = 50, record_trace: bool = False) -> None:
         self.every_n_updates = every_n_updates
         self.record_trace = record_trace
         self._version = 0  # the policy's version before this batch

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_grpo.checkpoints import BackgroundIO, CheckpointError, FolderIO, WholeFileIO, settled
 from lit_grpo.checks import check_order
 from lit_grpo.faults import RankWatch
+from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
@@ -53,9 +54,8 @@ class RunCheckpoint(pl.Callback):
             written, the run ends before its next rollout.
     """
 
-    def __init__(self, every_n_updates: int = 50, folder: str = "checkpoints", asynchronous: bool = False) -> None:
-        if every_n_updates < 0:
-            raise ValueError(f"checkpoint.every_n_updates must be at least 0, not {every_n_updates}.")
+    @checks_arguments("checkpoint.")
+    def __init__(self, every_n_updates: Number = 50, folder: str = "checkpoints", asynchronous: bool = False) -> None:
         self.every_n_updates = every_n_updates
         self.folder = folder
         self.asynchronous = asynchronous

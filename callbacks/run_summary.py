@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
+from lit_grpo.checkpoints.resuming import PLUGINS, told_of_plugins
 from lit_grpo.data.module import loaded_prompts
 from lit_grpo.data.overlap import REMEDY, shared_validation
 from lit_grpo.display.cards import Card, near
@@ -21,7 +22,6 @@ from lit_grpo.findings.lessons import LESSON, LessonCount
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import files_note
 from lit_grpo.process.terminal import counted
-from lit_grpo.resuming import PLUGINS, told_of_plugins
 
 from .run_checkpoint import Stopped, run_name
 

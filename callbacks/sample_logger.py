@@ -16,6 +16,7 @@ from lit_grpo.display.due import is_due
 from lit_grpo.display.samples import Sample, Samples, transcript
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults import forget_after, json_line, writable
+from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
@@ -39,11 +40,8 @@ class SampleLogger(pl.Callback):
         num_samples: Completions to show, of as many different prompts as possible.
     """
 
-    def __init__(self, every_n_updates: int = 20, num_samples: int = 4) -> None:
-        if every_n_updates < 0:
-            raise ValueError(f"sample_logger.every_n_updates must be at least 0, not {every_n_updates}.")
-        if num_samples < 1:
-            raise ValueError(f"sample_logger.num_samples must be at least 1, not {num_samples}.")
+    @checks_arguments("sample_logger.")
+    def __init__(self, every_n_updates: Number = 20, num_samples: Count = 4) -> None:
         self.every_n_updates = every_n_updates
         self.num_samples = num_samples
         self._version = 0  # the policy's version before this batch

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lit_grpo.checks import check_order
 from lit_grpo.faults import StallWatch
+from lit_grpo.limits import NotNegative, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import embeddings
 from lit_grpo.types import PromptBatch
@@ -33,9 +34,8 @@ class ThroughputMonitor(pl.Callback):
             waiting rank prints once its phase and what it is doing; nothing is stopped. 0 never prints.
     """
 
-    def __init__(self, stall_minutes: float = 30.0) -> None:
-        if not stall_minutes >= 0:
-            raise ValueError(f"throughput_monitor.stall_minutes must be at least 0, not {stall_minutes}.")
+    @checks_arguments("throughput_monitor.")
+    def __init__(self, stall_minutes: NotNegative = 30.0) -> None:
         self.stall_minutes = stall_minutes
         self._watch: StallWatch | None = None
         self._totals: dict[str, float] = {"num_tokens": 0.0, "num_completions": 0.0, "time/total_s": 0.0}

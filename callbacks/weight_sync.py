@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 
 from lit_grpo.checks import check_order
+from lit_grpo.limits import Limit, Positive, checks_arguments
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.sharding import rest
 from lit_grpo.rollout.generator import Scorer
@@ -50,20 +51,14 @@ class WeightSync(pl.Callback):
             more, and then it may be twice as large.
     """
 
+    @checks_arguments("weight_sync.")
     def __init__(
         self,
-        max_logprob_gap: float = 0.2,
-        max_relative_gap: float | Literal["auto"] = "auto",
-        max_gap_growth: float = 1.3,
-        max_token_gap: float | Literal["auto"] = "auto",
+        max_logprob_gap: Positive = 0.2,
+        max_relative_gap: Positive | Literal["auto"] = "auto",
+        max_gap_growth: Annotated[float, Limit(above=1)] = 1.3,
+        max_token_gap: Positive | Literal["auto"] = "auto",
     ) -> None:
-        if not max_logprob_gap > 0:
-            raise ValueError(f"max_logprob_gap must be above 0, not {max_logprob_gap}.")
-        for name, value in (("max_relative_gap", max_relative_gap), ("max_token_gap", max_token_gap)):
-            if not isinstance(value, str) and not value > 0:
-                raise ValueError(f"{name} must be above 0, or auto, not {value}.")
-        if not max_gap_growth > 1:
-            raise ValueError(f"max_gap_growth must be above 1, not {max_gap_growth}.")
         self.max_logprob_gap, self.max_relative_gap = max_logprob_gap, max_relative_gap
         self.max_gap_growth, self.max_token_gap = max_gap_growth, max_token_gap
         self._proof: SyncProof | None = None

@@ -21,7 +21,12 @@ class GaLore(GaLoreAdamW):
     """
 
     def __init__(
-        self, params: Iterable[torch.nn.Parameter], lr: float = 1e-5, rank: int = 128, update_proj_gap: int = 200
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float = 1e-5,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        weight_decay: float = 0.0,
     ) -> None:
         weights = list(params)
         low_rank = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": 0.25, "proj_type": "std"}
@@ -30,7 +35,8 @@ class GaLore(GaLoreAdamW):
             {"params": [weight for weight, low in zip(weights, is_low_rank, strict=True) if low], **low_rank},
             {"params": [weight for weight, low in zip(weights, is_low_rank, strict=True) if not low]},
         ]
-        super().__init__([group for group in groups if group["params"]], lr=lr, no_deprecation_warning=True)
+        given = [group for group in groups if group["params"]]
+        super().__init__(given, lr=lr, weight_decay=weight_decay, no_deprecation_warning=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with each projector as its matrix: checkpoints hold tensors and numbers alone."""

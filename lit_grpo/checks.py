@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lit_grpo.compatibility import Part, check_together
+from lit_grpo.compatibility import SHARDS, Part, check_together
+from lit_grpo.limits import Count, check_value
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
@@ -36,8 +37,7 @@ def check_generations(num_generations: int, eval_num_generations: int, pass_at_k
             f"num_generations is {num_generations}, but a group needs at least 2 completions: "
             "an advantage compares a completion with the others of its prompt."
         )
-    if eval_num_generations < 1:
-        raise ValueError(f"eval_num_generations must be at least 1, not {eval_num_generations}.")
+    check_value("eval_num_generations", eval_num_generations, Count)
     for k in pass_at_k:
         if not 1 <= k <= eval_num_generations:
             raise ValueError(
@@ -80,29 +80,6 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
             "training cannot go on from it; go on with that version, or take its policy out with python -m lit_grpo "
             "export and begin a new run on it."
         )
-
-
-def check_updates(
-    num_iterations: int,
-    num_minibatches: int,
-    max_tokens_per_micro_batch: int | Literal["auto"],
-    max_grad_norm: float,
-    max_skipped_updates: int,
-) -> None:
-    """Refuse numbers that no optimizer step could be made of.
-
-    Raises:
-        ValueError: One is too small.
-    """
-    counts = {"num_iterations": num_iterations, "num_minibatches": num_minibatches}
-    counts["max_skipped_updates"] = max_skipped_updates
-    if max_tokens_per_micro_batch != "auto":
-        counts["max_tokens_per_micro_batch"] = max_tokens_per_micro_batch
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}.")
-    if not max_grad_norm >= 0:
-        raise ValueError(f"max_grad_norm must be a number >= 0, not {max_grad_norm}.")
 
 
 def total_updates(trainer: pl.Trainer, updates_per_batch: int) -> int | None:
@@ -152,17 +129,13 @@ def check_ranks(
         )
     parts = settings.parts()
     if isinstance(trainer.strategy, FSDP2Strategy):
-        changes = {"unsharded_weights": "leaves a shard of them there"}
-        needs = frozenset(
-            {"fixed_token_budget"}
-        )  # a rank whose memory runs out cannot leave the others' layers waiting
-        parts.append(Part("trainer.strategy fsdp2", needs, changes, remedy="take ddp"))
-        for is_set, name in (
-            (reference.mixup_alpha is not None, "model.reference.mixup_alpha"),
-            (lora is not None and lora.base == "nf4", "model.lora.base nf4"),
-            (not isinstance(policy, str), "model.policy, a loaded model and no name,"),
-        ):
-            parts += [Part(name, needs=frozenset({"unsharded_weights"}))] if is_set else []
+        whole = frozenset({"unsharded_weights"})
+        parts += [
+            SHARDS,
+            Part("model.reference.mixup_alpha", whole, chosen=reference.mixup_alpha is not None),
+            Part("model.lora.base nf4", whole, chosen=lora is not None and lora.base == "nf4"),
+            Part("model.policy, a loaded model and no name,", whole, chosen=not isinstance(policy, str)),
+        ]
     check_together(parts)
 
 

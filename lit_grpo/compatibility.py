@@ -35,6 +35,10 @@ REQUIREMENTS: dict[str, str] = {
     "history": "what earlier visits of each prompt showed",
     "unsharded_weights": "whole weights on each rank",
     "fixed_token_budget": "micro-batches of a fixed number of tokens",
+    "kl_term": "a KL term",
+    "own_reference": "a reference whose weights are its own",
+    "plain_rewards": "rewards without a KL term",
+    "only_look": "the one look at hidden states that a rollout takes midway",
 }
 """What a part of a run may need, by the word that stands for it; the text goes on after ``needs``."""
 
@@ -49,12 +53,23 @@ class Part:
         changes: What it takes away from the others: by word, what to say of it after its name, such as ``lets groups
             leave in parts``.
         remedy: What else helps than leaving the part out, such as ``add unit=group to it``.
+        chosen: Whether the run has the part; one that it does not have is passed over.
     """
 
     name: str
     needs: frozenset[str] = frozenset()
     changes: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
+    chosen: bool = True
+
+
+SHARDS = Part(
+    "trainer.strategy fsdp2",
+    needs=frozenset({"fixed_token_budget"}),  # a rank whose memory runs out cannot leave the others' layers waiting
+    changes={"unsharded_weights": "leaves a shard of them there"},
+    remedy="take ddp",
+)
+"""Ranks that have a part of the weights each."""
 
 
 def check_together(parts: Iterable[Part]) -> None:
@@ -63,7 +78,7 @@ def check_together(parts: Iterable[Part]) -> None:
     Raises:
         ValueError: One part needs what another changes.
     """
-    parts = list(parts)
+    parts = [part for part in parts if part.chosen]
     for part in parts:
         for word in sorted(part.needs):
             for other in parts:
@@ -73,3 +88,34 @@ def check_together(parts: Iterable[Part]) -> None:
                         f"{part.name} needs {REQUIREMENTS[word]}, and {other.name} {other.changes[word]}; "
                         f"{', or '.join([*remedies, 'leave one of the two out'])}."
                     )
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two settings of one class that do not go together, as the two halves of a sentence.
+
+    Args:
+        needs: What one setting needs, such as ``transfer changes needs weights that travel with every sync``.
+        lacks: What the other makes of it, such as ``adapters alone sends them once``.
+        found: Whether both are set so.
+        remedy: What else helps than leaving one out, such as ``take transfer full``.
+    """
+
+    needs: str
+    lacks: str
+    found: bool
+    remedy: str = ""
+
+
+def check_clashes(clashes: Iterable[Clash]) -> None:
+    """Refuse settings of one class that do not go together.
+
+    Raises:
+        ValueError: Two clash; the sentence is that of the first clash that is found.
+    """
+    for clash in clashes:
+        if clash.found:
+            remedies = [clash.remedy] if clash.remedy else []
+            raise ValueError(
+                f"{clash.needs}, and {clash.lacks}; {', or '.join([*remedies, 'leave one of the two out'])}."
+            )

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from lit_grpo.checkpoints.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.checks import (
     FORMAT,
     check_callbacks,
@@ -25,7 +26,6 @@ from lit_grpo.checks import (
     check_token_ids,
     check_trainer,
     check_training_sampling,
-    check_updates,
     total_updates,
 )
 from lit_grpo.evaluation import EvaluationModule
@@ -42,7 +42,6 @@ from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, rest
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.threads import wait_without_spinning
-from lit_grpo.resuming import Told, apply_to, check_optimizer, differences, told_of_run
 from lit_grpo.rewards import RewardSpec, RewardWatch, load_rewards
 from lit_grpo.rewards.function import RewardFunction, check_names, check_prompts
 from lit_grpo.rollout.generator import Generator
@@ -190,9 +189,8 @@ class GRPOModule(EvaluationModule):
         self._continues = False  # an adapter that the policy came with
         self._base: str | None = None  # of adapters, the fingerprint
         check_generations(num_generations, eval_num_generations, pass_at_k)
-        check_updates(num_iterations, num_minibatches, max_tokens_per_micro_batch, max_grad_norm, max_skipped_updates)
-        advantages.check(num_generations, objective.kl.place)
-        reference.check(objective.kl.beta, lora is not None)
+        advantages.check(num_generations)
+        reference.check(objective.kl.parts, lora is not None)
         self.policy_version = 0
         self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
         self._lessons = LessonWatch()
@@ -297,14 +295,15 @@ class GRPOModule(EvaluationModule):
 
     def _make_learner(self) -> Learner:
         """Make what trains the policy, with a reference where a KL term asks for one."""
-        refusal, reference = prefix_refusal(self.policy), None
+        with self.trainer.precision_plugin.forward_context():
+            refusal, reference = prefix_refusal(self.policy), None
         self.settings.shares_prefix = refusal is None
         if refusal is not None:
             name = class_of(self.policy).__name__
             self.ranks.warn(f"Each completion goes through {name} padded, with a prompt of its own: {refusal}.")
         if self.settings.objective.kl.beta > 0:
             source, device = self.policy_name, self.trainer.strategy.root_device
-            self.reference.check(self.settings.objective.kl.beta, not self.strict_loading)
+            self.reference.check(self.settings.objective.kl.parts, not self.strict_loading)
             began = "full" if self.strict_loading else "adapter" if self._continues else "bare"
             reference = make_reference(self.policy, source, self.policy_dtype, device, self.reference, began)
         return Learner(self.policy, self, self.settings, reference, Path(self.trainer.default_root_dir))

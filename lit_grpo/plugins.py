@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lit_grpo.limits import check_fields
+
 if TYPE_CHECKING:
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
@@ -95,8 +97,9 @@ class Listener:
 class Plugin:
     """An optional method of a run, given by name or class path in ``rollout.plugins``.
 
-    A plug-in is a dataclass: its fields are what the user can set, as in ``{knapsack: {budget: 256}}``. What it decides
-    is said by the class that it derives from, one of:
+    A plug-in is a dataclass: its fields are what the user can set, as in ``{knapsack: {budget: 256}}``, and their
+    annotations say which values they take (:mod:`lit_grpo.limits`). What it decides is said by the class that it
+    derives from, one of:
 
     ==================================================  ==========================================================
     :class:`lit_grpo.budgets.prompts.PromptRule`        which prompts are asked when they are due
@@ -114,6 +117,10 @@ class Plugin:
 
     role: ClassVar[str] = ""
     """What a class of plug-ins decides, such as ``how many completions each prompt gets``; one of a role is enough."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against their annotations; a plug-in that checks more calls it first."""
+        check_fields(self)
 
     @property
     def needs(self) -> frozenset[str]:

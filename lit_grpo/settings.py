@@ -68,16 +68,6 @@ def as_plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def check_number(name: str, value: Any, least: int, kind: Any) -> None:
-    """Check a field that is a number of ``kind``, ``int`` or ``int | float``.
-
-    Raises:
-        ValueError: It is none, or less than ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-        raise ValueError(f"{name} must be a {'whole ' * (kind is int)}number of at least {least}, not {value!r}.")
-
-
 def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row], kind: type[Row]) -> Row:
     """Return one of several rows of data, with some of its fields set.
 
@@ -91,10 +81,14 @@ def by_name(setting: str, spec: str | Mapping[str, Any], rows: Mapping[str, Row]
     Raises:
         ValueError: There is no such row or field, or a value does not fit.
     """
-    name, told, fields_given = _told(setting, spec)
+    name, given = _told(setting, spec)
     try:
         row = cast(Any, rows[name]) if name in rows else _own(name, rows, kind)
-        values = _values(told, row) if fields_given is None else _known_fields(fields_given, row)
+        known = [field.name for field in fields(row)]
+        for field in given:
+            if field not in known:
+                raise ValueError(f"it has no field {field!r}; it has {', '.join(known) or 'none'}.")
+        values = {field: _value(field, value) for field, value in given.items()} if isinstance(spec, str) else given
         return replace(row, **values) if name in rows else row(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{setting} {spec if isinstance(spec, str) else name}: {error}") from None
@@ -114,9 +108,8 @@ def find_row(setting: str, name: str, rows: Mapping[str, Row], kind: type[Row]) 
     """
     if name in rows:
         return rows[name]
-    module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(import_module(module), attribute) if module else None
+        found = _imported(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{setting} {name} cannot be loaded ({error}); give one of {', '.join(rows)}, or the import path of "
@@ -134,46 +127,35 @@ def _a(kind: type[Any]) -> str:
     return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
 
 
-def _told(setting: str, spec: str | Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any] | None]:
-    """Return the name, what follows a colon, and the mapping of fields, where there is one."""
+def _told(setting: str, spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the fields that are given with it, as text where the spec is text."""
     if isinstance(spec, str):
         name, _, told = spec.partition(":")
-        return name, told, None
+        return name, {part.partition("=")[0]: part.partition("=")[2] for part in filter(None, told.split(","))}
     if len(spec) != 1 or not isinstance(given := next(iter(spec.values())), Mapping | NoneType):
         raise ValueError(
             f"{setting} has {dict(spec)}; give a name, or one name with its fields, as in {{NAME: {{FIELD: VALUE}}}}."
         )
-    return next(iter(spec)), "", given or {}
+    return next(iter(spec)), given or {}
 
 
-def _known_fields(given: Mapping[str, Any], row: Any) -> dict[str, Any]:
-    known = [field.name for field in fields(row)]
-    for field in given:
-        if field not in known:
-            raise ValueError(f"it has no field {field!r}; it has {', '.join(known) or 'none'}.")
-    return dict(given)
+def _value(field: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{field} is set to {text!r}, which is no value.") from None
 
 
-def _values(told: str, row: Any) -> dict[str, Any]:
-    """The values of the fields that a spec sets."""
-    known = [field.name for field in fields(row)]
-    values: dict[str, Any] = {}
-    for part in filter(None, told.split(",")):
-        field, _, value = part.partition("=")
-        if field not in known:
-            raise ValueError(f"it has no field {field!r}; it has {', '.join(known) or 'none'}.")
-        try:
-            values[field] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"{field} is set to {value!r}, which is no value.") from None
-    return values
+def _imported(path: str) -> Any:
+    """What a path names; None for one without a module."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name) if module else None
 
 
 def _own(path: str, rows: Mapping[str, Any], kind: type[Row]) -> Any:
     """A user's own kind, by its class path."""
-    module, _, name = path.rpartition(".")
     try:
-        found = getattr(import_module(module), name) if module else None
+        found = _imported(path)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"it cannot be loaded ({error}); give one of {', '.join(rows)}, or a class path.") from None
     if not (isinstance(found, type) and issubclass(found, kind) and is_dataclass(found)):

@@ -22,8 +22,9 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from lit_grpo.limits import Count, Limit, Number, check_fields
 from lit_grpo.trajectory import EMPTY, OBSERVED, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -117,27 +118,16 @@ class SamplingParams:
             not count in ``max_tokens``.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 256
+    temperature: Annotated[float, Limit(least=0, finite=True)] = 1.0
+    top_p: Annotated[float, Limit(above=0, most=1, remedy="1 keeps every token")] = 1.0
+    top_k: Annotated[int, Limit(least=0, remedy="0 keeps every token")] = 0
+    min_p: Annotated[float, Limit(least=0, below=1, remedy="0 keeps every token")] = 0.0
+    max_tokens: Count = 256
     stop: tuple[str, ...] = ()
-    max_observed: int = 0
+    max_observed: Number = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not math.isfinite(self.temperature):
-            raise ValueError(f"sampling temperature must be a finite number >= 0, not {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling top_p must be in (0, 1], not {self.top_p}; 1 keeps every token.")
-        if self.top_k < 0:
-            raise ValueError(f"sampling top_k must be >= 0, not {self.top_k}; 0 keeps every token.")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"sampling min_p must be in [0, 1), not {self.min_p}; 0 keeps every token.")
-        if self.max_tokens < 1:
-            raise ValueError(f"sampling max_tokens must be at least 1, not {self.max_tokens}.")
-        if self.max_observed < 0:
-            raise ValueError(f"sampling max_observed must be >= 0, not {self.max_observed}; 0 has nothing observed.")
+        check_fields(self, "sampling ")
         if any(not text for text in self.stop):
             raise ValueError("sampling stop holds an empty string, which would end every completion; remove it.")
 

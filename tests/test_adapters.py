@@ -80,14 +80,14 @@ def test_settings_that_cannot_be_are_refused() -> None:
         LoraSettings(r=0)
     with pytest.raises(ValueError, match=r"lora\.alpha must be above 0"):
         LoraSettings(alpha=0)
-    with pytest.raises(ValueError, match=r"lora\.base must be nf4 or left out, not 'int4'"):
+    with pytest.raises(ValueError, match=r"lora\.base must be nf4, not 'int4'"):
         LoraSettings(base="int4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="q_prok"):
         add_adapters(random_policy(), LoraSettings(target_modules=["q_prok"]))  # pyright: ignore[reportArgumentType]
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.policy.adapters.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_grpo.process.packages.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"install the extra lit_grpo\[lora\]"):
         add_adapters(random_policy(), LoraSettings())  # pyright: ignore[reportArgumentType]
 
@@ -176,9 +176,15 @@ def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(m
 
 
 def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="sleep_level 2 drops the weights"):
+    with pytest.raises(
+        ValueError,
+        match=r"adapters alone needs weights that an engine keeps .* sleep_level 2 drops them; take sleep_level 1",
+    ):
         VLLMGenerator(adapters="alone", sleep_level=2)
-    with pytest.raises(ValueError, match="transfer: changes is for weights that travel with every sync"):
+    with pytest.raises(
+        ValueError,
+        match="transfer changes needs weights that travel with every sync, and adapters alone sends them once",
+    ):
         VLLMServerGenerator(adapters="alone", transfer="changes")
 
 

@@ -268,14 +268,17 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ("no.such.Rule", "cannot be loaded"),
         ("math.floor", "or the class path of a Plugin"),
         ("dars_equal:budget=3", "dars_equal:budget=3: it has no field 'budget'; it has schedule, most"),
-        ("knapsack:budget=64,tokens=900", "budget is 64 completions and tokens is 900; give one of them"),
-        ("uniform:tokens=0", "tokens must be a whole number of at least 1, not 0"),
+        (
+            "knapsack:budget=64,tokens=900",
+            "budget 64 needs completions, and tokens 900 counts tokens; leave one of the two out",
+        ),
+        ("uniform:tokens=0", "tokens must be at least 1, not 0"),
         ("uniform:tokens=many", "tokens must be"),
-        ("knapsack:alpha=1", "alpha must be in (0, 1), not 1"),
+        ("knapsack:alpha=1", "alpha must be above 0 and below 1, not 1; the paper"),
         ("knapsack:alpha=much", "alpha must be"),
         ("knapsack:least=1", "least must be at least 2, not 1"),
-        ("variance:least=4,most=3", "most is 3, which is less than least, 4"),
-        ("buckets:most=1", "least must be at least 2 and at most most, 1, not 2"),
+        ("variance:least=4,most=3", "least must be at most most, 3, not 4"),
+        ("buckets:most=1", "least must be at most most, 1, not 2"),
         ("dars_equal:schedule=steep", "schedule must be equal or hardness, not 'steep'"),
         ("balanced:rounds=1", "rounds must be at least 2, not 1"),
         ("balanced:passed=0,failed=0", "passed is 0 and failed is 0"),
@@ -359,13 +362,19 @@ def test_a_budget_is_that_of_an_update_however_many_prompts_are_opened(rule: All
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("knapsack:least=two", "least must be a whole number of at least 1, not 'two'"),
+        (
+            "knapsack:least=two",
+            "least must be a whole number of at least 2, not 'two'; one completion .*",
+        ),
         ("knapsack:budget=40.5", "budget must be a whole number of at least 1, not 40.5"),
         ("variance:most=many", "most must be a whole number of at least 1, not 'many'"),
         ("buckets:most=7.5", "most must be a whole number of at least 1, not 7.5"),
         ("dars_equal:most=x", "most must be a whole number of at least 1, not 'x'"),
         ("balanced:passed=half", "passed must be a whole number of at least 0, not 'half'"),
-        ("balanced:rounds=2.5", "rounds must be a whole number of at least 1, not 2.5"),
+        (
+            "balanced:rounds=2.5",
+            "rounds must be a whole number of at least 2, not 2.5; with one .*",
+        ),
     ],
 )
 def test_a_field_that_is_no_whole_number_is_told(spec: str, sentence: str) -> None:

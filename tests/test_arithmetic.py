@@ -6,11 +6,12 @@ import random
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from lit_grpo.rewards.builtin import ExactMatch
-from lit_grpo.tasks import ArithmeticRows
+from lit_grpo.tasks import ArithmeticRows, DrawnRows
 from lit_grpo.tasks.arithmetic import ALPHABET, ANSWER_PATTERN, Remainder, demonstration, draw_exercise, working
 
 
@@ -100,7 +101,7 @@ def test_the_alphabet_covers_prompts_and_demonstrations() -> None:
     ("arguments", "message"),
     [
         ({"num_rows": 0}, "num_rows must be at least 1, not 0"),
-        ({"split": "test"}, "split must be 'train' or 'validation', not 'test'"),
+        ({"split": "test"}, "split must be train or validation, not 'test'"),
         ({"max_divisor": 50}, "max_divisor must be from 11 to 49, not 50"),
         ({"max_steps": 19}, "max_steps must be from 1 to 18, not 19"),
         ({"num_rows": 10**6}, "num_rows is 1000000, but the train split has only"),
@@ -109,3 +110,21 @@ def test_the_alphabet_covers_prompts_and_demonstrations() -> None:
 def test_bad_arguments_are_refused_in_one_sentence(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ArithmeticRows(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+class Letters(DrawnRows):
+    """One of three letters, under a prompt that is the same for all."""
+
+    most_draws = 200
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        return {"prompt": "Which?", "answer": rng.choice("abc")}
+
+    def key(self, row: dict[str, Any]) -> str:
+        return row["answer"]
+
+
+def test_rows_are_told_apart_by_their_key_and_end_where_no_further_one_is_found() -> None:
+    assert sorted(row["answer"] for row in Letters(3, "train", 0).rows()) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"^Letters has only 3 rows of the train split, and num_rows is 4"):
+        list(Letters(4, "train", 0).rows())

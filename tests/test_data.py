@@ -331,8 +331,11 @@ def test_chat_with_a_tokenizer_that_has_no_template_is_an_error(plain: str) -> N
         ({"template": "{}"}, "data.template '{}' may hold only plain columns"),
         ({"template": "{a"}, "data.template '{a' is malformed: expected '}' before end of string"),
         ({"template": "one ?"}, "data.template 'one ?' names no column"),
-        ({"chat_template": False, "system_prompt": "x"}, "data.chat_template is false; leave them out"),
-        ({"chat_template": False, "chat_template_kwargs": {"x": 1}}, "data.chat_template is false"),
+        (
+            {"chat_template": False, "system_prompt": "x"},
+            "data.system_prompt needs the tokenizer's chat template, and data.chat_template false leaves it out; set",
+        ),
+        ({"chat_template": False, "chat_template_kwargs": {"x": 1}}, "data.chat_template false leaves it out; set"),
         ({"chat_template_kwargs": {"tokenize": False}}, "data.chat_template_kwargs may not set tokenize"),
     ],
 )
@@ -494,7 +497,7 @@ def test_what_a_rule_remembers_goes_on_with_the_stream() -> None:
 
 @dataclass(frozen=True)
 class Nobody(PromptRule):
-    def chance(self, record: object, state: object) -> float:
+    def chance(self, prompt: object, record: object, state: object) -> float:
         return 0.0
 
 

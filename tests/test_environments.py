@@ -620,6 +620,12 @@ def test_environments_are_closed_once_they_have_been_scored() -> None:
     worker.close()
 
 
+def test_the_end_of_a_run_closes_environments() -> None:
+    worker = worker_of(Kept)
+    completion = only(play(worker))  # which closes the worker
+    assert completion.episode is not None and completion.episode.environment.closed
+
+
 def _until(so: Callable[[], bool]) -> None:
     end = time.monotonic() + 5
     while not so() and time.monotonic() < end:
@@ -693,10 +699,10 @@ def test_what_cannot_be_an_environment_is_refused(options: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 0}, "max_turns must be a whole number of at least 1, not 0"),
-        ({"tool_timeout_s": 0}, "tool_timeout_s must be a finite number above 0, not 0"),
-        ({"max_answer_tokens": 2}, "max_answer_tokens must be a whole number of at least 16"),
-        ({"calls": "yaml"}, "calls must be one of qwen, hermes, llama, json, not 'yaml'"),
+        ({"max_turns": 0}, "max_turns must be at least 1, not 0"),
+        ({"tool_timeout_s": 0}, "tool_timeout_s must be above 0, not 0"),
+        ({"max_answer_tokens": 2}, "max_answer_tokens must be at least 16, not 2"),
+        ({"calls": "yaml"}, "calls must be qwen, hermes, llama or json, not 'yaml'"),
     ],
 )
 def test_fields_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

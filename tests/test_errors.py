@@ -32,6 +32,20 @@ def test_of_all_types_that_were_tried_those_that_say_something_remain() -> None:
     )
 
 
+def test_of_text_or_a_class_the_fault_of_the_class_is_told() -> None:
+    message = """Does not validate against any of the Union subtypes
+  Subtypes: [<class 'str'>, <class 'RowSource'>, <class 'NoneType'>]
+  Errors:
+    - Expected a <class 'str'>
+    - it takes its tasks from a package, which is not installed; install it.
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'dict'>
+  Given value: {}"""
+    assert one_sentence(message) == "it takes its tasks from a package, which is not installed; install it."
+    of_text = message.replace("    - it takes its tasks from a package, which is not installed; install it.\n", "")
+    assert one_sentence(of_text) == "Expected a <class 'str'>"
+
+
 def test_plain_sentence_stays() -> None:
     assert one_sentence("num_slots must be at least 1, not 0.\n") == "num_slots must be at least 1, not 0."
 

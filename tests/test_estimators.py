@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
+from lit_grpo.compatibility import check_together
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
@@ -23,6 +24,7 @@ from lit_grpo.update.advantages.functions import (
     virtual_maximum_advantages,
 )
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
+from lit_grpo.update.objective.kl import KLTerm
 
 NAN = math.nan
 Rewards = list[list[float]]
@@ -348,8 +350,12 @@ def test_an_estimator_that_cannot_be_is_refused(options: dict[str, Any], message
 
 def test_a_median_of_two_is_refused_and_a_kl_term_where_rewards_have_no_room_for_it() -> None:
     with pytest.raises(ValueError, match=r"num_generations is 2, but of two .*; set it to at least 3, or .* rloo"):
-        Advantages("mc_grpo").check(2, "loss")
+        Advantages("mc_grpo").check(2)
     for estimator in ("gdpo", "ngrpo"):
-        with pytest.raises(ValueError, match=r"kl\.place is reward, but .*; set kl\.place to loss, or .* to grpo"):
-            Advantages(estimator).check(8, "reward")
-    Advantages("mc_grpo").check(3, "reward")
+        said = (
+            rf"estimator {estimator} needs rewards without a KL term, and .*kl\.place reward takes .*; set .* to loss"
+        )
+        with pytest.raises(ValueError, match=said):
+            check_together([*KLTerm(0.1, place="reward").parts, *Advantages(estimator).parts])
+    Advantages("mc_grpo").check(3)
+    check_together([*KLTerm(0.1, place="reward").parts, *Advantages("mc_grpo").parts])

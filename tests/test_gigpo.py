@@ -111,7 +111,7 @@ def test_rewards_that_are_not_one_a_turn_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"gamma": 1.5}, "gamma must be at most 1, not 1.5"), ({"weight": -1}, "weight must be a number of at least 0")],
+    [({"gamma": 1.5}, "gamma must be from 0 to 1, not 1.5"), ({"weight": -1}, "weight must be at least 0")],
 )
 def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from lit_grpo.budgets.history import PromptHistory, Record, Visit
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.data.module import PromptDataModule, asked_prompts
 from lit_grpo.methods import make_plugins
-from lit_grpo.methods.hints import NEW, Hint, Hinter, HintRecord, HintVisit, Reference, Strategy, hint_metrics
+from lit_grpo.methods.hints import Hint, Hinter, HintRecord, HintVisit, Reference, Strategy
 from lit_grpo.ranks import Ranks
 from lit_grpo.rewards.inputs import Surroundings, TrainerState, group_inputs, rollout_inputs
 from lit_grpo.rollout.session import RolloutSession
@@ -51,11 +51,11 @@ def group_of(rewards: list[float], hint: float = 0.0, name: str = "train/0") -> 
 
 
 def hint_visit(rewards: list[float], hint: float = 0.0) -> HintVisit:
-    return HintVisit.of(group_of(rewards, hint), PassRule("one"))
+    return Hint().worker().visit_of(group_of(rewards, hint), PassRule("one"))
 
 
 def hint_record(*visits: HintVisit) -> HintRecord:
-    record = NEW
+    record = HintRecord()
     for each in visits:
         record = record.after(each)
     return record
@@ -84,7 +84,7 @@ class ByHand:
 def test_a_share_falls_where_somebody_passed_and_rises_where_nobody_did(seed: int) -> None:
     rng = random.Random(seed)
     rule = Hint(rng.randint(1, 3), 0.5, rng.choice([0.1, 0.2, 0.25]), rng.choice([0.8, 1.0]))
-    record, by_hand, shares = NEW, ByHand(rule), []
+    record, by_hand, shares = HintRecord(), ByHand(rule), []
     for _ in range(200):
         share = rule.share(record)
         assert share == pytest.approx(by_hand.now) and (share == 0) == (by_hand.now == 0)
@@ -105,7 +105,7 @@ def test_a_visit_without_a_reward_moves_nothing() -> None:
 def test_what_is_replayed_counts_at_its_own_visit_alone() -> None:
     group = group_of([0.0, 1.0])
     group.rollouts[1].replayed = True
-    assert HintVisit.of(group, PassRule("one")) == HintVisit("train/0", 0.0, [0.0], 0)
+    assert Hint().worker().visit_of(group, PassRule("one")) == HintVisit("train/0", 0.0, [0.0], 0)
 
 
 def test_visits_with_a_hint_leave_all_else_that_is_known_of_a_prompt() -> None:
@@ -122,7 +122,7 @@ def test_hints_go_on_from_a_checkpoint_and_go_by_the_visits_of_all_ranks() -> No
     hinter.learnt([group_of([0.0, 0.0], name="a")], passes, 1, lambda own: [own])
     logged = hinter.learnt([group_of([1.0, 0.0], 0.5, name="a")], passes, 2, lambda own: [own, [other]])
     assert logged["hints/share_of_prompts"] == 0.5 and logged["hints/reward_unhinted"] == 1.0
-    assert hinter.known == {"a": HintRecord(0, 0.5, 0.5), "b": NEW}
+    assert hinter.known == {"a": HintRecord(0, 0.5, 0.5), "b": HintRecord()}
     again.load_state_dict(copy.deepcopy(hinter.state_dict()))
     assert again.known == hinter.known and again.common
     assert Hint().share(again.known["a"]) == 0.25 and Hint().share(again.known["b"]) == 0
@@ -134,7 +134,7 @@ def test_ranks_come_to_the_same_shares_and_log_the_same_whoever_asked_the_prompt
         share = 0.5 if version else 0.0
         groups = [group_of([float(version == number), 0.0], share, name) for number, name in enumerate("abcd")]
         parts = [groups[:1], groups[1:]]
-        visits = [[HintVisit.of(group, passes) for group in part] for part in parts]
+        visits = [[Hint().worker().visit_of(group, passes) for group in part] for part in parts]
         logged = alone.learnt(groups, passes, version, lambda own: [own])
         for rank, part in zip(ranks, parts, strict=True):
             assert rank.learnt(part, passes, version, lambda own, visits=visits: visits) == logged
@@ -177,15 +177,18 @@ def test_metrics_tell_rewards_with_and_without_a_hint_apart() -> None:
         hint_visit([0.25, 0.75]),
         hint_visit([0.0]),
     ]
-    assert hint_metrics(visits) == {
+    assert Hint().worker().metrics_of(visits) == {
         "hints/share_of_prompts": 0.5,
         "hints/mean_share": 0.375,
         "hints/pass_rate": 0.8,
         "hints/reward_hinted": 0.8,
         "hints/reward_unhinted": pytest.approx(1 / 3),
     }
-    assert hint_metrics(visits[2:]) == {"hints/share_of_prompts": 0.0, "hints/reward_unhinted": pytest.approx(1 / 3)}
-    assert math.isnan(hint_metrics(visits[:2])["hints/reward_unhinted"])
+    assert Hint().worker().metrics_of(visits[2:]) == {
+        "hints/share_of_prompts": 0.0,
+        "hints/reward_unhinted": pytest.approx(1 / 3),
+    }
+    assert math.isnan(Hint().worker().metrics_of(visits[:2])["hints/reward_unhinted"])
 
 
 # ---- what becomes of a prompt --------------------------------------------------------------------------
@@ -398,11 +401,11 @@ class Numbers(Hint):
     [
         ("some", "there is none; give one of april, "),
         ("reference_hint:from=x", "it has no field 'from'; it has after, begin, step, most, column."),
-        ("reference_hint:after=0", "after must be a whole number of at least 1, not 0."),
+        ("reference_hint:after=0", "after must be at least 1, not 0."),
         ("reference_hint:begin=1.5", "begin must be above 0 and at most 1, not 1.5."),
         ("reference_hint:begin=0.95", "begin must be at most most, 0.9, not 0.95."),
         ("strategy_hint:step=0", "step must be above 0 and at most 1, not 0."),
-        ("strategy_hint:most=much", "most must be a number of at least 0, not 'much'."),
+        ("strategy_hint:most=much", "most must be a number above 0 and at most 1, not 'much'."),
         ("strategy_hint:say=3", "say must be text, not 3; put it into quotes."),
     ],
 )
@@ -435,7 +438,7 @@ ROW = {"prompt": "1=", "solution": "a"}
             r"row 0 of .* has a hint with characters that the tokenizer",
         ),
         ("strategy_hint:say=do", ROWS, r"row 0 of .* has a hint with characters .* \('do\\n\\n'\); mend the row"),
-        (f"{__name__}.Numbers", ROWS, r"row 0 of .* gets a hint of type int from Numbers, not text"),
+        (f"{__name__}.Numbers", ROWS, r"row 0 of .* gets a hint of type int, not text"),
         ("reference_hint", [{**ROW, "solution": None}], "no row of the list given has a hint that there is room for"),
     ],
 )

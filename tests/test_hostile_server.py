@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, STATE_HEADER
-from lit_grpo.rollout.vllm.http import Chunk, EventLoop, ServerClient, ServerError, StreamPump
+from lit_grpo.rollout.vllm.http import Chunk, ServerClient, ServerError, StreamPump
 
 STATE = "process:0"
 BARE: Mapping[str, str] = MappingProxyType({})

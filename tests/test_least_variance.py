@@ -71,7 +71,7 @@ def test_scores_are_the_gradients_of_the_last_hidden_states(shares_prefix: bool)
     logprobs_N, squares_N = logprobs_and_scores(policy, micro_batch, 0.7).unbind(1)
     assert all(parameter.grad is None for parameter in policy.parameters())
     head_VD = policy.get_output_embeddings().weight.detach()
-    order = [rollouts[row] for row in micro_batch.rows_C.tolist()]
+    order = [rollouts[row] for row in micro_batch.rows]
     for rollout, own_T, scores_T in zip(
         order,
         logprobs_N.split(micro_batch.lengths_C.tolist()),
@@ -108,9 +108,7 @@ def test_the_approximation_beside_exact_gradients_of_every_weight() -> None:
             scores_N = logprobs_and_scores(policy, micro_batch, 1.0)[:, 1]
             sums = {
                 row: float(part.sum())
-                for row, part in zip(
-                    micro_batch.rows_C.tolist(), scores_N.split(micro_batch.lengths_C.tolist()), strict=True
-                )
+                for row, part in zip(micro_batch.rows, scores_N.split(micro_batch.lengths_C.tolist()), strict=True)
             }
             approximate += [sums[row] for row in range(16)]
             exact += [exact_square(policy, rollout) for rollout in group.rollouts]

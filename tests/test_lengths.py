@@ -462,7 +462,7 @@ def test_a_hundred_thousand_jobs_are_estimated_in_under_a_second() -> None:
         ({"points": ()}, r"points must be ascending"),
         ({"points": (0, 64), "max_tokens": 64}, r"points names 64 tokens, but a completion has at most 64; leave"),
         ({"num_scalars": 64}, r"num_scalars must be from 0 to 63, not 64"),
-        ({"min_correlation": 2.0}, r"min_correlation must be a correlation from -1 to 1, not 2.0"),
+        ({"min_correlation": 2.0}, r"min_correlation must be from -1 to 1, not 2.0"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: dict, sentence: str) -> None:

@@ -134,15 +134,15 @@ def naive_step(
         ({"pass_at_k": (0,)}, "pass_at_k holds 0"),
         ({"num_iterations": 0}, "num_iterations must be at least 1, not 0"),
         ({"num_minibatches": 0}, "num_minibatches must be at least 1, not 0"),
-        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, not 0"),
-        ({"max_grad_norm": -1.0}, r"max_grad_norm must be a number >= 0, not -1\.0"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch must be at least 1, or auto, not 0"),
+        ({"max_grad_norm": -1.0}, r"max_grad_norm must be at least 0, not -1\.0"),
         (
             {"advantages": Advantages("mc_grpo"), "num_generations": 2},
             "num_generations is 2, .* the median is the mean",
         ),
         (
             {"advantages": Advantages("gdpo"), "objective": Objective(kl=KLTerm(0.1, place="reward"))},
-            r"kl\.place is reward, but gdpo .* set kl\.place to loss",
+            r"estimator gdpo needs rewards without a KL term, and .*; set .*kl\.place to loss",
         ),
     ],
 )

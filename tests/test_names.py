@@ -75,10 +75,19 @@ def test_what_another_class_does_not_take_is_left_out_and_named(
     config = {"generator": {"class_path": "vllm", "init_args": {"num_slots": 8, "engine_args": {"dtype": "float16"}}}}
     parsed = parse(tmp_path, "--model.generator", "slots", config=config).generator
     assert set(parsed.init_args.as_dict()) == {"num_slots", "prefill_tokens", "kv_memory"}
-    assert (
-        capsys.readouterr().err == "Left out, because SlotGenerator has no such field: model.generator.engine_args.\n"
-    )
+    told = "Left out, because SlotGenerator has no such field: model.generator.engine_args "
+    told += "(set before for VLLMGenerator).\n"
+    assert capsys.readouterr().err == told
     parse(tmp_path, "--model.optimizer", "SGD")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_optimizer_of_less_memory_takes_what_the_config_sets_for_adamw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 5e-4, "weight_decay": 0.02}}}
+    parsed = parse(tmp_path, "--model.optimizer", "examples.galore.GaLore", config=config).optimizer
+    assert (parsed.init_args.lr, parsed.init_args.weight_decay) == (5e-4, 0.02)
     assert capsys.readouterr().err == ""
 
 

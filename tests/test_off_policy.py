@@ -311,16 +311,16 @@ def test_a_recomputed_policy_without_a_correction_weighs_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"off_policy_kl": 0.0}, r"objective\.off_policy_kl must be a number above 0, not 0\.0; F-TIS takes 50"),
-        ({"off_policy_kl": math.nan}, r"objective\.off_policy_kl must be a number above 0, not nan"),
+        ({"off_policy_kl": 0.0}, r"objective\.off_policy_kl must be above 0, not 0\.0; F-TIS takes 50"),
+        ({"off_policy_kl": math.nan}, r"objective\.off_policy_kl must be above 0, not nan"),
         (
             {"loss": "vespo", "correction": Correction("geometric_mask")},
-            r"correction\.mode is geometric_mask, but vespo .*; take token_truncate or token_mask",
+            r"vespo needs corrections of single .*geometric_mask makes one .*; take token_truncate",
         ),
-        ({"proximal": "moved"}, r"objective\.proximal must be one of sampled, recomputed, .*, not 'moved'"),
+        ({"proximal": "moved"}, r"objective\.proximal must be sampled, recomputed, .*, not 'moved'"),
         (
             {"proximal": "sampled", "correction": Correction("token_mask")},
-            r"proximal is sampled, but correction\.mode token_mask weighs by proximal / sampler, which is then 1; set",
+            r"mode token_mask needs ratios .*proximal sampled takes them to the sampler.*; set",
         ),
     ],
 )
@@ -332,9 +332,15 @@ def test_an_objective_that_means_something_else_is_refused(options: dict[str, An
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "ess"}, r"step_size\.rule must be one of fixed, effective_samples, not 'ess'"),
-        ({"rule": "effective_samples", "full_ess": 0.0}, r"step_size\.full_ess must be in \(0, 1\], not 0\.0"),
-        ({"full_ess": 0.5}, r"step_size\.full_ess is 0\.5, but step_size\.rule is fixed; set it to effective_samples"),
+        ({"rule": "ess"}, r"step_size\.rule must be fixed or effective_samples, not 'ess'"),
+        (
+            {"rule": "effective_samples", "full_ess": 0.0},
+            r"step_size\.full_ess must be above 0 and at most 1, not 0\.0",
+        ),
+        (
+            {"full_ess": 0.5},
+            r"full_ess 0\.5 needs steps by .*rule fixed takes all .*; set .*rule to effective_samples",
+        ),
     ],
 )
 def test_a_step_size_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

@@ -342,7 +342,7 @@ def test_fields_that_a_plan_does_not_have_are_refused() -> None:
 def test_an_unknown_plan_and_no_slots_are_told_in_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"^plan ltp: there is none; give one of fcfs, .*, or the class path of a"):
         make_plan("ltp", NoLengths(), 4)
-    with pytest.raises(ValueError, match=r"^The number of slots is 0: a plan needs 1 or more\.$"):
+    with pytest.raises(ValueError, match=r"^num_slots must be at least 1, not 0\.$"):
         make_plan("balanced", NoLengths(), 0)
 
 

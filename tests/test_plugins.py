@@ -169,7 +169,9 @@ class Looking(Counting):
 
 def test_two_that_look_at_hidden_states_are_refused() -> None:
     session = RolloutSession(make_plugins(["arrol", f"{__name__}.Looking"]))
-    with pytest.raises(ValueError, match=r"has arrol and test_plugins\.Looking, which both look at hidden states"):
+    with pytest.raises(
+        ValueError, match=r"plugins arrol needs the one look at .*, and rollout\.plugins test_plugins\.Looking takes it"
+    ):
         session.check(FACTS, [])
 
 

@@ -17,6 +17,7 @@ from lit_grpo.methods.sgpo import PhasedPrompts
 from lit_grpo.types import Prompt
 
 NAN = math.nan
+PROMPT = Prompt("a", (1,), "")
 
 
 def visit(rewards: list[float], number: int = 0, name: str = "a", threshold: float = 1.0) -> Visit:
@@ -87,27 +88,27 @@ def chance_of_paper(num_flat: int, easy: bool, p_easy: float, p_hard: float) -> 
 def test_greso_asks_as_often_as_its_paper_says(num_flat: int, easy: bool) -> None:
     record = Record(3, num_flat=num_flat, last_pass_rate=float(easy))
     state = {"easy": 0.6, "hard": 0.4}
-    assert Greso().chance(record, state) == pytest.approx(chance_of_paper(num_flat, easy, 0.6, 0.4))
-    assert Greso().chance(Record(), state) == 1.0
+    assert Greso().chance(PROMPT, record, state) == pytest.approx(chance_of_paper(num_flat, easy, 0.6, 0.4))
+    assert Greso().chance(PROMPT, Record(), state) == 1.0
 
 
 def test_greso_explores_less_where_too_many_groups_are_flat_for_easy_and_hard_apart() -> None:
     easy, hard, mixed = Record(1, num_flat=1, last_pass_rate=1.0), Record(1, num_flat=1), Record(1)
     rule = Greso(target=0.24)  # 8% easy, 16% hard
-    begun = rule.begin()
-    assert rule.learn(begun, [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
-    assert rule.learn(begun, [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
+    begun = rule.begin([])
+    assert rule.learn(begun, [], [easy] * 9 + [hard] * 15 + [mixed] * 76) == {"easy": 0.49, "hard": 0.51}
+    assert rule.learn(begun, [], [easy] * 7 + [hard] * 17 + [mixed] * 76) == {"easy": 0.51, "hard": 0.49}
     state = begun
     for _ in range(100):
-        state = rule.learn(state, [easy] * 10)
+        state = rule.learn(state, [], [easy] * 10)
     assert state == {"easy": 0.01, "hard": 1.0}
 
 
 def test_a_prompt_near_a_half_is_asked_most() -> None:
     rule = NearHalf(least=0.2)
-    chances = [rule.chance(Record(1, pass_rate=rate), {}) for rate in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    chances = [rule.chance(PROMPT, Record(1, pass_rate=rate), {}) for rate in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert chances == pytest.approx([0.2, 0.75, 1.0, 0.75, 0.2])
-    assert rule.chance(Record(), {}) == 1.0
+    assert rule.chance(PROMPT, Record(), {}) == 1.0
 
 
 RATES = (0.0, 0.01, 0.1, 0.124, 0.125, 0.2, 0.25, 0.3, 0.49, 0.5, 0.6, 0.75, 0.76, 1.0)
@@ -123,32 +124,32 @@ def phase_of_paper(rate: float) -> int | None:
 @pytest.mark.parametrize("phase", [2, 4, 8])
 @pytest.mark.parametrize("rate", RATES)
 def test_a_phase_asks_those_of_its_bucket_and_a_share_of_those_nobody_passed(phase: int, rate: float) -> None:
-    chance = PhasedPrompts().chance(Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0})
+    chance = PhasedPrompts().chance(PROMPT, Record(3, pass_rate=rate), {"phase": float(phase), "phase_batches": 0.0})
     assert chance == (0.1 if rate == 0 else 1.0 if phase_of_paper(rate) == phase else 0.01)
-    assert PhasedPrompts().chance(Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
+    assert PhasedPrompts().chance(PROMPT, Record(), {"phase": float(phase), "phase_batches": 0.0}) == 1.0
 
 
 def test_phases_go_from_easy_to_hard_by_batches_once_prompts_are_profiled() -> None:
     rule, profile = PhasedPrompts(batches=3), [Record(1, pass_rate=0.6)] * 2
-    state = rule.begin()
+    state = rule.begin([])
     for _ in range(5):
-        state = rule.learn(state, profile + [Record(2, pass_rate=0.6)] * 2)  # half of them on their first visit
-    assert state == rule.begin() == {"phase": 2.0, "phase_batches": 0.0}
+        state = rule.learn(state, [], profile + [Record(2, pass_rate=0.6)] * 2)  # half of them on their first visit
+    assert state == rule.begin([]) == {"phase": 2.0, "phase_batches": 0.0}
     asked = [Record(2, pass_rate=rate) for rate in (0.6, 0.3, 0.1)]
     phases = []
     for _ in range(12):
         phases.append(state["phase"])
-        state = rule.learn(state, asked)
+        state = rule.learn(state, [], asked)
     assert phases == [2.0] * 3 + [4.0] * 3 + [8.0] * 3 + [2.0] * 3
-    assert rule.learn(state, []) == state
+    assert rule.learn(state, [], []) == state
 
 
 def test_a_phase_without_prompts_takes_one_batch_and_no_run_stops() -> None:
     rule = PhasedPrompts(batches=50)
     hard, unsolved = [Record(3, pass_rate=0.1)], [Record(3)]
-    state = rule.learn(rule.begin(), hard + unsolved)
+    state = rule.learn(rule.begin([]), [], hard + unsolved)
     assert state["phase"] == 4.0
-    state = rule.learn(rule.learn(state, hard + unsolved), hard + unsolved)
+    state = rule.learn(rule.learn(state, [], hard + unsolved), [], hard + unsolved)
     assert state == {"phase": 8.0, "phase_batches": 1.0}
     chooser = PromptChooser(rule, seed=0)
     chooser.history.records = {"a": Record(9, pass_rate=1.0)}  # mastered: nobody is left to ask
@@ -235,7 +236,7 @@ class Mine(PromptRule):
 
     value: float = 2.0
 
-    def chance(self, record: object, state: object) -> float:
+    def chance(self, prompt: object, record: object, state: object) -> float:
         return self.value
 
 
@@ -256,15 +257,15 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         ),
         ("greso:goal=1", "it has no field 'goal'; it has target, begin_at, step."),
         ("greso:target=1.5", "target must be above 0 and at most 1, not 1.5."),
-        ("greso:step=small", "step must be a number of at least 0, not 'small'."),
-        ("near_half:least=x", "least must be a number of at least 0, not 'x'."),
-        ("phases:batches=0", "batches must be a whole number of at least 1, not 0."),
+        ("greso:step=small", "step must be a number above 0 and at most 1, not 'small'."),
+        ("near_half:least=x", "least must be a number above 0 and at most 1, not 'x'."),
+        ("phases:batches=0", "batches must be at least 1, not 0."),
         ("phases:batches=2.5", "batches must be a whole number of at least 1, not 2.5."),
         ("phases:easy=1.5", "easy must be above 0 and at most 1, not 1.5."),
         ("phases:unsolved=0", "unsolved must be above 0 and at most 1, not 0."),
-        ("phases:unsolved=few", "unsolved must be a number of at least 0, not 'few'."),
-        ("curriculum:batches=0", "batches must be a whole number of at least 1, not 0."),
-        ("curriculum:raise_at=0.1", "raise_at must be above lower_at and at most 1, not 0.1 with lower_at 0.1."),
+        ("phases:unsolved=few", "unsolved must be a number above 0 and at most 1, not 'few'."),
+        ("curriculum:batches=0", "batches must be at least 1, not 0."),
+        ("curriculum:raise_at=0.1", "lower_at must be below raise_at, 0.1, not 0.1."),
         ("near_half:least=0", "least must be above 0 and at most 1, not 0."),
     ],
 )

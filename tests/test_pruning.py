@@ -12,7 +12,8 @@ import pytest
 from hand_made import plugin
 from test_loop import SAMPLING, FakeGenerator, prompts
 
-from lit_grpo.methods.arrol import Arrol, Pruner, choose, is_left_whole
+from lit_grpo.budgets.subsets import nearest_subset
+from lit_grpo.methods.arrol import Arrol, Pruner, is_left_whole
 from lit_grpo.methods.arrol_head import QualityHead, calibration_error, rising, within_auc
 from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.generator import Observation, StepEvents
@@ -85,7 +86,7 @@ def test_the_chosen_subset_is_the_best_of_all_of_its_size(seed: int) -> None:
     stays = random.rand(size_of_all) < 0.3
     others = np.flatnonzero(~stays).tolist()
     size = random.randint(0, len(others) + 1)
-    chosen = choose(chances, stays, size, share)
+    chosen = nearest_subset(chances, stays, size, share)
     assert chosen[stays].all() and chosen.sum() == stays.sum() + size
 
     def off(rows: Any) -> float:
@@ -97,13 +98,13 @@ def test_the_chosen_subset_is_the_best_of_all_of_its_size(seed: int) -> None:
 
 def test_among_equals_the_surer_are_chosen_and_then_the_earlier() -> None:
     chances, nobody = np.array([0.5, 0.5, 0.9, 0.1, 0.1, 0.9]), np.zeros(6, dtype=bool)
-    assert np.flatnonzero(choose(chances, nobody, 2, 0.5)).tolist() == [2, 3]
-    assert np.flatnonzero(choose(chances, nobody, 4, 0.5)).tolist() == [2, 3, 4, 5]
+    assert np.flatnonzero(nearest_subset(chances, nobody, 2, 0.5)).tolist() == [2, 3]
+    assert np.flatnonzero(nearest_subset(chances, nobody, 4, 0.5)).tolist() == [2, 3, 4, 5]
 
 
 def test_a_group_of_hundreds_is_chosen_from_at_once() -> None:
     chances = np.random.RandomState(0).choice(np.linspace(0.02, 0.98, 21), 512)
-    chosen = choose(chances, np.zeros(512, dtype=bool), 256, 0.5)
+    chosen = nearest_subset(chances, np.zeros(512, dtype=bool), 256, 0.5)
     assert chosen.sum() == 256 and chances[chosen].mean() == pytest.approx(0.5, abs=0.005)
 
 
@@ -272,9 +273,9 @@ def test_the_plug_in_says_when_completions_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("arrol:at=0", "at must be a whole number of at least 1, not 0"),
-        ("arrol:keep=1.5", r"keep is a share, so it must be at most 1, not 1\.5"),
-        ("arrol:positive_share=-1", "positive_share must be a number of at least 0, not -1"),
+        ("arrol:at=0", "at must be at least 1, not 0"),
+        ("arrol:keep=1.5", r"keep must be from 0 to 1, not 1\.5"),
+        ("arrol:positive_share=-1", "positive_share must be from 0 to 1, not -1"),
     ],
 )
 def test_a_plug_in_that_cannot_drop_is_refused(spec: str, sentence: str) -> None:

@@ -226,7 +226,7 @@ WRONG = [
     ({"tasks": "gcd", "settings": {"gcd": {"most": 1}}}, "the task 'gcd' has no setting 'most'; it has "),
     ({"tasks": "knight_swap", "levels": 0}, "refuses level 0 with the settings {} (AssertionError: min_nodes must be"),
     ({"tasks": "gcd", "num_rows": 0}, "num_rows must be at least 1, not 0."),
-    ({"tasks": "gcd", "split": "test"}, "split must be 'train' or 'validation', not 'test'."),
+    ({"tasks": "gcd", "split": "test"}, "split must be train or validation, not 'test'."),
 ]
 
 
@@ -241,7 +241,7 @@ def test_a_task_without_further_questions_leaves_the_rest_to_the_others() -> Non
     assert Counter(row["task"] for row in few.rows())["count_bits"] <= 10
     alone = ReasoningGymRows("count_bits", num_rows=50, settings={"count_bits": {"max_n": 10}})
     with pytest.raises(
-        ValueError, match=r"the tasks count_bits have only \d questions of the train split, and num_rows"
+        ValueError, match=r"reasoning-gym \(count_bits\) has only \d rows of the train split, and num_rows is 50; ask"
     ):
         list(alone.rows())
 

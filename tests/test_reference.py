@@ -175,15 +175,22 @@ def test_gradients_are_freed_after_a_step(policy_folder: Path) -> None:
 
 def test_what_cannot_be_is_refused(policy_folder: Path) -> None:
     for alpha in (0.0, -0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=rf"reference\.mixup_alpha must be in \(0, 1\], not {alpha}"):
+        with pytest.raises(ValueError, match=rf"reference\.mixup_alpha must be above 0 and at most 1, not {alpha}"):
             ReferenceSettings(mixup_alpha=alpha)
     with pytest.raises(ValueError, match=r"reference\.sync_steps must be at least 1, not 0"):
         ReferenceSettings(mixup_alpha=0.6, sync_steps=0)
-    with pytest.raises(ValueError, match=r"sync_steps is 8, but the reference does not move; set reference\.mixup_al"):
+    with pytest.raises(
+        ValueError,
+        match=r"sync_steps 8 needs a reference that moves, and .* stays where it is; set model\.reference\.mixup_al",
+    ):
         ReferenceSettings(sync_steps=8)
     offloaded, moving = ReferenceSettings(offload=True), ReferenceSettings(mixup_alpha=0.6)
-    for settings, said in ((offloaded, "offload is True"), (moving, "mixup_alpha is 0.6")):
-        with pytest.raises(ValueError, match=f"{said}, but objective.kl.beta is 0, so there is no reference"):
+    for settings, said in ((offloaded, "offload true"), (moving, "mixup_alpha 0.6")):
+        with pytest.raises(
+            ValueError, match=f"{said} needs a KL term, and model.objective.kl.beta 0.0 leaves it out; set"
+        ):
             make_module(policy_folder, reference=settings)
-        with pytest.raises(ValueError, match=f"{said}, but with lora the reference is the policy without its adapters"):
+        with pytest.raises(
+            ValueError, match=f"{said} needs a reference whose .* model.lora takes the policy without its adapters"
+        ):
             make_module(policy_folder, objective=KL, lora=LoraSettings(), reference=settings)

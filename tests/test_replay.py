@@ -15,8 +15,9 @@ from conftest import random_policy
 from hand_made import make_rollout, plugin
 from test_learner import make_learner, member
 
+from lit_grpo.budgets.memory import Remembered
 from lit_grpo.methods import make_plugins, shipped
-from lit_grpo.methods.replay import Replay, ReplayMemory, Success
+from lit_grpo.methods.replay import Replay, ReplayMemory
 from lit_grpo.metrics import rollout_metrics
 from lit_grpo.plugins import RunFacts
 from lit_grpo.ranks import Ranks
@@ -246,7 +247,7 @@ def test_a_checkpoint_brings_all_back_bit_for_bit() -> None:
 
 def test_ranks_remember_the_same() -> None:
     batches = [[group(FIRST, [1, 0, 1])], [group(SECOND, [1, 1]), group(FIRST, [0, 1], visit=1)]]
-    parts: list[list[Success]] = []
+    parts: list[list[Remembered]] = []
     for batch in batches:  # what each rank would give
         ReplayMemory(plugin("rlep")).learnt(batch, EXACT, 1, lambda own: [parts.append(own) or []])
     ranks = [ReplayMemory(plugin("rlep")) for _ in batches]
@@ -385,7 +386,7 @@ def test_groups_that_leave_in_parts_are_refused(mode: str) -> None:
 class Shortest(Replay):
     """A rule of a user's own."""
 
-    def choose(self, known: Sequence[Success], number: int, request: Request) -> Sequence[Success]:
+    def choose(self, known: Sequence[Remembered], number: int, request: Request) -> Sequence[Remembered]:
         return sorted(known, key=lambda each: each.trajectory.num_tokens)[:number]
 
 
@@ -402,13 +403,13 @@ def test_rules_have_names_fields_and_class_paths() -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("rlep:members=0", "members must be a whole number of at least 1, not 0"),
-        ("rlep:max_age=0", "max_age must be a whole number of at least 1, not 0"),
-        ("rlep:kept=0", "kept must be a whole number of at least 1, not 0"),
-        ("rlep:share=1", "share must be below 1, not 1: some of a group has to be newly sampled"),
-        ("rlep:share=-0.1", "share must be a number of at least 0, not -0.1"),
-        ("rlep:share=half", "share must be a number of at least 0, not 'half'"),
-        ("rlep:choice=best", "choice must be one of random, recent, reward, not 'best'"),
+        ("rlep:members=0", "members must be at least 1, not 0"),
+        ("rlep:max_age=0", "max_age must be at least 1, not 0"),
+        ("rlep:kept=0", "kept must be at least 1, not 0"),
+        ("rlep:share=1", "share must be at least 0 and below 1, not 1; some of a group has to be newly sampled"),
+        ("rlep:share=-0.1", "share must be at least 0 and below 1, not -0.1"),
+        ("rlep:share=half", "share must be a number of at least 0 and below 1, not 'half'"),
+        ("rlep:choice=best", "choice must be random, recent or reward, not 'best'"),
         ("rlep:size=3", "it has no field 'size'; it has members, share, max_age, choice, kept"),
         ("everything", "there is none; give one of april, "),
     ],

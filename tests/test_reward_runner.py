@@ -492,8 +492,8 @@ def test_group_without_rollouts_is_scored(make_runner: MakeRunner) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"on_error": "skip"}, "on_error must be 'raise' or 'none', not 'skip'."),
-        ({"timeout_s": 0}, "timeout_s must be a finite number above 0, or null for none, not 0."),
+        ({"on_error": "skip"}, "on_error must be raise or none, not 'skip'."),
+        ({"timeout_s": 0}, "timeout_s must be above 0, not 0; null is no limit."),
         ({"num_workers": 0}, "num_workers must be at least 1, not 0."),
     ],
 )
@@ -661,9 +661,9 @@ def test_retries_are_bounded_and_the_last_error_is_raised() -> None:
     with pytest.raises(RewardError, match=r"ConnectionError: call 3.$"):
         runner.score(make_group("a"))
     runner.close()
-    with pytest.raises(ValueError, match=r"retries of reward function 'a.b' must be from 0 to 10, not 11."):
+    with pytest.raises(ValueError, match=r"reward function 'a.b': retries must be from 0 to 10, not 11."):
         RewardSpec("a.b", retries=11)
-    with pytest.raises(ValueError, match=r"retry_pause_s of reward function 'a.b' must be from 0 to 60, not -1."):
+    with pytest.raises(ValueError, match=r"reward function 'a.b': retry_pause_s must be from 0 to 60, not -1."):
         RewardSpec("a.b", retry_pause_s=-1)
 
 

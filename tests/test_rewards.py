@@ -254,7 +254,7 @@ def test_two_rewards_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_weight_that_is_not_finite_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"weight of reward function 'a.b' must be a finite number, not {weight}."):
+    with pytest.raises(ValueError, match=rf"reward function 'a.b': weight must be a finite number, not {weight}."):
         RewardSpec("a.b", weight=weight)
 
 
@@ -328,7 +328,7 @@ def test_overlong_penalty_is_linear_in_the_buffer(num_tokens: int, penalty: floa
 
 
 def test_overlong_penalty_refuses_a_buffer_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"buffer must be at least 1 token, not 0."):
+    with pytest.raises(ValueError, match=r"buffer must be at least 1, not 0."):
         SoftOverlongPenalty(buffer=0)
     with pytest.raises(ValueError, match=r"buffer 20 is larger than max_tokens 10; make it smaller."):
         SoftOverlongPenalty(buffer=20, max_tokens=10)

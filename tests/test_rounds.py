@@ -355,7 +355,7 @@ def test_ranks_share_what_stands_behind_the_batch() -> None:
 
 
 def test_replacing_needs_our_prompts_and_a_number() -> None:
-    with pytest.raises(ValueError, match=r"replace_flat:most=-1: most must be a whole number of at least 1, not -1"):
+    with pytest.raises(ValueError, match=r"replace_flat:most=-1: most must be at least 1, not -1"):
         session_of("replace_flat:most=-1")
     own = Part("a dataloader of your own", changes={"prompt_stream": "is asked for its batches alone"})
     with pytest.raises(ValueError, match=r"replace_flat needs prompts from .*PromptDataModule, and a dataloader of"):

@@ -11,10 +11,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lit_grpo.rollout.sampling import request_key, sample_tokens, to_host, truncate, uniform
+from lit_grpo.rollout import sampling as sampling_module
+from lit_grpo.rollout.sampling import request_key, to_host, truncate, uniform
 from lit_grpo.types import Prompt, Request, SamplingParams
 
 MASK_64 = (1 << 64) - 1
+
+
+def sample_tokens(
+    logits_BV: torch.Tensor, sampling: SamplingParams, numbers_B: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return sampling_module.sample_tokens(logits_BV, sampling, torch.from_numpy(numbers_B))
 
 
 def splitmix64(key: int, position: int) -> float:

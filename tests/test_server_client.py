@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm import guard as guarding
 from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE, Guard
-from lit_grpo.rollout.vllm.http import EventLoop, ServerClient, ServerError, StreamPump
+from lit_grpo.rollout.vllm.http import ServerClient, ServerError, StreamPump
 
 TOKEN = "a-token-of-some-length"
 EVENT = b'data: {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}]}\n\n'

@@ -58,7 +58,7 @@ def test_a_gpu_that_is_not_there_is_missed_by_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_logger_that_is_not_installed_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.cli.parsing.refusals.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"run\.wandb is offline, but wandb is not installed; install lit_grpo\[wandb\]"
     ):

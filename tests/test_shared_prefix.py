@@ -28,7 +28,7 @@ from lit_grpo.update.prefix import flex
 from lit_grpo.update.prefix import layout as prefix_layout
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import PackedGroup, group_pieces
+from lit_grpo.update.prefix.layout import PackedGroup, group_pieces, key_labels
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.prefix.support import prefix_refusal
 
@@ -131,7 +131,7 @@ def check_against_plain(model: Any, max_tokens: int = 10_000, tolerance: float =
     micro_batches = make_micro_batches(rollouts, [0.0] * len(rollouts), max_tokens)
     with shared_prefixes(model):
         for micro_batch in micro_batches:
-            members = [rollouts[row] for row in micro_batch.rows_C.tolist()]
+            members = [rollouts[row] for row in micro_batch.rows]
             logprobs_N, _ = micro_batch_logprobs(model, micro_batch, 1.0)
             expected_N = torch.cat([torch.empty(0), *(expected[id(rollout)] for rollout in members)])
             assert not members or relative_error(logprobs_N.detach(), expected_N) < tolerance
@@ -290,7 +290,7 @@ def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 232, 16), (1, 2, 238, 16), (1, 2, 238, 16)]
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
-    mask = prefix_block_mask(groups, window, 232, torch.device("cpu"))
+    mask = prefix_block_mask(key_labels(groups), window, 232)
     actual = flex_prefix_attention(query, key, value, mask, 0.3)  # it has no backward pass on a CPU
     torch.testing.assert_close(actual, dense_attention(query, key, value, groups, window), rtol=0, atol=1e-5)
 
@@ -358,7 +358,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_the_plain_path() -> None:
 
 
 def test_selective_checkpointing_keeps_what_flex_attention_gives() -> None:
-    mask = prefix_block_mask([PackedGroup(0, 3, (2, 3))], None, 8, torch.device("cpu"))
+    mask = prefix_block_mask(key_labels([PackedGroup(0, 3, (2, 3))]), None, 8)
     query = torch.randn(1, 2, 8, 16)
     with KeptBytes() as kept:
         flex_prefix_attention(query, query, query, mask, 0.25)

@@ -137,7 +137,7 @@ def test_a_picture_of_one_batch_of_several_says_so(
     [
         ("--trace lognormal", "'lognormal' is neither a file nor a family of traces: the families are lognormal_mild"),
         ("--plans ltp", "--plans ltp: there is none; give one of fcfs, sjf, lpt, short_last, balanced, infinite_sampl"),
-        ("--plans balanced:epsilon=2", "--plans balanced:epsilon=2: epsilon is 2; give a fraction between 0 and 1"),
+        ("--plans balanced:epsilon=2", "--plans balanced:epsilon=2: epsilon must be above 0 and below 1, not 2"),
         (f"--plans {FIXED_SLOT} --slots 999", "The plan FixedSlot deals 512 jobs onto 999 slots, of which some would"),
         (
             f"--plans {FULL_GROUP}",

@@ -89,8 +89,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
     """Make every completion the same tokens, by position, with log-prob minus position; the last one repeats."""
     tokens_T = torch.tensor(script)
 
-    def sample(logits_BV: torch.Tensor, sampling: Any, counts_B: Any) -> Any:
-        positions_B = torch.from_numpy(counts_B)
+    def sample(logits_BV: torch.Tensor, sampling: Any, positions_B: torch.Tensor) -> Any:
         return tokens_T[positions_B.clamp(max=len(script) - 1)], -positions_B.float(), positions_B.float()
 
     monkeypatch.setattr(TokenRows, "next_uniform_B", property(lambda rows: rows.counts_B))
@@ -298,7 +297,8 @@ class Casts(TorchDispatchMode):
         self.places, self.count = {weight.data_ptr() for weight in weights}, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.places
+        sources = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+        self.count += func in sources and args[sources[func]].data_ptr() in self.places
         return func(*args, **(kwargs or {}))
 
 
@@ -319,9 +319,9 @@ def test_under_autocast_weights_that_arrive_in_flight_are_cast_anew(make: Any) -
         for version in (0, 0, 1):
             if version != generator.version:
                 generator.load_weights(model.named_parameters(), version, in_flight="keep")
-            casts.count = 0
             generator.step()
             counts.append(casts.count)
+            casts.count = 0
         generator.close()
     assert counts == [len(matrices) - 1, 0, len(matrices) - 1]
 

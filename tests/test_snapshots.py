@@ -169,9 +169,12 @@ def test_snapshots_that_may_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"snapshot_gib": 3.0}, r"objective\.snapshot_gib is 3\.0 and proximal sampled, which keeps no snapshots"),
-        ({"proximal": "snapshots", "snapshot_gib": 0.0}, r"snapshot_gib must be a number above 0, not 0\.0"),
-        ({"proximal": "snapshots", "snapshot_gib": math.inf}, r"snapshot_gib must be a number above 0, not inf"),
+        (
+            {"snapshot_gib": 3.0},
+            r"objective\.snapshot_gib 3\.0 needs snapshots of earlier weights, and .*proximal sampled keeps none; set",
+        ),
+        ({"proximal": "snapshots", "snapshot_gib": 0.0}, r"snapshot_gib must be above 0, not 0\.0"),
+        ({"proximal": "snapshots", "snapshot_gib": math.inf}, r"snapshot_gib must be a finite number above 0, not inf"),
     ],
 )
 def test_limits_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:

@@ -123,7 +123,7 @@ def test_speculation_on_a_cpu_is_refused() -> None:
         (lambda: VLLMServerGenerator(transport="mpi"), "transport must be files, gloo or nccl, not 'mpi'"),  # pyright: ignore[reportArgumentType]
         (
             lambda: VLLMServerGenerator(transport="gloo", weights_folder="/shared"),
-            "weights_folder is where files are put, and transport is gloo; take transport: files, or leave",
+            "weights_folder needs weights that travel in files, and transport gloo sends .*; take transport files",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The backend of vLLM's weight transfer against the interfaces of 0.24, 0.28 and 0.33, as recorded from their wheels.
+"""The backend of vLLM's weight transfer against the interfaces of 0.24 to 0.33, as recorded from their wheels.
 
 Version 0.32 is tested for real (tests/integration). Here vLLM's modules are stood in for by classes with the recorded
 methods and parameters, and the backend is driven as a worker of that version does.
@@ -29,7 +29,7 @@ from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 
 RECORDS = Path(__file__).parent / "vllm_interfaces"
-VERSIONS = ("0.24", "0.28", "0.33")
+VERSIONS = sorted(path.stem for path in RECORDS.glob("*.json"))
 TRANSFER = "lit_grpo.rollout.vllm.worker.transfer"
 WEIGHTS = [("embed.weight", torch.arange(6.0).view(2, 3)), ("norm.weight", torch.ones(3))]
 Init = TypeVar("Init")

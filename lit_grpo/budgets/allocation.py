@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from lit_grpo.budgets.history import Record
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import Count, Limit, check_order
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.settings import check_number
 
 SMALLEST_PART = 1e-6
 """Of a completion or a token: less than this is rounding."""
 
 
-def check_whole(rule: Any, least: int, *names: str) -> None:
-    """Check that fields of a rule are whole numbers of at least ``least``, or None where None is their default.
-
-    Raises:
-        ValueError: One is not.
-    """
-    for name in names:
-        if not (getattr(rule, name) is None and getattr(type(rule), name) is None):
-            check_number(name, getattr(rule, name), least, int)
+AtLeastTwo = Annotated[int, Limit(least=2, remedy="one completion shows no difference")]
+"""A number of completions that can be compared."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +84,16 @@ class Divided(Allocation):
         most: The most that a prompt gets; by default what is left.
     """
 
-    budget: int | None = None
-    tokens: int | None = None
-    least: int = 2
-    most: int | None = None
+    budget: Count | None = None
+    tokens: Count | None = None
+    least: AtLeastTwo = 2
+    most: Count | None = None
 
     def __post_init__(self) -> None:
-        check_whole(self, 1, "least", "most", "budget", "tokens")
-        if self.budget is not None and self.tokens is not None:
-            raise ValueError(f"budget is {self.budget} completions and tokens is {self.tokens}; give one of them.")
-        if self.least < 2:
-            raise ValueError(f"least must be at least 2, not {self.least}: one completion shows no difference.")
-        if self.most is not None and self.most < self.least:
-            raise ValueError(f"most is {self.most}, which is less than least, {self.least}; give more.")
+        super().__post_init__()
+        both = self.budget is not None and self.tokens is not None
+        check_clashes([Clash(f"budget {self.budget} needs completions", f"tokens {self.tokens} counts tokens", both)])
+        check_order(self, "least", "most")
 
     @property
     def goes_by_lengths(self) -> bool:
@@ -157,10 +148,7 @@ class Replacement(Plugin):
 
     role: ClassVar[str] = "what is asked in place of groups whose rewards are all equal"
 
-    most: int = 32
-
-    def __post_init__(self) -> None:
-        check_number("most", self.most, 1, int)
+    most: Count = 32
 
     @property
     def needs(self) -> frozenset[str]:

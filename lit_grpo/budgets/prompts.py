@@ -33,36 +33,36 @@ class PromptRule(Plugin):
         """It goes by the rewards of whole visits."""
         return frozenset({"whole_groups", "prompt_stream"})
 
-    def begin(self) -> State:
-        """Return what the rule remembers, at the beginning of a run: numbers by name, which are logged."""
+    def begin(self, prompts: Sequence[Prompt]) -> State:
+        """Return what the rule remembers at the beginning of a run: numbers by name, which are logged.
+
+        Args:
+            prompts: All training prompts.
+
+        Raises:
+            ValueError: The rule needs a column that the prompts lack.
+        """
         return {}
 
-    def chance(self, record: Record, state: State) -> float:
-        """Return the chance that a prompt is asked when it is due."""
+    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
+        """Return the chance, from 0 to 1, that a prompt is asked when it is due.
+
+        Args:
+            prompt: The one that is due.
+            record: What its earlier visits have shown.
+            state: What the rule remembers.
+        """
         return 1.0
 
-    def learn(self, state: State, records: Sequence[Record]) -> State:
+    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Return what the rule remembers after a batch.
 
         Args:
             state: What it remembered before.
-            records: Of the prompts of all ranks that were asked, this visit included.
+            prompts: Those of all ranks that were asked.
+            records: Of each prompt, this visit included.
         """
         return state
-
-    # What goes by the columns of rows overrides these three, which are what is called, in place of those above.
-
-    def begin_among(self, prompts: Sequence[Prompt]) -> State:
-        """Return what :meth:`begin` does; ``prompts`` are all training prompts."""
-        return self.begin()
-
-    def chance_of(self, prompt: Prompt, record: Record, state: State) -> float:
-        """Return what :meth:`chance` does; ``prompt`` is the one that is due."""
-        return self.chance(record, state)
-
-    def learn_of(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
-        """Return what :meth:`learn` does; ``prompts`` are those of the records."""
-        return self.learn(state, records)
 
 
 class PromptChooser:
@@ -83,7 +83,7 @@ class PromptChooser:
     def __init__(self, rule: PromptRule, seed: int, prompts: Sequence[Prompt] = ()) -> None:
         self.rule, self.seed = rule, seed
         self.history = PromptHistory()
-        self.state: dict[str, float] = dict(rule.begin_among(prompts))
+        self.state: dict[str, float] = dict(rule.begin(prompts))
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
 
     def asks(self, prompt: Prompt) -> bool:
@@ -92,7 +92,7 @@ class PromptChooser:
         Raises:
             ValueError: The rule gives no chance from 0 to 1.
         """
-        chance = self.rule.chance_of(prompt, self.history[prompt.prompt_id], self.state)
+        chance = self.rule.chance(prompt, self.history[prompt.prompt_id], self.state)
         if not 0 <= chance <= 1:
             raise ValueError(
                 f"rollout.plugins: {type(self.rule).__name__} gives the prompt {prompt.prompt_id!r} a chance of "
@@ -104,7 +104,7 @@ class PromptChooser:
         """Learn from a batch of all ranks, whose visits are in the history."""
         prompts = [self._prompts[prompt_id] for prompt_id in prompt_ids]
         records = [self.history[prompt_id] for prompt_id in prompt_ids]
-        self.state = dict(self.rule.learn_of(self.state, prompts, records))
+        self.state = dict(self.rule.learn(self.state, prompts, records))
 
     def metrics(self) -> dict[str, float]:
         """Return what the rule remembers, to be logged."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lit_grpo.plugins import Plugin, Worker
 
 if TYPE_CHECKING:
-    from lit_grpo.types import Prompt
+    from lit_grpo.types import PassRule, Prompt, RolloutGroup
 
 
 class TextWriter(Protocol):
@@ -83,3 +85,69 @@ class Rewriter(Worker):
             prompt: As its row says.
         """
         return prompt
+
+
+class ByVisits(Rewriter):
+    """Rewrites prompts by what their earlier visits have shown, of which it remembers a record of each prompt.
+
+    A visit is any object with a ``prompt_id``. A record is a dataclass of plain values, whose ``after(visit)`` returns
+    the record with a visit more.
+
+    Args:
+        new: The record of a prompt that has not been visited.
+    """
+
+    common = True
+
+    def __init__(self, new: Any) -> None:
+        self.new = new
+        self.known: dict[str, Any] = {}  # by the ids of prompts
+
+    def visit_of(self, group: RolloutGroup, pass_rule: PassRule) -> Any:
+        """Return what is remembered of a group."""
+        raise NotImplementedError
+
+    def metrics_of(self, visits: Sequence[Any]) -> dict[str, float]:
+        """Return what is logged of a batch's visits on all ranks."""
+        return {}
+
+    def record_of(self, prompt_id: str) -> Any:
+        """Return what is known of a prompt."""
+        return self.known.get(prompt_id, self.new)
+
+    def learnt(
+        self,
+        groups: Sequence[RolloutGroup],
+        pass_rule: PassRule,
+        version: int,
+        gather: Callable[[Any], list[Any]],
+    ) -> dict[str, float]:
+        """Remember the visits of a batch, of all ranks."""
+        own = [self.visit_of(group, pass_rule) for group in groups]
+        visits = [visit for part in gather(own) for visit in part]
+        for visit in visits:
+            self.known[visit.prompt_id] = self.record_of(visit.prompt_id).after(visit)
+        return self.metrics_of(visits)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: a list of plain values for each prompt."""
+        return {"known": {prompt_id: list(astuple(record)) for prompt_id, record in self.known.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        kind = type(self.new)
+        self.known = {prompt_id: kind(*values) for prompt_id, values in state["known"].items()}
+
+
+def text_of(prompt: Prompt, column: str) -> str:
+    """Return the text of a column; an empty one where it has no value.
+
+    Raises:
+        ValueError: There is no such column, or it holds something else; to go on after the row's number.
+    """
+    if column not in prompt.columns:
+        raise ValueError(f"has no column {column!r} (it has {', '.join(map(repr, prompt.columns)) or 'none'})")
+    value = "" if prompt.columns[column] is None else prompt.columns[column]
+    if not isinstance(value, str):
+        raise ValueError(f"has no text in column {column!r}, but {value!r}")
+    return value

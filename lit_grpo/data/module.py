@@ -16,6 +16,7 @@ from lit_grpo.data.loaders import EvalLoader, PromptLoader
 from lit_grpo.data.rendering import Converses, PromptRenderer
 from lit_grpo.data.sources import Row, RowSource, make_source
 from lit_grpo.data.writing import PromptWriter, check_rewriting
+from lit_grpo.limits import Count, Number, checks_arguments
 from lit_grpo.policy.loading import as_given, load_tokenizer
 from lit_grpo.policy.named import TINY
 from lit_grpo.types import Prompt
@@ -68,6 +69,7 @@ class PromptDataModule(LightningDataModule):
         seed: Of that order.
     """
 
+    @checks_arguments("data.")
     def __init__(
         self,
         policy: str = TINY,
@@ -75,8 +77,8 @@ class PromptDataModule(LightningDataModule):
         validation: str | RowSource | None = None,
         test: str | RowSource | None = None,
         predict: str | RowSource | None = None,
-        batch_size: int = 8,
-        eval_batch_size: int = 64,
+        batch_size: Count = 8,
+        eval_batch_size: Count = 64,
         prompt_column: str = "prompt",
         template: str | None = None,
         system_prompt: str | None = None,
@@ -87,18 +89,9 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: int = 512,
         unusable_rows: Literal["refuse", "drop"] = "refuse",
         shuffle: bool = True,
-        seed: int = 0,
+        seed: Number = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"data.{name} must be at least {least}, not {value}.")
-        if unusable_rows not in ("refuse", "drop"):
-            raise ValueError(f"data.unusable_rows must be refuse or drop, not {unusable_rows!r}.")
         self.policy = as_given(policy)
         self.sources = {"train": train, "validation": validation, "test": test, "predict": predict}
         self.batch_size = batch_size

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.data.chat import Message, UnusableRow, encode_chat, read_message
 from lit_grpo.data.sources import Row
+from lit_grpo.limits import Count, check_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,20 +105,27 @@ class PromptRenderer:
     system_prompt: str | None = None
     chat_template: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Count = 512
     continue_final_message: bool = False
     conversing: Conversing | None = None
 
     def __post_init__(self) -> None:
-        if self.max_prompt_tokens < 1:
-            raise ValueError(f"data.max_prompt_tokens must be at least 1, not {self.max_prompt_tokens}.")
+        check_fields(self, "data.")
         if self.template is not None:
             _parse_template(self.template)
-        if self.chat_template is False and (self.system_prompt is not None or self.chat_template_kwargs):
-            raise ValueError(
-                "data.system_prompt and data.chat_template_kwargs act through the chat template, but "
-                "data.chat_template is false; leave them out, or set it to true."
+        acts = {
+            "data.system_prompt": self.system_prompt,
+            "data.chat_template_kwargs": self.chat_template_kwargs or None,
+        }
+        check_clashes(
+            Clash(
+                f"{name} needs the tokenizer's chat template",
+                "data.chat_template false leaves it out",
+                found=value is not None and self.chat_template is False,
+                remedy="set data.chat_template to true",
             )
+            for name, value in acts.items()
+        )
         if taken := RESERVED_CHAT_KWARGS.intersection(self.chat_template_kwargs or {}):
             raise ValueError(
                 f"data.chat_template_kwargs may not set {', '.join(sorted(taken))}, which lit_grpo sets itself; leave "

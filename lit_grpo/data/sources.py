@@ -12,10 +12,10 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import util
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 
 Row = dict[str, Any]
@@ -64,10 +64,11 @@ class FileRows(RowSource):
                 f"{self.describe()} has the suffix {self.path.suffix!r}, which cannot be read; convert it to one of "
                 f"{', '.join(READERS)}."
             )
-        if self.path.suffix.lower() == ".parquet" and util.find_spec("pyarrow") is None:
-            raise ValueError(
+        if self.path.suffix.lower() == ".parquet":
+            require(
+                "pyarrow",
                 f"The file {self.describe()} needs the package pyarrow, which is not installed; install the extra "
-                f"{EXTRA}, or convert it to .jsonl."
+                f"{EXTRA}, or convert it to .jsonl.",
             )
         if not self.path.is_file():
             raise ValueError(f"There is no file {self.describe()}; check the path, which is relative to {Path.cwd()}.")
@@ -104,11 +105,11 @@ class HubRows(RowSource):
         self.name = name
         self.split = split
         self.revision = revision
-        if util.find_spec("datasets") is None:
-            raise ValueError(
-                f"The dataset {self.describe()} needs the package datasets, which is not installed; install the "
-                f"extra {EXTRA}, or give a .jsonl, .json or .csv file."
-            )
+        require(
+            "datasets",
+            f"The dataset {self.describe()} needs the package datasets, which is not installed; install the extra "
+            f"{EXTRA}, or give a .jsonl, .json or .csv file.",
+        )
 
     def rows(self) -> Iterator[Row]:
         """Yield the dataset's rows in order."""

@@ -85,6 +85,8 @@ class PromptWriter:
         return replace(prompt, token_ids=(*prompt.token_ids, *shown), text=prompt.text + given, given=given)
 
     def _token_ids(self, text: str) -> list[int]:
+        if not isinstance(text, str):  # a rule of the user's own makes it
+            raise ValueError(f"gets a {self._what} of type {type(text).__name__}, not text")
         token_ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
         check_known(token_ids, text, self._tokenizer, self._what)
         return token_ids

@@ -8,17 +8,17 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from lit_grpo.environments.calls import FORMATS
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
 from lit_grpo.environments.session import Limits, Outcome, Session
 from lit_grpo.environments.workers import Calls
+from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.settings import check_number
 from lit_grpo.types import EMPTY, Completion, Episode, Key, Request
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from lit_grpo.scheduling.flight import Flight
 
 logger = logging.getLogger(__name__)
+CLOSING_S = 10.0
+"""How long the end of a run waits for environments that are closed."""
+Seconds = Annotated[float, Limit(above=0, finite=True)]
 
 
 @dataclass(frozen=True)
@@ -55,27 +58,14 @@ class Environments(Plugin):
 
     factory: Factory | Mapping[str, Factory] | None = None
     tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
-    max_turns: int | None = None
-    max_answer_tokens: int = 512
-    tool_timeout_s: float = 60.0
-    reset_timeout_s: float = 60.0
-    trajectory_timeout_s: float = 600.0
-    retries: int = 2
-    num_threads: int = 64
-    calls: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_answer_tokens", 16), ("num_threads", 1), ("retries", 0)):
-            check_number(name, getattr(self, name), least, int)
-        if self.max_turns is not None:
-            check_number("max_turns", self.max_turns, 1, int)
-        for name in ("tool_timeout_s", "reset_timeout_s", "trajectory_timeout_s"):
-            value = getattr(self, name)
-            check_number(name, value, 0, int | float)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, not {value}.")
-        if self.calls is not None and self.calls not in FORMATS:
-            raise ValueError(f"calls must be one of {', '.join(FORMATS)}, not {self.calls!r}.")
+    max_turns: Annotated[int | None, Limit(least=1)] = None
+    max_answer_tokens: Annotated[int, Limit(least=16)] = 512
+    tool_timeout_s: Seconds = 60.0
+    reset_timeout_s: Seconds = 60.0
+    trajectory_timeout_s: Seconds = 600.0
+    retries: Number = 2
+    num_threads: Count = 64
+    calls: Literal["qwen", "hermes", "llama", "json"] | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -357,8 +347,9 @@ class EnvironmentWorker(Worker):
 
     def close(self) -> None:
         """End all environments, and what calls them."""
-        for session in [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]:
-            session.close()
+        sessions = [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]
+        closing = [future for session in sessions if (future := session.close()) is not None]
+        wait(closing, timeout=CLOSING_S)
         self.sessions.clear()
         self._before, self._ended = [], []
         if self._calls is not None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from lit_grpo.rewards.execution import LoopThread
+from lit_grpo.process.loops import EventLoop
 
 MOST_LOST = 1000
 """So many calls may hang at a time, each in a thread that cannot be stopped, before the run ends."""
@@ -37,15 +37,15 @@ class Calls:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._keeper = LoopThread("lit_grpo-environments")
-        self._coroutines = LoopThread("lit_grpo-async-tools")
+        self._keeper = EventLoop("lit_grpo-environments")
+        self._coroutines = EventLoop("lit_grpo-async-tools")
         self._free = asyncio.Semaphore(num_threads)
         self._idle: list[_CallThread] = []
         self._lost: set[_CallThread] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
         """Start a coroutine that makes calls, from any thread."""
-        return self._keeper.submit(coroutine)
+        return self._keeper.begin(coroutine)
 
     async def call(
         self, function: Callable[[], Any], is_async: bool, timeout_s: float, took: Callable[[float], None]
@@ -92,7 +92,7 @@ class Calls:
         raise CallTimeout
 
     async def _await(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        outcome = asyncio.wrap_future(self._coroutines.submit(_caught(function)))
+        outcome = asyncio.wrap_future(self._coroutines.begin(_caught(function)))
         await asyncio.wait([outcome], timeout=timeout_s)
         if outcome.done():
             value, error = outcome.result()
@@ -106,15 +106,15 @@ class Calls:
     async def _replace_if_blocked(self) -> None:
         """Give later coroutines another loop, where one that does not await holds this one."""
         coroutines = self._coroutines
-        sign = asyncio.wrap_future(coroutines.submit(asyncio.sleep(0)))
+        sign = asyncio.wrap_future(coroutines.begin(asyncio.sleep(0)))
         await asyncio.wait([sign], timeout=_BLOCKED_S)
         if not sign.done() and coroutines is self._coroutines:
-            self._coroutines = LoopThread("lit_grpo-async-tools")
+            self._coroutines = EventLoop("lit_grpo-async-tools")
 
     def stop(self) -> None:
         """Cancel what waits, and end the threads; one whose call goes on is left alone."""
-        self._keeper.stop()
-        self._coroutines.stop(wait_s=_BLOCKED_S)
+        self._keeper.close(wait_s=_BLOCKED_S)
+        self._coroutines.close(wait_s=_BLOCKED_S)
         for thread in self._idle:
             thread.end()
 

@@ -6,21 +6,21 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
+from lit_grpo.budgets.subsets import nearest_subset
+from lit_grpo.limits import Count, Limit
 from lit_grpo.methods.arrol_head import WINDOW, QualityHead
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.rollout.listeners import Arrivals
 from lit_grpo.scheduling.flight import Flight
-from lit_grpo.settings import check_number
 from lit_grpo.types import GroupKey, Key, PassRule, RolloutGroup
 
 LEFT_WHOLE = 8  # one group in so many loses nobody, so that the head can be judged and the bias be measured
 MIN_SURVIVORS = 2  # fewer have no advantages
-STEPS = 100  # of a chance, in choosing: finer than any head knows it
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,9 @@ class Arrol(Plugin):
 
     role: ClassVar[str] = "which completions are stopped early"
 
-    at: int = 512
-    keep: float = 0.5
-    positive_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_number("at", self.at, 1, int)
-        for name in ("keep", "positive_share"):
-            check_number(name, getattr(self, name), 0, int | float)
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} is a share, so it must be at most 1, not {getattr(self, name)}.")
+    at: Count = 512
+    keep: Annotated[float, Limit(least=0, most=1)] = 0.5
+    positive_share: Annotated[float, Limit(least=0, most=1)] = 0.5
 
     @property
     def needs(self) -> frozenset[str]:
@@ -82,9 +75,6 @@ class Pruner(Worker):
     dropped, and are no members. What has ended stays, and so do two members at least. Nobody is dropped before the
     head is proven, nor ever in one group of eight, chosen by its name.
 
-    What is told of a rollout is no part of the state; it is learnt from in :meth:`learnt`, once the update has been
-    made.
-
     Args:
         at: Tokens at which completions are compared.
         keep: Share of those still decoded that goes on, rounded up.
@@ -102,41 +92,24 @@ class Pruner(Worker):
         """Forget the last rollout."""
         self._clear()
         self._flight = flight
+        self._arrivals.begin(flight)
 
     def step(self, events: StepEvents) -> Answer | None:
         """Note who has come to the point or ended, and drop members of groups of which now all have."""
-        if not self._members:  # all requests of the rollout are in flight at its first step
-            for request in self._flight.requests:
-                self._members.setdefault(request.group, []).append(request.key)
-            self._awaited = {group: set(keys) for group, keys in self._members.items()}
-        arrived: list[Key] = []
-        for observation in events.observations:
-            if observation.num_tokens == self.at:
-                arrived += (keys := cast("Sequence[Key]", observation.keys))
-                for key, row in zip(keys, observation.features, strict=True):
-                    self._features.setdefault(key, row)
-        self._ended |= {completion.request.key: completion.num_sampled for completion in events.finished}
-        arrived += [completion.request.key for completion in events.finished]
-        dropped: list[Key] = []
-        for group in dict.fromkeys(key[:2] for key in arrived):
-            awaited = self._awaited.get(group, set())
-            awaited.difference_update(arrived)
-            if group in self._awaited and not awaited:
-                del self._awaited[group]
-                dropped += self._decide(group)
+        dropped = [key for group in self._arrivals.arrived(events) for key in self._decide(group)]
         return Answer(drop=dropped) if dropped else None
 
     def _decide(self, group: GroupKey) -> list[Key]:
         """Return the members of a group that are to be dropped."""
-        members = sorted(self._members[group])
-        seen = [key for key in members if key in self._features and np.isfinite(self._features[key]).all()]
-        said = dict(zip(seen, self.head.chances(np.array([self._features[key] for key in seen])), strict=True))
-        stays = np.array([key in self._ended or key not in said for key in members])
+        members, features = sorted(self._arrivals.members[group]), self._arrivals.features
+        seen = [key for key in members if key in features and np.isfinite(features[key]).all()]
+        said = dict(zip(seen, self.head.chances(np.array([features[key] for key in seen])), strict=True))
+        stays = np.array([key in self._arrivals.ended or key not in said for key in members])
         size = max(math.ceil(self.keep * (~stays).sum()), MIN_SURVIVORS - int(stays.sum()))
         if size >= (~stays).sum() or not self.head.has_learnt:
             return []
         chances = np.array([said.get(key, self.head.early_chance) for key in members])
-        kept = choose(chances, stays, size, self.share)
+        kept = nearest_subset(chances, stays, size, self.share)
         leaving = [key for key, stays_in in zip(members, kept, strict=True) if not stays_in]
         if not self.head.proven or is_left_whole(group):
             self._would_leave[group] = leaving
@@ -150,7 +123,8 @@ class Pruner(Worker):
 
         A dropped completion is taken to have become as long as, in the mean, those that came to the point and went on.
         """
-        went_on = [num_tokens for key, num_tokens in self._ended.items() if key in self._features]
+        features = self._arrivals.features
+        went_on = [num_tokens for key, num_tokens in self._arrivals.ended.items() if key in features]
         expected = float(np.mean(went_on)) if went_on else 0.0
         return {
             "rollout/pruned_completions": float(len(self._dropped)),
@@ -175,20 +149,20 @@ class Pruner(Worker):
         Returns:
             How good the head is, and how far the survivors' mean reward would be off that of their group.
         """
-        pruned = {key[:2] for key in self._dropped}
+        pruned, features = {key[:2] for key in self._dropped}, self._arrivals.features
         rows, early = [], []
         for number, group in enumerate(groups):
             for rollout in group.fresh:
                 key, passed = rollout.completion.request.key, pass_rule.passes(rollout.rewards)
                 if rollout.rewards.get(pass_rule.reward) is None:
                     continue
-                if key not in self._features:
+                if key not in features:
                     early.append(passed)
-                elif np.isfinite(self._features[key]).all():
-                    rows.append((self._features[key], passed, number, group.key not in pruned))
+                elif np.isfinite(features[key]).all():
+                    rows.append((features[key], passed, number, group.key not in pruned))
             self._shift(group)
-        features, successes, numbers, whole = zip(*rows, strict=True) if rows else ([],) * 4
-        self.head.learn(*map(np.array, (features, successes, numbers, whole, early)))
+        observed, successes, numbers, whole = map(np.array, zip(*rows, strict=True) if rows else ([],) * 4)
+        self.head.learn(observed, successes, groups=numbers, whole=whole, early=np.array(early))
         self._clear()
         means = np.array(self._shifts).reshape(-1, 2).mean(0) if self._shifts else None
         return self.head.metrics() | ({} if means is None else {"pruning/reward_shift": float(means[1] - means[0])})
@@ -212,60 +186,14 @@ class Pruner(Worker):
         self._shifts = state["shifts"]
 
     def _clear(self) -> None:
-        self._members: dict[GroupKey, list[Key]] = {}
-        self._awaited: dict[GroupKey, set[Key]] = {}  # members that are yet to come to the point
-        self._features: dict[Key, np.ndarray] = {}
-        self._ended: dict[Key, int] = {}  # with so many tokens
-        self._dropped: dict[Key, int] = {}  # likewise
+        self._arrivals = Arrivals(self.at)
+        self._dropped: dict[Key, int] = {}  # with so many tokens
         self._would_leave: dict[GroupKey, list[Key]] = {}
 
 
 def is_left_whole(group: GroupKey) -> bool:
     """Whether a group is one of those that lose nobody: the same in every run."""
     return zlib.crc32(f"{group[0]}/{group[1]}".encode()) % LEFT_WHOLE == 0
-
-
-def choose(chances: np.ndarray, stays: np.ndarray, size: int, share: float) -> np.ndarray:
-    """Choose ``size`` members beside those that stay, so that the mean chance of all is nearest to ``share``.
-
-    Of all subsets of that size it is the best, with chances rounded to hundredths; among equals the one with more
-    chances far from a half, which are surer, and then with earlier members.
-
-    Args:
-        chances: Of success, shape (n,), of which few differ: time and memory grow with the kinds of them.
-        stays: Who stays anyway, shape (n,), bool.
-        size: How many of the others go on.
-        share: See above.
-
-    Returns:
-        Who stays then, shape (n,), bool.
-    """
-    hundredths = np.rint(STEPS * chances).astype(int).tolist()
-    others = sorted(
-        np.flatnonzero(~stays).tolist(), key=lambda row: (-abs(2 * hundredths[row] - STEPS), hundredths[row], row)
-    )
-    kinds = [(value, list(rows)) for value, rows in groupby(others, key=hundredths.__getitem__)]
-    reach = [[1] + [0] * size]  # of the last kinds, by how many are taken: a bit for each sum that they can have
-    for value, rows in reversed(kinds):
-        after = reach[-1]
-        reach.append([_union(after[n - k] << k * value for k in range(min(n, len(rows)) + 1)) for n in range(size + 1)])
-    wanted = STEPS * share * (size + stays.sum()) - sum(hundredths[row] for row in np.flatnonzero(stays))
-    sums = [total for total in range(reach[-1][size].bit_length()) if reach[-1][size] >> total & 1]
-    total = min(sums, key=lambda total: abs(total - wanted))
-    chosen = stays.copy()
-    for (value, rows), after in zip(kinds, reach[-2::-1], strict=True):
-        most = min(size, len(rows), total // value if value else size)
-        count = next(k for k in range(most, -1, -1) if after[size - k] >> (total - k * value) & 1)
-        chosen[rows[:count]] = True
-        size, total = size - count, total - count * value
-    return chosen
-
-
-def _union(sets: Any) -> int:
-    union = 0
-    for each in sets:
-        union |= each
-    return union
 
 
 PLUGINS = {"arrol": Arrol()}

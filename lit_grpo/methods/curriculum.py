@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import PromptRule, State
-from lit_grpo.settings import check_number
+from lit_grpo.limits import Count, NotNegative, Share, check_order
 from lit_grpo.types import Prompt
 
 
@@ -27,20 +27,15 @@ class Curriculum(PromptRule):
         lower_at: The share up to which it falls.
     """
 
-    batches: int = 20
-    raise_at: float = 0.7
-    lower_at: float = 0.1
+    batches: Count = 20
+    raise_at: Share = 0.7
+    lower_at: NotNegative = 0.1
 
     def __post_init__(self) -> None:
-        check_number("batches", self.batches, 1, int)
-        for name in ("raise_at", "lower_at"):
-            check_number(name, getattr(self, name), 0, int | float)
-        if not self.lower_at < self.raise_at <= 1:
-            raise ValueError(
-                f"raise_at must be above lower_at and at most 1, not {self.raise_at} with lower_at {self.lower_at}."
-            )
+        super().__post_init__()
+        check_order(self, "lower_at", "raise_at", strict=True)
 
-    def begin_among(self, prompts: Sequence[Prompt]) -> State:
+    def begin(self, prompts: Sequence[Prompt]) -> State:
         """Each task's level, what it has been judged by so far, and between which levels it may move.
 
         Raises:
@@ -57,15 +52,15 @@ class Curriculum(PromptRule):
             state |= {f"lowest_level/{task}": levels[0], f"highest_level/{task}": levels[-1]}
         return {name: float(value) for name, value in state.items()}
 
-    def chance_of(self, prompt: Prompt, record: Record, state: State) -> float:
+    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above: 1 at the level of the prompt's task, and else 0."""
         return float(prompt.columns["level"] == state[f"level/{_task(prompt)}"])
 
-    def learn_of(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
+    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Count the batch for each task that it holds, and move the levels that have been judged."""
         rates: dict[str, list[float]] = defaultdict(list)
         for prompt, record in zip(prompts, records, strict=True):
-            if record.num_visits and self.chance_of(prompt, record, state):
+            if record.num_visits and self.chance(prompt, record, state):
                 rates[_task(prompt)].append(record.last_pass_rate)
         moved = dict(state)
         for task, of_task in rates.items():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lit_grpo.limits import Share
 from lit_grpo.methods.pods import Subset, between, max_variance_subset, nearest
 from lit_grpo.types import Key, Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
@@ -35,15 +36,8 @@ class TokenShare(Selection):
             reaches with the last update. By default it stays the same.
     """
 
-    tokens: float = 1.0
-    first_tokens: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, share in (("tokens", self.tokens), ("first_tokens", self.first_tokens)):
-            is_number = isinstance(share, int | float) and not isinstance(share, bool)
-            if share is not None and not (is_number and 0 < share <= 1):
-                raise ValueError(f"{name} must be in (0, 1], not {share!r}; 1 keeps all tokens.")
+    tokens: Share = 1.0
+    first_tokens: Share | None = None
 
     @property
     def _takes_tokens(self) -> bool:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_grpo.budgets.allocation import Allocation, check_whole
+from lit_grpo.budgets.allocation import Allocation
+from lit_grpo.limits import Count
 from lit_grpo.plugins import RunFacts
 
 PASSED_BY_NOBODY = 0.5
@@ -27,12 +28,7 @@ class HardMore(Allocation):
     """
 
     schedule: Literal["equal", "hardness"] = "equal"
-    most: int = 32
-
-    def __post_init__(self) -> None:
-        check_whole(self, 1, "most")
-        if self.schedule not in ("equal", "hardness"):
-            raise ValueError(f"schedule must be equal or hardness, not {self.schedule!r}.")
+    most: Count = 32
 
     @property
     def has_rounds(self) -> bool:

@@ -19,8 +19,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Annotated
 
-from lit_grpo.settings import check_number
+from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.types import Completion, Rollout, RolloutGroup
 from lit_grpo.update.advantages.functions import EPSILON
 from lit_grpo.update.credit import Credit
@@ -36,15 +37,9 @@ class GiGPO(Credit):
         scale: Divide by the standard deviation of the turns that are compared (the paper's F_norm = std).
     """
 
-    weight: float = 1.0
-    gamma: float = 0.95
+    weight: NotNegative = 1.0
+    gamma: Annotated[float, Limit(least=0, most=1)] = 0.95
     scale: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("weight", self.weight, 0, int | float)
-        check_number("gamma", self.gamma, 0, int | float)
-        if self.gamma > 1:
-            raise ValueError(f"gamma must be at most 1, not {self.gamma}.")
 
     @property
     def needs(self) -> frozenset[str]:

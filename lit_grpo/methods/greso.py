@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import SMALLEST_CHANCE, PromptRule, State
-from lit_grpo.settings import check_number
+from lit_grpo.limits import Share
+from lit_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -25,25 +26,19 @@ class Greso(PromptRule):
         step: See above.
     """
 
-    target: float = 0.25
-    begin_at: float = 0.5
-    step: float = 0.01
+    target: Share = 0.25
+    begin_at: Share = 0.5
+    step: Share = 0.01
 
-    def __post_init__(self) -> None:
-        for name in ("target", "begin_at", "step"):
-            check_number(name, getattr(self, name), 0, int | float)
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}.")
-
-    def begin(self) -> State:
+    def begin(self, prompts: Sequence[Prompt]) -> State:
         """Both p."""
         return {"easy": self.begin_at, "hard": self.begin_at}
 
-    def chance(self, record: Record, state: State) -> float:
+    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above."""
         return max(state["easy" if record.is_easy else "hard"] ** record.num_flat, SMALLEST_CHANCE)
 
-    def learn(self, state: State, records: Sequence[Record]) -> State:
+    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Move both p."""
         flat = [record.is_easy for record in records if record.num_flat]
         shares = {"easy": flat.count(True) / max(len(records), 1), "hard": flat.count(False) / max(len(records), 1)}

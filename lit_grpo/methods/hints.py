@@ -1,17 +1,16 @@
-"""Hints for prompts that nobody passes: the beginning of a solution (ADHint, arXiv 2512.13095), or a strategy.
-
-The strategy is as in NudgeRL (arXiv 2605.15726).
-"""
+"""Hints for prompts that nobody passes: how a solution begins (arXiv 2512.13095), or a strategy (2605.15726)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import ClassVar, NamedTuple
 
-from lit_grpo.budgets.rewriting import Rewriter, Rewriting
-from lit_grpo.settings import check_number
+from lit_grpo.budgets.rewriting import ByVisits, Rewriting, text_of
+from lit_grpo.limits import Count, Share, Text, check_order
 from lit_grpo.types import PassRule, Prompt, RolloutGroup
 
 
@@ -22,14 +21,6 @@ class HintVisit(NamedTuple):
     share: float
     rewards: list[float]
     num_passed: int
-
-    @classmethod
-    def of(cls, group: RolloutGroup, pass_rule: PassRule) -> HintVisit:
-        """Take it from a group; what is replayed has been counted at an earlier visit."""
-        rewarded = [each for each in group.rollouts if not each.replayed and math.isfinite(each.reward)]
-        num_passed = sum(pass_rule.passes(each.rewards) for each in rewarded)
-        share = group.prompt.extra.get("hint", 0.0)
-        return cls(group.prompt.prompt_id, share, [each.reward for each in rewarded], num_passed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +46,6 @@ class HintRecord:
         return HintRecord(0 if visit.num_passed else self.num_unsolved + 1)
 
 
-NEW = HintRecord()
-
-
 @dataclass(frozen=True)
 class Hint(Rewriting):
     """Which prompts get a hint, how much of it, and its text: here none.
@@ -66,9 +54,7 @@ class Hint(Rewriting):
     hint. After a visit with a hint that somebody passed, the share falls by ``step``, and after one that nobody passed
     it rises by ``step``, up to ``most``. Where it has fallen to 0 the prompt is asked without a hint, and ``after``
     further visits that nobody passes bring the hint back. All completions of a visit have the same hint, so that groups
-    compare like with like.
-
-    A rule of your own is a dataclass that derives from it, and gives the text.
+    compare like with like. A rule of your own is a dataclass that derives from it, and gives the text.
 
     Args:
         after: Visits one after another that nobody passed, before hints begin.
@@ -82,19 +68,14 @@ class Hint(Rewriting):
     there, and reward functions get both together as the completion. Otherwise all of it stands in front of the
     question, however small the share."""
 
-    after: int = 1
-    begin: float = 0.5
-    step: float = 0.25
-    most: float = 1.0
+    after: Count = 1
+    begin: Share = 0.5
+    step: Share = 0.25
+    most: Share = 1.0
 
     def __post_init__(self) -> None:
-        check_number("after", self.after, 1, int)
-        for name in ("begin", "step", "most"):
-            check_number(name, getattr(self, name), 0, int | float)
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}.")
-        if self.begin > self.most:
-            raise ValueError(f"begin must be at most most, {self.most}, not {self.begin}.")
+        super().__post_init__()
+        check_order(self, "begin", "most")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -125,19 +106,14 @@ class Hint(Rewriting):
         return ""
 
 
-class Hinter(Rewriter):
-    """Puts hints into prompts, by what their earlier visits have shown; the same on every rank.
-
-    Args:
-        rule: Which prompts get how much of which text.
-    """
+class Hinter(ByVisits):
+    """Puts hints into prompts by a rule, and by what their earlier visits have shown; the same on every rank."""
 
     what = "hint"
-    common = True
 
     def __init__(self, rule: Hint) -> None:
+        super().__init__(HintRecord())
         self.rule = rule
-        self.known: dict[str, HintRecord] = {}  # by the ids of prompts
 
     def largest(self, prompt: Prompt) -> Prompt:
         """Return a prompt with the largest share of its hint, or itself where it has none or no room for one."""
@@ -145,61 +121,41 @@ class Hinter(Rewriter):
 
     def asked(self, prompt: Prompt) -> Prompt:
         """Return a prompt as it is asked now."""
-        share = self.rule.share(self.known.get(prompt.prompt_id, NEW))
+        share = self.rule.share(self.record_of(prompt.prompt_id))
         return self.with_share(prompt, share) if share else prompt
 
     def with_share(self, prompt: Prompt, share: float) -> Prompt:
         """Return a prompt with such a share of its hint."""
-        text = self.rule.text(prompt, share)
-        if not isinstance(text, str):
-            raise ValueError(f"gets a hint of type {type(text).__name__} from {type(self.rule).__name__}, not text")
-        writer = self.writer
-        hinted = writer.put_after(prompt, text, share) if self.rule.goes_on else writer.put_before(prompt, text)
+        put = partial(self.writer.put_after, share=share) if self.rule.goes_on else self.writer.put_before
+        hinted = put(prompt, self.rule.text(prompt, share))
         return prompt if hinted is prompt else replace(hinted, extra={"hint": share})
 
-    def learnt(
-        self,
-        groups: Sequence[RolloutGroup],
-        pass_rule: PassRule,
-        version: int,
-        gather: Callable[[Any], list[Any]],
-    ) -> dict[str, float]:
-        """Remember the visits of a batch, of all ranks."""
-        own = [HintVisit.of(group, pass_rule) for group in groups]
-        visits: list[HintVisit] = [visit for part in gather(own) for visit in part]
-        for visit in visits:
-            self.known[visit.prompt_id] = self.known.get(visit.prompt_id, NEW).after(visit)
-        return hint_metrics(visits)
+    def visit_of(self, group: RolloutGroup, pass_rule: PassRule) -> HintVisit:
+        """Return what is remembered of a group; what is replayed has been counted at an earlier visit."""
+        rewarded = [each for each in group.rollouts if not each.replayed and math.isfinite(each.reward)]
+        return HintVisit(
+            prompt_id=group.prompt.prompt_id,
+            share=group.prompt.extra.get("hint", 0.0),
+            rewards=[each.reward for each in rewarded],
+            num_passed=sum(pass_rule.passes(each.rewards) for each in rewarded),
+        )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: a list of plain values for each prompt."""
-        return {"known": {prompt_id: list(astuple(record)) for prompt_id, record in self.known.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.known = {prompt_id: HintRecord(*values) for prompt_id, values in state["known"].items()}
-
-
-def hint_metrics(visits: Sequence[HintVisit]) -> dict[str, float]:
-    """Return what is logged of a batch's visits on all ranks; NaN for what is of nothing."""
-    hinted = [visit for visit in visits if visit.share]
-    unhinted_rewards = [reward for visit in visits if not visit.share for reward in visit.rewards]
-    metrics = {
-        "hints/share_of_prompts": len(hinted) / len(visits) if visits else math.nan,
-        "hints/reward_unhinted": _mean(unhinted_rewards),
-    }
-    if hinted:
-        rewards = [reward for visit in hinted for reward in visit.rewards]
-        metrics |= {
-            "hints/mean_share": _mean([visit.share for visit in hinted]),
-            "hints/pass_rate": sum(visit.num_passed for visit in hinted) / max(len(rewards), 1),
-            "hints/reward_hinted": _mean(rewards),
+    def metrics_of(self, visits: Sequence[HintVisit]) -> dict[str, float]:
+        """Return what is logged of a batch's visits on all ranks; NaN for what is of nothing."""
+        hinted = [visit for visit in visits if visit.share]
+        unhinted_rewards = [reward for visit in visits if not visit.share for reward in visit.rewards]
+        metrics = {
+            "hints/share_of_prompts": len(hinted) / len(visits) if visits else math.nan,
+            "hints/reward_unhinted": fmean(unhinted_rewards) if unhinted_rewards else math.nan,
         }
-    return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+        if not hinted:
+            return metrics
+        rewards = [reward for visit in hinted for reward in visit.rewards]
+        return metrics | {
+            "hints/mean_share": fmean(visit.share for visit in hinted),
+            "hints/pass_rate": sum(visit.num_passed for visit in hinted) / max(len(rewards), 1),
+            "hints/reward_hinted": fmean(rewards) if rewards else math.nan,
+        }
 
 
 @dataclass(frozen=True)
@@ -212,8 +168,7 @@ class Reference(Hint):
     """
 
     goes_on: ClassVar[bool] = True
-
-    most: float = 0.9
+    most: Share = 0.9
     column: str = "solution"
 
     def text(self, prompt: Prompt, share: float) -> str:
@@ -232,33 +187,13 @@ class Strategy(Hint):
     """
 
     column: str = "strategy"
-    say: str = ""
-    between: str = "\n\n"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("say", "between"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be text, not {getattr(self, name)!r}; put it into quotes.")
+    say: Text = ""
+    between: Text = "\n\n"
 
     def text(self, prompt: Prompt, share: float) -> str:
         """The strategy, and what follows it."""
         text = self.say or text_of(prompt, self.column)
         return text and text + self.between
-
-
-def text_of(prompt: Prompt, column: str) -> str:
-    """Return the text of a column; an empty one where it has no value.
-
-    Raises:
-        ValueError: There is no such column, or it holds something else; to go on after the row's number.
-    """
-    if column not in prompt.columns:
-        raise ValueError(f"has no column {column!r} (it has {', '.join(map(repr, prompt.columns)) or 'none'})")
-    value = "" if prompt.columns[column] is None else prompt.columns[column]
-    if not isinstance(value, str):
-        raise ValueError(f"has no text in column {column!r}, but {value!r}")
-    return value
 
 
 PLUGINS = {"reference_hint": Reference(), "strategy_hint": Strategy()}

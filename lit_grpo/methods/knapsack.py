@@ -6,11 +6,12 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from lit_grpo.budgets.allocation import SMALLEST_PART, Divided
-from lit_grpo.settings import check_number
+from lit_grpo.limits import Limit
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,7 @@ class Knapsack(Divided):
         alpha: See above, in (0, 1).
     """
 
-    alpha: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("alpha", self.alpha, 0, int | float)
-        if not 0 < self.alpha < 1:
-            raise ValueError(f"alpha must be in (0, 1), not {self.alpha}; the paper's code takes 0.9.")
+    alpha: Annotated[float, Limit(above=0, below=1, remedy="the paper's code takes 0.9")] = 0.9
 
     def divided(self, rates: np.ndarray, costs: np.ndarray, budget: float, most: int) -> list[int]:
         """See above."""

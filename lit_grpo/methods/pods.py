@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lit_grpo.budgets.allocation import AtLeastTwo
 from lit_grpo.plugins import RunFacts
-from lit_grpo.settings import check_number
 from lit_grpo.types import Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.selection import Entropies, Selection, Statistics, candidates
@@ -32,13 +32,8 @@ class Subset(Selection):
             with the last update. By default it stays the same.
     """
 
-    keep: int | None = None
-    first_keep: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, size in self._sizes.items():
-            check_number(name, size, 2, int)  # one rollout shows no difference
+    keep: AtLeastTwo | None = None
+    first_keep: AtLeastTwo | None = None
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -82,11 +77,6 @@ class Members(Subset):
     """
 
     statistics: Statistics = "group"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.statistics not in ("group", "kept"):
-            raise ValueError(f"statistics must be group or kept, not {self.statistics!r}.")
 
     @property
     def counts(self) -> Statistics:

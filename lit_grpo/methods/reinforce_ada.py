@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from lit_grpo.budgets.allocation import Allocation, check_whole
+from lit_grpo.budgets.allocation import Allocation
+from lit_grpo.limits import Limit, Number
 
 
 @dataclass(frozen=True)
@@ -20,15 +22,12 @@ class Balanced(Allocation):
         failed: How many are not to.
     """
 
-    rounds: int = 4
-    passed: int = 2
-    failed: int = 2
+    rounds: Annotated[int, Limit(least=2, remedy="with one there is nothing to wait for")] = 4
+    passed: Number = 2
+    failed: Number = 2
 
     def __post_init__(self) -> None:
-        check_whole(self, 1, "rounds")
-        check_whole(self, 0, "passed", "failed")
-        if self.rounds < 2:
-            raise ValueError(f"rounds must be at least 2, not {self.rounds}: with one there is nothing to wait for.")
+        super().__post_init__()
         if not self.passed + self.failed:
             raise ValueError(
                 f"passed is {self.passed} and failed is {self.failed}; give numbers that are to be reached."

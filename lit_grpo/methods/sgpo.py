@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_grpo.budgets.allocation import Allocation, check_whole
+from lit_grpo.budgets.allocation import Allocation, AtLeastTwo
 from lit_grpo.budgets.history import Record
 from lit_grpo.budgets.prompts import SMALLEST_CHANCE, PromptRule, State
-from lit_grpo.settings import check_number
+from lit_grpo.limits import Count, Share, check_order
+from lit_grpo.types import Prompt
 
 BUCKETS = (2, 4, 8)
 """How many completions a pass takes, by phases."""
@@ -23,13 +24,12 @@ class Buckets(Allocation):
     prompt that nothing is known of.
     """
 
-    least: int = 2
-    most: int = 8
+    least: AtLeastTwo = 2
+    most: Count = 8
 
     def __post_init__(self) -> None:
-        check_whole(self, 1, "least", "most")
-        if not 2 <= self.least <= self.most:
-            raise ValueError(f"least must be at least 2 and at most most, {self.most}, not {self.least}.")
+        super().__post_init__()
+        check_order(self, "least", "most")
 
     def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
         """See above."""
@@ -60,22 +60,15 @@ class PhasedPrompts(PromptRule):
         unsolved: The chance of a prompt that nobody has passed.
     """
 
-    batches: int = 50
-    easy: float = 0.75
-    unsolved: float = 0.1
+    batches: Count = 50
+    easy: Share = 0.75
+    unsolved: Share = 0.1
 
-    def __post_init__(self) -> None:
-        check_number("batches", self.batches, 1, int)
-        for name in ("easy", "unsolved"):
-            check_number(name, getattr(self, name), 0, int | float)
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}.")
-
-    def begin(self) -> State:
+    def begin(self, prompts: Sequence[Prompt]) -> State:
         """The bucket of the phase, and how many batches that has had."""
         return {"phase": float(BUCKETS[0]), "phase_batches": 0.0}
 
-    def chance(self, record: Record, state: State) -> float:
+    def chance(self, prompt: Prompt, record: Record, state: State) -> float:
         """See above."""
         if not record.num_visits:
             return 1.0
@@ -83,7 +76,7 @@ class PhasedPrompts(PromptRule):
             return max(self.unsolved, SMALLEST_CHANCE)
         return 1.0 if self._bucket(record) == state["phase"] else SMALLEST_CHANCE
 
-    def learn(self, state: State, records: Sequence[Record]) -> State:
+    def learn(self, state: State, prompts: Sequence[Prompt], records: Sequence[Record]) -> State:
         """Count the batch, or go on to the next phase."""
         if 2 * sum(record.num_visits <= 1 for record in records) >= len(records):
             return state

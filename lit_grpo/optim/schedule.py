@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from lit_grpo.limits import checks_arguments
+
 
 class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
     """Rise linearly from 0 over ``warmup_steps``, then follow ``shape`` down to 0 at ``total_steps``.
@@ -24,6 +26,7 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
         ValueError: The rise is longer than the run, or there is no such shape.
     """
 
+    @checks_arguments()
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -36,8 +39,6 @@ class WarmupDecayLR(torch.optim.lr_scheduler.LRScheduler):
             raise ValueError(
                 f"warmup_steps is {warmup_steps} and total_steps {total_steps}; the rise is a part of these."
             )
-        if shape not in ("linear", "cosine", "constant"):
-            raise ValueError(f"shape must be linear, cosine or constant, not {shape!r}.")
         self.total_steps, self.warmup_steps, self.shape = total_steps, warmup_steps, shape
         super().__init__(optimizer, last_epoch)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import util
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from lit_grpo.compatibility import SHARDS, Part, check_together
+from lit_grpo.limits import Count, Positive, check_fields
 from lit_grpo.policy.weights import active_adapters, is_adapter, lora_layers
+from lit_grpo.process.packages import require
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -31,19 +33,14 @@ class LoraSettings:
             Sampling and exports then use the rounded weights with adapters.
     """
 
-    r: int = 16
-    alpha: float = 32.0
+    r: Count = 16
+    alpha: Positive = 32.0
     target_modules: list[str] | str = "all-linear"
     rslora: bool = False
     base: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ValueError(f"lora.r must be at least 1, not {self.r}.")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha must be above 0, not {self.alpha}.")
-        if self.base not in (None, "nf4"):
-            raise ValueError(f"lora.base must be nf4 or left out, not {self.base!r}.")
+        check_fields(self, "model.lora.")
 
 
 _PROBE_TOKENS = 4
@@ -55,8 +52,7 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
     Raises:
         ValueError: peft is not installed, no layer has one of the names, or a layer cannot have an adapter.
     """
-    if util.find_spec("peft") is None:
-        raise ValueError("model.lora needs peft; install the extra lit_grpo[lora].")
+    require("peft", "model.lora needs peft; install the extra lit_grpo[lora].")
     from peft import LoraConfig
 
     passed_over = _passed_over(policy)
@@ -224,10 +220,9 @@ def check_can_be_shards(policy: PreTrainedModel) -> None:
     """
     for name, layer in lora_layers(policy):
         if (parameter := getattr(layer, "parameter_name", None)) is not None:
-            raise ValueError(
-                f"model.lora trains {name}.{parameter}, all experts of a layer in one parameter or their router, which "
-                "does not go with trainer.strategy fsdp2; name other layers in lora.target_modules, or take ddp."
-            )
+            trained = f"model.lora on {name}.{parameter}, all experts of a layer in one parameter or their router,"
+            remedy = "name other layers in model.lora.target_modules"
+            check_together([Part(trained, frozenset({"unsharded_weights"}), remedy=remedy), SHARDS])
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:

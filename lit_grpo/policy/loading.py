@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, context_length, in_evaluation
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.policy.named import NAMED, resolve_policy
 from lit_grpo.policy.nf4 import keep_as_it_is, nf4_config
+from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 
 if TYPE_CHECKING:
@@ -149,13 +152,24 @@ def load_config(policy: str) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
+    with _reading(policy, "config") as files:
+        return AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
+
+
+@contextmanager
+def _reading(policy: str, what: str) -> Iterator[SavedFiles | GGUFFile]:
+    """Have the files of a policy; what goes wrong in reading them is said in a sentence."""
+    from safetensors import SafetensorError
+
     name = resolve_policy(policy)
     files = _files(name)
     with hub_or_cache(files.place), without_bars():
         try:
-            return AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
-        except files.errors as error:
-            raise ValueError(_load_failure(name, "config", error)) from error
+            yield files
+        except SafetensorError as error:
+            raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_remedy(name)}.") from error
+        except files.errors as error:  # RuntimeError: weights of another shape than the config's
+            raise ValueError(_load_failure(name, what, error)) from error
 
 
 def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
@@ -174,12 +188,8 @@ def load_tokenizer(policy: str | Given) -> PreTrainedTokenizerBase:
             raise ValueError(f"policy is a {type(model).__name__} that was made, not loaded; give its tokenizer too.")
         policy = model.name_or_path
     name = _tokenizer_place(resolve_policy(policy))
-    files = _files(name)
-    with hub_or_cache(files.place), without_bars():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(files.place, trust_remote_code=False, **files.options())
-        except files.errors as error:
-            raise ValueError(_load_failure(name, "tokenizer", error)) from error
+    with _reading(name, "tokenizer") as files:
+        tokenizer = AutoTokenizer.from_pretrained(files.place, trust_remote_code=False, **files.options())
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers made it from the model's type alone
         raise ValueError(_load_failure(name, "tokenizer", ValueError("it has no vocabulary; save the tokenizer there")))
     return _with_end(tokenizer, name)
@@ -225,8 +235,8 @@ def load_policy(
 
     disable_progress_bar()  # one progress bar: the trainer's
     if not isinstance(policy, str):
-        if nf4:
-            raise ValueError("lora.base is nf4, which a loaded model cannot be turned into; give policy by name.")
+        needs, lacks = "model.lora.base nf4 needs a policy by its name", "model.policy is a loaded model"
+        check_clashes([Clash(needs, lacks, found=nf4)])
         _switch_dropout_off(policy[0])
         attend_in_full(policy[0])
         return policy[0]
@@ -244,33 +254,25 @@ def load_policy(
 
 
 def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrainedModel:
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    name = resolve_policy(policy)
-    files = _files(name)
-    with hub_or_cache(files.place), without_bars():
-        try:
-            files.check()
-            weight_options = files.weight_options(dtype, nf4)
-            config = AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
-            config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                files.place,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                output_loading_info=True,
-                device_map="meta" if outline else None,
-                **files.options(),
-                **weight_options,
-            )
-        except SafetensorError as error:
-            raise ValueError(f"The weights of policy {policy!r} are damaged ({error}); {_remedy(name)}.") from error
-        except files.errors as error:  # RuntimeError: weights of another shape than the config's
-            raise ValueError(_load_failure(name, "model", error)) from error
+    with _reading(policy, "model") as files:
+        files.check()
+        weight_options = files.weight_options(dtype, nf4)
+        config = AutoConfig.from_pretrained(files.place, trust_remote_code=False, **files.options())
+        config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files.place,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            device_map="meta" if outline else None,
+            **files.options(),
+            **weight_options,
+        )
     model, report = loaded
-    _check_weights(policy, name, model, report)
+    _check_weights(policy, resolve_policy(policy), model, report)
     files.finish(model)
     return model
 
@@ -312,8 +314,7 @@ def _load_adapter(model: PreTrainedModel, adapter: AdapterFolder, outline: bool)
     Raises:
         ValueError: peft is not installed, or the adapter's files are incomplete or do not fit the base.
     """
-    if util.find_spec("peft") is None:
-        raise ValueError(f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
+    require("peft", f"Policy {adapter.name!r} is an adapter, which needs peft; install the extra lit_grpo[lora].")
     from peft import PeftConfig
     from safetensors import SafetensorError
     from transformers.utils.hub import cached_file

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from importlib import util
 from typing import Any
 
 import torch
+
+from lit_grpo.process.packages import require
 
 _QUANT_STATE = re.compile(r"\.weight\.((nested_)?(absmax|quant_map)|quant_state\..*)$")
 
@@ -22,10 +23,8 @@ def nf4_config(dtype: str) -> Any:
     Raises:
         ValueError: bitsandbytes is not installed.
     """
-    if util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "lora.base is nf4, which needs bitsandbytes; install the extra lit_grpo[bitsandbytes], or leave it out."
-        )
+    extra = "install the extra lit_grpo[bitsandbytes], or leave it out."
+    require("bitsandbytes", f"lora.base is nf4, which needs bitsandbytes; {extra}")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lit_grpo.limits import Count, checks_arguments
+
 
 def compile_pattern(argument: str, pattern: str, flags: int = 0, needs_group: bool = False) -> re.Pattern[str]:
     """Compile ``pattern``, the value of ``argument``.
@@ -94,9 +96,8 @@ class SoftOverlongPenalty:
         max_tokens: The number of tokens at which it reaches -1; by default that of sampling.
     """
 
-    def __init__(self, buffer: int, max_tokens: int | None = None) -> None:
-        if buffer < 1:
-            raise ValueError(f"buffer must be at least 1 token, not {buffer}.")
+    @checks_arguments()
+    def __init__(self, buffer: Count, max_tokens: int | None = None) -> None:
         self.buffer = buffer
         self.max_tokens = max_tokens
         if max_tokens is not None:

@@ -8,53 +8,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
-
-
-class LoopThread:
-    """A daemon thread that runs an event loop until :meth:`stop`; the thread does not keep the interpreter alive."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start a coroutine on the loop, from any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self, wait_s: float = 1.0) -> None:
-        """Cancel all coroutines and end the thread; if it does not end within ``wait_s``, do not wait any longer."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(wait_s)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(_cancel_others())
-        self._loop.close()
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
+from lit_grpo.process.loops import EventLoop
 
 AsyncCall = Callable[[], Coroutine[Any, Any, Any]]
 
 
-async def await_calls(thread: LoopThread, calls: Sequence[AsyncCall], timeout_s: float | None) -> list[Any]:
-    """Await all calls at once on the loop of ``thread``; return the value of each call, or the error that it raised.
+async def await_calls(loop: EventLoop, calls: Sequence[AsyncCall], timeout_s: float | None) -> list[Any]:
+    """Await all calls at once on a loop; return the value of each call, or the error that it raised.
 
     A call that takes longer than ``timeout_s`` is cancelled and gives a ``TimeoutError``. Await this function on
-    another loop, which watches the time even if a call blocks the loop of ``thread``: then all give a ``TimeoutError``.
+    another loop, which watches the time even if a call blocks it: then all give a ``TimeoutError``.
     """
-    future = asyncio.wrap_future(thread.submit(_outcomes(calls, timeout_s)))
+    future = asyncio.wrap_future(loop.begin(_outcomes(calls, timeout_s)))
     limit_s = None if timeout_s is None else 2 * timeout_s + 1
     if (await asyncio.wait([future], timeout=limit_s))[0]:
         return future.result()

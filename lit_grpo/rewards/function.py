@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
+from lit_grpo.limits import Limit, check_fields
 from lit_grpo.rewards.inputs import (
     GROUP_INPUTS,
     NOT_IN_TRL,
@@ -48,25 +49,19 @@ class RewardSpec:
     """
 
     function: str
-    weight: float = 1.0
+    weight: Annotated[float, Limit(finite=True)] = 1.0
     name: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    retries: int = 0
-    retry_pause_s: float = 1.0
+    retries: Annotated[int, Limit(least=0, most=10)] = 0
+    retry_pause_s: Annotated[float, Limit(least=0, most=60)] = 1.0
     process: bool = False
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.weight):
-            raise ValueError(
-                f"the weight of reward function {self.function!r} must be a finite number, not {self.weight}."
-            )
+        check_fields(self, f"reward function {self.function!r}: ")
         if self.name == "":
             raise ValueError(
                 f"the name of reward function {self.function!r} is empty; leave it out for the default name."
             )
-        for name, value, most in (("retries", self.retries, 10), ("retry_pause_s", self.retry_pause_s, 60)):
-            if not 0 <= value <= most:
-                raise ValueError(f"{name} of reward function {self.function!r} must be from 0 to {most}, not {value}.")
 
 
 def read_value(value: Any) -> float | None:

@@ -9,6 +9,7 @@ import string
 from typing import Any
 from urllib.parse import urlsplit
 
+from lit_grpo.limits import Positive, checks_arguments
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
 PLACES = ("prompt", "completion")
@@ -42,6 +43,7 @@ class HTTPJudge:
         options: Further fields of the request, such as ``{"temperature": 0, "max_tokens": 64}``.
     """
 
+    @checks_arguments()
     def __init__(
         self,
         url: str,
@@ -49,14 +51,12 @@ class HTTPJudge:
         template: str,
         pattern: str = r"(-?\d+(?:\.\d+)?)",
         api_key_env: str | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: Positive = 30.0,
         scale: float = 1.0,
         options: dict[str, Any] | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, not {url!r}.")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be above 0, not {timeout_s}.")
         if not scale:
             raise ValueError("scale must not be 0, because it divides the score.")
         if api_key_env is not None and not os.environ.get(api_key_env):

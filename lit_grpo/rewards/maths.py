@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from importlib import util
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.limits import Positive, checks_arguments
+from lit_grpo.process.packages import require
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 
 WORKER = Path(__file__).with_name("math_worker.py")
@@ -87,16 +88,15 @@ class MathEquivalence:
         ValueError: math-verify is not installed.
     """
 
+    @checks_arguments()
     def __init__(
-        self, answer_column: str = "answer", answer_pattern: str | None = None, timeout_s: float = 3.0
+        self, answer_column: str = "answer", answer_pattern: str | None = None, timeout_s: Positive = 3.0
     ) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be above 0, not {timeout_s}.")
-        if util.find_spec("math_verify") is None:
-            raise ValueError(
-                "it compares with the package math-verify, which is not installed; install the extra lit_grpo[math], "
-                "or take lit_grpo.rewards.ExactMatch."
-            )
+        require(
+            "math_verify",
+            "it compares with the package math-verify, which is not installed; install the extra lit_grpo[math], or "
+            "take lit_grpo.rewards.ExactMatch.",
+        )
         self.columns = (answer_column,)
         self.answer_column = answer_column
         self.answer_pattern = answer_pattern

@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lit_grpo.rewards.execution import LoopThread, await_calls, run_calls
+from lit_grpo.limits import Count, Limit, checks_arguments
+from lit_grpo.process.loops import EventLoop
+from lit_grpo.rewards.execution import await_calls, run_calls
 from lit_grpo.rewards.function import RewardFunction, check_names
 from lit_grpo.rewards.inputs import LoggedMetrics, Surroundings, TrainerState
 from lit_grpo.rewards.loading import error_text
@@ -75,22 +77,17 @@ class RewardRunner:
         num_workers: How many calls of functions that are not ``async`` run at a time.
     """
 
+    @checks_arguments()
     def __init__(
         self,
         functions: Sequence[RewardFunction],
         on_error: Literal["raise", "none"] = "raise",
-        timeout_s: float | None = 60.0,
-        num_workers: int = 16,
+        timeout_s: Annotated[float | None, Limit(above=0, finite=True, remedy="null is no limit")] = 60.0,
+        num_workers: Count = 16,
     ) -> None:
         if not functions:
             raise ValueError("rewards is empty; name at least one reward function.")
         check_names(functions)
-        if on_error not in ("raise", "none"):
-            raise ValueError(f"on_error must be 'raise' or 'none', not {on_error!r}.")
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a finite number above 0, or null for none, not {timeout_s}.")
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, not {num_workers}.")
         self.functions = list(functions)
         self.num_errors = 0
         self.state = TrainerState()
@@ -102,8 +99,8 @@ class RewardRunner:
         self._pending: list[_Submission] = []  # in the order of arrival
         self._warned: set[str] = set()
         # Two event loops: one that watches the time limits, and one for the users' coroutines, which may block it.
-        self._keeper: LoopThread | None = None
-        self._coroutines: LoopThread | None = None
+        self._keeper: EventLoop | None = None
+        self._coroutines: EventLoop | None = None
         self._streams: KeptStreams | None = None
         self._told_of_streams = False
 
@@ -114,12 +111,12 @@ class RewardRunner:
             return
         if self._keeper is None:
             self._workers = asyncio.Semaphore(self._num_workers)
-            self._keeper = LoopThread("lit_grpo-rewards")
+            self._keeper = EventLoop("lit_grpo-rewards")
             self._streams = KeptStreams()
         surroundings = Surroundings(self.state, self.metrics.log)
         # In this thread, not on the loop's: a thread that is in torch when the interpreter exits aborts the process.
         arguments = [[function.arguments(group, surroundings) for group in groups] for function in self.functions]
-        self._pending.append(_Submission(groups, self._keeper.submit(self._score(groups, arguments))))
+        self._pending.append(_Submission(groups, self._keeper.begin(self._score(groups, arguments))))
 
     def gather(self, groups: Iterable[RolloutGroup] | None = None) -> None:
         """Wait for submitted groups and write their rewards.
@@ -169,9 +166,9 @@ class RewardRunner:
         for submission in self._pending:
             submission.values.cancel()
         self._pending = []
-        for thread in (self._keeper, self._coroutines):
-            if thread is not None:
-                thread.stop()
+        for loop in (self._keeper, self._coroutines):
+            if loop is not None:
+                loop.close(wait_s=1.0)
         self._keeper = self._coroutines = None
         if self._streams is not None:
             self._streams.close()
@@ -194,7 +191,7 @@ class RewardRunner:
         ]
         if function.is_async:
             if self._coroutines is None:
-                self._coroutines = LoopThread("lit_grpo-async-rewards")
+                self._coroutines = EventLoop("lit_grpo-async-rewards")
             coroutines = [functools.partial(function.score_async, keywords, size) for keywords, size in calls]
             outcomes = await await_calls(self._coroutines, coroutines, self._timeout_s)
         else:

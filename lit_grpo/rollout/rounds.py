@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lit_grpo.budgets.allocation import Allocation
 from lit_grpo.budgets.foresight import Foresight
-from lit_grpo.budgets.history import is_flat, moments
+from lit_grpo.budgets.history import all_equal
 from lit_grpo.plugins import Answer, Listener
 from lit_grpo.types import Completion, GroupKey, PassRule, Prompt, Request, Rollout, RolloutGroup
 
@@ -213,4 +213,4 @@ def _requests(rounds: _Rounds, numbers: Iterable[int]) -> list[Request]:
 def _is_flat(rollouts: Iterable[Rollout]) -> bool:
     """Whether the rewards of a group are all equal."""
     rewards = [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
-    return not rewards or is_flat(*moments(rewards))
+    return not rewards or all_equal(rewards)

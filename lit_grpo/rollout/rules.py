@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Plugin, RunFacts
-from lit_grpo.settings import check_number
 
-Refill = Literal["always", "when_empty"]
-Unit = Literal["group", "completion"]
 Leftovers = Literal["finish", "keep", "mask", "discard"]
-Overlap = Literal["none", "within", "across"]
-AtSync = Literal["recompute", "keep", "drain"]
 
 
 @dataclass(frozen=True)
@@ -88,42 +85,88 @@ class RolloutMode(Plugin):
 
     role: ClassVar[str] = "when groups leave the buffer"
 
-    batches_in_work: float | None = None
-    refill: Refill = "always"
-    unit: Unit = "group"
+    batches_in_work: Annotated[float, Limit(least=1)] | None = None
+    refill: Literal["always", "when_empty"] = "always"
+    unit: Literal["group", "completion"] = "group"
     leftovers: Leftovers = "finish"
-    max_staleness: int = 0
-    max_restarts: int = 3
-    tokens_per_update: int | None = None
-    overlap: Overlap = "none"
-    at_sync: AtSync = "recompute"
+    max_staleness: Number = 0
+    max_restarts: Number = 3
+    tokens_per_update: Count | None = None
+    overlap: Literal["none", "within", "across"] = "none"
+    at_sync: Literal["recompute", "keep", "drain"] = "recompute"
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)!r}.")
-        if self.batches_in_work is not None:
-            check_number("batches_in_work", self.batches_in_work, 1, int | float)
-        for name, least in (("max_staleness", 0), ("max_restarts", 0), ("tokens_per_update", 1)):
-            if not (name == "tokens_per_update" and self.tokens_per_update is None):
-                check_number(name, getattr(self, name), least, int)
-        goes_on, steps = self.leftovers in ("keep", "mask"), self.tokens_per_update
-        if self.leftovers == "finish" and (self.num_batches > 1 or steps is not None or self.unit == "completion"):
+        super().__post_init__()
+        check_clashes(self._clashes)
+        if self.overlap == "across" and self.num_batches > self.max_staleness + 1:
             raise ValueError(
-                f"batches_in_work {self.num_batches:g}, unit {self.unit!r} and tokens_per_update {steps} leave "
-                "completions unfinished, and leftovers 'finish' allows none: take keep, mask or discard."
+                f"batches_in_work {self.num_batches:g} is more than max_staleness {self.max_staleness} allows: the "
+                f"last of them would be too old when its turn comes; give at most {self.max_staleness + 1}, or leave "
+                "it out."
             )
-        if goes_on and not self.max_staleness:
-            raise ValueError(
-                f"leftovers {self.leftovers!r} goes on from tokens of an older policy, which max_staleness 0 never "
-                "lets out; give a max_staleness of 1 or more, or discard them."
-            )
-        if steps is not None and not goes_on:
-            raise ValueError(
-                f"tokens_per_update {steps} with leftovers 'discard' would never end a completion that is longer: take "
-                "keep or mask."
-            )
-        _check_overlap(self)
+
+    @property
+    def _clashes(self) -> list[Clash]:
+        leftovers, overlap = f"leftovers {self.leftovers}", f"overlap {self.overlap}"
+        steps, goes_on, across = self.tokens_per_update, self.goes_on, self.overlap == "across"
+        ends = "leaves none unfinished" if self.leftovers == "finish" else "begins them again"
+        keep = "take leftovers keep or mask"
+        leaves_open = {
+            f"batches_in_work {self.num_batches:g}": self.num_batches > 1,
+            "unit completion": self.unit == "completion",
+            f"tokens_per_update {steps}": steps is not None,
+        }
+        return [
+            *(
+                Clash(
+                    f"{name} needs completions that may be unfinished at an update",
+                    "leftovers finish allows none",
+                    found=is_set and not self.carries,
+                    remedy=keep,
+                )
+                for name, is_set in leaves_open.items()
+            ),
+            Clash(
+                f"{leftovers} needs tokens of older policies to be learnt from",
+                "max_staleness 0 never lets them out of the buffer",
+                found=goes_on and not self.max_staleness,
+                remedy="give a max_staleness of 1 or more",
+            ),
+            Clash(
+                f"tokens_per_update {steps} needs unfinished completions to go on",
+                f"{leftovers} {ends}",
+                found=steps is not None and not goes_on,
+                remedy=keep,
+            ),
+            Clash(
+                "overlap within needs every prompt of a batch to end with it",
+                f"{leftovers} keeps some for later ones",
+                found=self.overlap == "within" and self.carries,
+                remedy="take leftovers finish",
+            ),
+            Clash(
+                "overlap across needs unfinished completions to go on",
+                f"{leftovers} {ends}",
+                found=across and not goes_on,
+                remedy=keep,
+            ),
+            Clash(
+                f"tokens_per_update {steps} needs rollouts that end",
+                "overlap across never ends one",
+                found=across and steps is not None,
+            ),
+            Clash(
+                "at_sync drain needs decoding to go on while weights change",
+                f"{overlap} stops it",
+                found=self.at_sync == "drain" and not across,
+                remedy="take overlap across",
+            ),
+        ]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether unfinished completions go on with the tokens that they have."""
+        return self.leftovers in ("keep", "mask")
 
     @property
     def num_batches(self) -> float:
@@ -161,6 +204,7 @@ class RolloutMode(Plugin):
         """What it takes prompts from, and what the generator has to be able to do."""
         needs = {"prompt_stream"} if self.carries else set()
         needs |= {"own_devices"} if self.overlap != "none" else set()
+        needs |= {"one_step_per_batch"} if self.overlap == "within" else set()
         needs |= {"keeps_kv"} if self.at_sync == "keep" else set()
         return frozenset(needs)
 
@@ -189,7 +233,7 @@ class RolloutMode(Plugin):
             ValueError: It does not.
         """
         steps_per_batch, max_tokens = run.updates_per_batch, run.max_tokens
-        if self.leftovers in ("keep", "mask") and self.max_staleness < steps_per_batch:
+        if self.goes_on and self.max_staleness < steps_per_batch:
             raise ValueError(
                 f"max_staleness is {self.max_staleness}, and every batch takes {steps_per_batch} optimizer "
                 f"steps, so nothing could ever go on; give {steps_per_batch} or more."
@@ -199,36 +243,3 @@ class RolloutMode(Plugin):
                 f"tokens_per_update is {self.tokens_per_update}, and sampling.max_tokens is {max_tokens}, "
                 "so every completion would end in one rollout; give less, or leave it out."
             )
-        if self.overlap == "within" and steps_per_batch > 1:
-            raise ValueError(
-                f"overlap is within, which takes one optimizer step once a batch is whole, and "
-                f"model.num_iterations x model.num_minibatches is {steps_per_batch}; set both to 1."
-            )
-
-
-CHOICES = {"refill": Refill, "unit": Unit, "leftovers": Leftovers, "overlap": Overlap, "at_sync": AtSync}
-
-
-def _check_overlap(mode: RolloutMode) -> None:
-    if mode.overlap == "within" and mode.carries:
-        raise ValueError(
-            f"overlap 'within' learns from one batch as it becomes whole, and leftovers {mode.leftovers!r} keeps "
-            "prompts for later ones; take overlap across, or leftovers finish."
-        )
-    if mode.overlap == "across" and mode.leftovers not in ("keep", "mask"):
-        raise ValueError(
-            f"overlap 'across' decodes while weights change, and leftovers {mode.leftovers!r} lets nothing go on; take "
-            "keep or mask."
-        )
-    if mode.overlap == "across" and mode.tokens_per_update is not None:
-        raise ValueError(
-            f"tokens_per_update {mode.tokens_per_update} ends a rollout, and with overlap 'across' none ends; leave it "
-            "out, or take overlap none."
-        )
-    if mode.overlap == "across" and mode.num_batches > mode.max_staleness + 1:
-        raise ValueError(
-            f"batches_in_work {mode.num_batches:g} is more than max_staleness {mode.max_staleness} allows: the last of "
-            f"them would be too old when its turn comes; give at most {mode.max_staleness + 1}, or leave it out."
-        )
-    if mode.at_sync == "drain" and mode.overlap != "across":
-        raise ValueError("at_sync 'drain' waits for what is decoded beside an update; take overlap across with it.")

@@ -36,11 +36,6 @@ def uniform(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to ``device`` without waiting for the work that it still has to do."""
-    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
-
-
 def to_host(
     tokens_B: torch.Tensor, logprobs_B: torch.Tensor, entropies_B: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -51,7 +46,7 @@ def to_host(
 
 
 def sample_tokens(
-    logits_BV: torch.Tensor, sampling: SamplingParams, uniform_B: np.ndarray
+    logits_BV: torch.Tensor, sampling: SamplingParams, uniform_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample a token a row by inverting the cumulative distribution at the row's random number.
 
@@ -59,7 +54,8 @@ def sample_tokens(
         logits_BV: Logits of any float dtype.
         sampling: Temperature and truncation. Temperature 0 takes the likeliest token, and its log-prob
             is that of the model's distribution at temperature 1.
-        uniform_B: A number in [0, 1) a row, float64: :func:`uniform` of the row's key and the token's position.
+        uniform_B: A number in [0, 1) a row, float64, beside the logits: :func:`uniform` of the row's key and the
+            token's position.
 
     Returns:
         Token ids (int64), their log-probs (float32) under the distribution that was sampled from, that is after
@@ -76,7 +72,7 @@ def sample_tokens(
         if sampling.truncates:
             logprobs_BV = truncate(logprobs_BV, sampling)
         probs_BV = logprobs_BV.exp()
-        tokens_B = _draw(probs_BV, to_device(uniform_B, logits_BV.device))
+        tokens_B = _draw(probs_BV, uniform_B)
     logprobs_B = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
     entropies_B = -logprobs_BV.mul_(probs_BV).nansum(-1)  # NaN where a token is impossible
     return tokens_B, logprobs_B, entropies_B

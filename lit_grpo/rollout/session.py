@@ -171,13 +171,12 @@ class RolloutSession:
         own = self.parts()
         if not self.predict_lengths:
             own.append(Part("rollout.predict_lengths false", changes={"hidden_states": "looks at no hidden states"}))
+        looks = frozenset({"only_look"})
+        own += [
+            Part(f"rollout.plugins {name}", looks, {"only_look": "takes it"}, chosen=worker.point is not None)
+            for name, worker in self.workers.items()
+        ]
         check_together([*own, *parts])
-        looking = [name for name, worker in self.workers.items() if worker.point is not None]
-        if len(looking) > 1:
-            raise ValueError(
-                f"rollout.plugins has {' and '.join(looking)}, which both look at hidden states midway, and a rollout "
-                "looks at one point alone; take one of them."
-            )
         self._num_prompts = facts.num_prompts
 
     def prepare(self, facts: RunFacts) -> None:

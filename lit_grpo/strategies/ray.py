@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib import util
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lit_grpo.process.packages import require
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def check_environment(strategy: Strategy) -> None:
 
 def _environment(name: str) -> ClusterEnvironment:
     """Return Ray's environment, in which ranks are Ray's workers."""
-    if util.find_spec("ray") is None:
-        raise ValueError(f"trainer.strategy is {name}, but Ray is not installed; install lit_grpo[ray], or take ddp.")
+    require("ray", f"trainer.strategy is {name}, but Ray is not installed; install lit_grpo[ray], or take ddp.")
     import ray.train
     from ray.train.lightning import RayLightningEnvironment
 

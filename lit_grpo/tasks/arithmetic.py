@@ -14,8 +14,9 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from lit_grpo.limits import Limit, checks_arguments
 from lit_grpo.tasks.drawn import DrawnRows, Split, geometric, split_of
 
 ANSWER_PATTERN = r"(?:^|=)(\d+)$"
@@ -130,19 +131,16 @@ class ArithmeticRows(DrawnRows):
         ValueError: A limit is out of its range, or the split has fewer exercises than ``num_rows``.
     """
 
+    @checks_arguments()
     def __init__(
         self,
         num_rows: int = 2048,
         split: Split = "train",
         seed: int = 0,
-        max_divisor: int = 39,
-        max_steps: int = MOST_STEPS,
+        max_divisor: Annotated[int, Limit(least=SMALLEST_DIVISOR, most=LARGEST_DIVISOR)] = 39,
+        max_steps: Annotated[int, Limit(least=1, most=MOST_STEPS)] = MOST_STEPS,
     ) -> None:
         super().__init__(num_rows, split, seed)
-        if not SMALLEST_DIVISOR <= max_divisor <= LARGEST_DIVISOR:
-            raise ValueError(f"max_divisor must be from {SMALLEST_DIVISOR} to {LARGEST_DIVISOR}, not {max_divisor}.")
-        if not 1 <= max_steps <= MOST_STEPS:
-            raise ValueError(f"max_steps must be from 1 to {MOST_STEPS}, not {max_steps}.")
         self.max_divisor, self.max_steps = max_divisor, max_steps
         available = self._count_exercises()
         if num_rows > available:

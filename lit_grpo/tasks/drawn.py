@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Set
+from itertools import count
+from typing import Any, ClassVar, Literal
 
 from lit_grpo.data.sources import RowSource
+from lit_grpo.limits import Count, checks_arguments
 
 Split = Literal["train", "validation"]
 _VALIDATION_ONE_IN = 5
@@ -29,6 +31,9 @@ def geometric(rng: random.Random, least: int, most: int, more: float) -> int:
 class DrawnRows(RowSource):
     """Rows with a ``prompt`` that are drawn one after another, each prompt once.
 
+    A task that cannot count its rows beforehand sets ``most_draws``: after so many draws in a row that bring nothing
+    new, there are taken to be no more.
+
     Args:
         num_rows: How many rows.
         split: ``train`` or ``validation``; no prompt is in both.
@@ -38,11 +43,10 @@ class DrawnRows(RowSource):
         ValueError: There is no such split, or ``num_rows`` is below 1.
     """
 
-    def __init__(self, num_rows: int, split: Split, seed: int) -> None:
-        if split not in ("train", "validation"):
-            raise ValueError(f"split must be 'train' or 'validation', not {split!r}.")
-        if num_rows < 1:
-            raise ValueError(f"num_rows must be at least 1, not {num_rows}.")
+    most_draws: ClassVar[int | None] = None
+
+    @checks_arguments()
+    def __init__(self, num_rows: Count, split: Split, seed: int) -> None:
         self.split: Split = split
         self.num_rows, self.seed = num_rows, seed
 
@@ -50,13 +54,28 @@ class DrawnRows(RowSource):
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw a row of the split; a row may be drawn twice."""
 
+    def key(self, row: dict[str, Any]) -> str:
+        """Return what two rows may not share: by default the prompt, a text or a conversation."""
+        return str(row["prompt"])
+
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one dict a row."""
+        """Yield one dict a row.
+
+        Raises:
+            ValueError: There are fewer rows than ``num_rows``.
+        """
         rng = random.Random(f"{self.split}/{self.seed}")
         seen: set[str] = set()
         while len(seen) < self.num_rows:
-            row = self.draw(rng)
-            prompt = str(row["prompt"])  # a text or a conversation
-            if prompt not in seen:
-                seen.add(prompt)
-                yield row
+            row = self._new_row(rng, seen)
+            seen.add(self.key(row))
+            yield row
+
+    def _new_row(self, rng: random.Random, seen: Set[str]) -> dict[str, Any]:
+        for _ in count() if self.most_draws is None else range(self.most_draws):
+            if self.key(row := self.draw(rng)) not in seen:
+                return row
+        raise ValueError(
+            f"{self.describe()} has only {len(seen)} rows of the {self.split} split, and num_rows is {self.num_rows}; "
+            "ask for fewer rows, or for more kinds of them."
+        )

@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
+from lit_grpo.limits import Limit, check_value, checks_arguments
 from lit_grpo.tasks.drawn import DrawnRows, Split, geometric, split_of
 
 ANSWER_PATTERN = r"(?:^|\.)([A-Ga-g]+)$"
@@ -207,19 +208,17 @@ class KnightsRows(DrawnRows):
         ValueError: A limit is out of its range, or the split has fewer puzzles than ``num_rows``.
     """
 
+    @checks_arguments()
     def __init__(
         self,
         num_rows: int = 2048,
         split: Split = "train",
         seed: int = 0,
-        min_characters: int = FEWEST,
+        min_characters: Annotated[int, Limit(least=FEWEST, most=MOST)] = FEWEST,
         max_characters: int = MOST,
     ) -> None:
         super().__init__(num_rows, split, seed)
-        if not FEWEST <= min_characters <= MOST:
-            raise ValueError(f"min_characters must be from {FEWEST} to {MOST}, not {min_characters}.")
-        if not min_characters <= max_characters <= MOST:
-            raise ValueError(f"max_characters must be from {min_characters} to {MOST}, not {max_characters}.")
+        check_value("max_characters", max_characters, Annotated[int, Limit(least=min_characters, most=MOST)])
         if max_characters == FEWEST and num_rows > PUZZLES_OF_THE_FEWEST[split]:
             raise ValueError(
                 f"num_rows is {num_rows}, but the {split} split has only {PUZZLES_OF_THE_FEWEST[split]} puzzles with "

@@ -7,7 +7,6 @@ of them in part. :class:`ReasoningGymRows` gives the questions as rows, and :cla
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import json
 import logging
@@ -15,21 +14,22 @@ import random
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib import util
-from typing import Any
+from typing import Any, ClassVar
 
+from lit_grpo.process.packages import require
+from lit_grpo.rewards.builtin import compile_pattern
+from lit_grpo.rewards.loading import near_names
 from lit_grpo.tasks.drawn import DrawnRows, Split, split_of
 
-EXTRA = "lit_grpo[reasoning-gym]"
 INSTRUCTION = "Write only the answer, between <answer> and </answer>."
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 """Group 1 of its match is the answer of a completion."""
 POOL = 2**14
 """Questions of a task and level that rows of one seed are drawn from: what every task of reasoning-gym allows."""
-MOST_DRAWS = 500
-"""Draws in a row that bring no new question of a task, before its level is taken to have no more."""
+MOST_DRAWS = 2000
+"""Draws in a row that bring no new question, before there are taken to be no more."""
 RUN_BY_THEIR_GRADERS = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
 """Tasks whose graders run the answer as Python, in ways that no check of its letters makes safe."""
 PLAIN_ANSWERS = {
@@ -53,11 +53,11 @@ def installed() -> Any:
     Raises:
         ValueError: It is not installed.
     """
-    if util.find_spec("reasoning_gym") is None:
-        raise ValueError(
-            "it takes its tasks from the package reasoning-gym, which is not installed; install the extra "
-            f"{EXTRA}, or take other rows and rewards."
-        )
+    require(
+        "reasoning_gym",
+        "it takes its tasks from the package reasoning-gym, which is not installed; install the extra "
+        "lit_grpo[reasoning-gym], or take other rows and rewards.",
+    )
     with warnings.catch_warnings():  # of packages that it imports, as they are compiled
         warnings.simplefilter("ignore")
         return importlib.import_module("reasoning_gym")
@@ -85,9 +85,8 @@ def check_task(task: str) -> None:
         raise ValueError("the task 'composite' of reasoning-gym mixes others; name those in tasks, with weights.")
     known = known_tasks()
     if task not in known:
-        near = difflib.get_close_matches(task, known)
-        listed = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {', '.join(known)}."
-        raise ValueError(f"reasoning-gym has no task {task!r}; {listed}")
+        remedy = near_names(task, known) or f"it has {', '.join(known)}."
+        raise ValueError(f"reasoning-gym has no task {task!r}; {remedy}")
 
 
 def num_levels(task: str) -> int:
@@ -170,6 +169,8 @@ class ReasoningGymRows(DrawnRows):
             there are fewer questions than ``num_rows``.
     """
 
+    most_draws: ClassVar[int | None] = MOST_DRAWS
+
     def __init__(
         self,
         tasks: str | list[str] | dict[str, float],
@@ -192,48 +193,35 @@ class ReasoningGymRows(DrawnRows):
             for level in self.levels:
                 make_dataset(task, level, self.settings.get(task))
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one dict a row.
+    def describe(self) -> str:
+        """Return the names of the tasks."""
+        return f"reasoning-gym ({', '.join(self.weights)})"
 
-        Raises:
-            ValueError: The tasks have fewer questions of the split than ``num_rows``.
-        """
-        rng = random.Random(f"{self.split}/{self.seed}")
-        seen: set[str] = set()
-        left = {(task, level): weight for task, weight in self.weights.items() for level in self.levels}
-        while len(seen) < self.num_rows:
-            if not left:
-                raise ValueError(
-                    f"the tasks {', '.join(self.weights)} have only {len(seen)} questions of the {self.split} split, "
-                    f"and num_rows is {self.num_rows}; ask for fewer rows, more tasks or harder levels."
-                )
-            ((task, level),) = rng.choices([*left], [*left.values()])
-            row = self._new(rng, task, level, seen)
-            if row is None:
-                del left[task, level]
-            else:
-                seen.add(row["entry"]["question"])
-                yield row
+    def key(self, row: dict[str, Any]) -> str:
+        """Return the question."""
+        return row["entry"]["question"]
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a question of the split."""
-        (task,) = rng.choices([*self.weights], [*self.weights.values()])
-        row = self._new(rng, task, rng.choice(self.levels), set())
-        assert row is not None, "a task has a question of each split"
-        return row
+        """Draw a question of the split.
 
-    def _new(self, rng: random.Random, task: str, level: int | None, seen: set[str]) -> dict[str, Any] | None:
-        """Draw a question of the split that has not been seen; None where there seems to be none."""
+        Raises:
+            ValueError: The task that it is of seems to have no question of the split.
+        """
+        kinds = {(task, level): weight for task, weight in self.weights.items() for level in self.levels}
+        ((task, level),) = rng.choices([*kinds], [*kinds.values()])
         settings = self.settings.get(task, {})
         dataset = make_dataset(task, level, settings, seed=POOL * self.seed, size=POOL)
         for _ in range(MOST_DRAWS):
             entry = self._entry(dataset, rng.randrange(POOL), task, level)
-            if entry["question"] not in seen and split_of(zlib.crc32(entry["question"].encode())) == self.split:
+            if split_of(zlib.crc32(entry["question"].encode())) == self.split:
                 text = f"{entry['question']}\n{self.instruction}".strip()
                 prompt = [{"role": "user", "content": text}]
                 row = {"prompt": prompt, "answer": entry["answer"], "task": task, "level": level or 0}
                 return row | {"entry": entry | {"level": level, "settings": settings}}
-        return None
+        raise ValueError(
+            f"the task {task!r} of reasoning-gym has no question of the {self.split} split with the settings "
+            f"{settings}; leave it out, or take other settings."
+        )
 
     def _entry(self, dataset: Any, index: int, task: str, level: int | None) -> dict[str, Any]:
         try:
@@ -265,12 +253,7 @@ class ReasoningGymScore:
 
     def __init__(self, pattern: str = ANSWER_PATTERN, needs_mark: bool = False) -> None:
         installed()
-        try:
-            self._pattern = re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression ({error}); correct it.") from error
-        if not self._pattern.groups:
-            raise ValueError(f"pattern {pattern!r} has no group; put parentheses around the answer.")
+        self._pattern = compile_pattern("pattern", pattern, re.DOTALL, needs_group=True)
         self._needs_mark, self._warned = needs_mark, False
 
     def __call__(

@@ -190,6 +190,10 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     if demand.reference and not demand.lora_rank:
         resident["reference"] = weights
     rollout = _rollout(sizes, demand)
+    if demand.mixed and demand.device == "cuda" and not demand.engine_bytes:  # recorded CUDA graphs read them
+        resident["bfloat16 copies to decode with"] = 2.0 * total
+    elif demand.mixed and not demand.engine_bytes:
+        rollout["bfloat16 copies"] = 2.0 * total
     if demand.engine_bytes and not demand.engine_sleeps:
         resident, rollout = resident | rollout, {}
     kept = sizes.num_layers * sizes.layer_kept_bytes
@@ -224,10 +228,7 @@ def _rollout(sizes: Sizes, demand: Demand) -> dict[str, float]:
         }
     tokens = demand.num_slots * sum(piece_sizes(demand.max_tokens)) + num_prompts * prompt_room(demand.prompt_tokens)
     kv_bytes = 2 if demand.mixed else demand.weight_bytes
-    rollout = {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes)}
-    if demand.mixed:
-        rollout["bfloat16 copies"] = 2.0 * sizes.parameters
-    return rollout
+    return {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes)}
 
 
 def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 2**20) -> int:

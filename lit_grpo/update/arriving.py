@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lit_grpo.compatibility import Part, check_together
+from lit_grpo.compatibility import SHARDS, Part, check_together
 from lit_grpo.update.batches.microbatch import MicroBatches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings
@@ -36,10 +36,7 @@ def check_arriving(
         changes={"all_ranks": "learns from groups while others of their batch decode"},
         remedy="take a plug-in with overlap none",
     )
-    parts = [*plugins, *settings.parts(), within]
-    if has_shards:
-        parts.append(Part("trainer.strategy fsdp2", changes={"unsharded_weights": "leaves a shard of them there"}))
-    check_together(parts)
+    check_together([*plugins, *settings.parts(), within, *([SHARDS] if has_shards else [])])
 
 
 class ArrivingGradient:

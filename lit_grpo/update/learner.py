@@ -310,12 +310,13 @@ class Learner:
 
     def _take_step(self, step: Step, gathered: Gathered, metrics: TokenMetrics) -> None:
         """Take the optimizer's step with the gradient that there is."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
+        gathered, grad_norm = gathered.read(whole(norm))
         for micro_batch in gathered.micro_batches:
             metrics.add(micro_batch)
         if metrics.num_updates == 0:
             self._check_gap(metrics)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm or torch.inf)
-        grad_norm, loss = float(whole(norm)), float(gathered.loss)
+        loss = float(gathered.loss)
         skipped = bool(self.ranks.max(float(not math.isfinite(grad_norm + loss))))
         if skipped:
             self.policy.zero_grad()
@@ -324,7 +325,7 @@ class Learner:
         )
         size, scale = self.settings.objective.step_size, 1.0
         if size.rule != "fixed" and not skipped:
-            log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights]).cpu()
+            log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights])
             scale = size.scale(torch.cat(self.ranks.gather(log_weights_C)))
         lr = self.optimization.take_step(scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it

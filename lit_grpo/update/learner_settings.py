@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from lit_grpo.compatibility import Part, check_together
+from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.credit import Credit
@@ -33,22 +34,21 @@ class LearnerSettings:
     weights: dict[str, float]
     temperature: float
     max_tokens: int
-    num_iterations: int = 1
-    num_minibatches: int = 1
-    max_tokens_per_micro_batch: int | Literal["auto"] = 8192
-    max_grad_norm: float = 1.0
+    num_iterations: Count = 1
+    num_minibatches: Count = 1
+    max_tokens_per_micro_batch: Count | Literal["auto"] = 8192
+    max_grad_norm: NotNegative = 1.0
     gradient_checkpointing: Checkpointing = False
-    max_skipped_updates: int = 3
+    max_skipped_updates: Count = 3
     selection: Selection = field(default_factory=Selection)
     credit: Credit = field(default_factory=Credit)
     pass_rule: PassRule = field(default_factory=PassRule)
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: Count = 1
     shares_prefix: bool = True
     total_updates: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sequence_parallel_size < 1:
-            raise ValueError(f"sequence_parallel_size must be at least 1, not {self.sequence_parallel_size}.")
+        check_fields(self, "model.")
         self.learn_from(self.selection)
 
     def learn_from(self, selection: Selection, credit: Credit | None = None) -> None:
@@ -58,7 +58,13 @@ class LearnerSettings:
             ValueError: It chooses tokens, and the objective does so too.
         """
         name = f"rollout.plugins {type(selection).__name__}"
-        check_together([*self.objective.parts, Part(name, selection.needs, selection.changes, selection.remedy)])
+        check_together(
+            [
+                *self.objective.parts,
+                *self.advantages.parts,
+                Part(name, selection.needs, selection.changes, selection.remedy),
+            ]
+        )
         self.selection, self.credit = selection, credit or self.credit
 
     @property

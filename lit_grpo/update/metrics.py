@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from lit_grpo.process.copies import in_one_read
 from lit_grpo.ranks import Reduce
 from lit_grpo.update.objective.corrections import gap_metrics, gap_sums
 
@@ -51,15 +52,13 @@ def advantage_metrics(advantages_R: torch.Tensor) -> dict[str, float]:
 class Gap:
     """How far a micro-batch's sampled log-probs are from the policy's, before the first step on a batch.
 
-    ``sums`` are those of :func:`gap_sums`; the others are None where the micro-batch has no token. ``fresh`` holds of
-    its fresh tokens the sum of the absolute differences, their number, and how many are above the limit. Nothing here
-    waits for the device.
+    ``sums`` are those of :func:`gap_sums`. ``of_tokens``, which is empty where the micro-batch has no token, holds the
+    ``largest`` difference and the ``largest_fresh``, and as ``fresh`` of the fresh tokens the sum of the absolute
+    differences, their number, and how many are above the limit. Nothing here waits for the device.
     """
 
     sums: dict[str, torch.Tensor]
-    largest: torch.Tensor | None = None
-    fresh: torch.Tensor | None = None
-    largest_fresh: torch.Tensor | None = None
+    of_tokens: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, difference_N: torch.Tensor, lengths_C: torch.Tensor, fresh_N: torch.Tensor, limit: float) -> Gap:
@@ -73,12 +72,12 @@ class Gap:
         """
         sums = gap_sums(difference_N, lengths_C)
         if not difference_N.numel():
-            return cls(sums)
+            return cls(sums, {})
         gap_N = difference_N.abs()
         fresh_gap_N = torch.where(fresh_N, gap_N, torch.zeros_like(gap_N))
         above_N = fresh_gap_N > limit
         fresh = torch.stack([fresh_gap_N.sum(), fresh_N.sum(), above_N.sum()])
-        return cls(sums, gap_N.max(), fresh, fresh_gap_N.max())
+        return cls(sums, {"largest": gap_N.max(), "fresh": fresh, "largest_fresh": fresh_gap_N.max()})
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,23 @@ class MicroBatchSums:
         """
         sums = {name: values.sum() for name, values in {"loss": loss, **values_N}.items()}
         return cls(sums, next(iter(values_N.values())).numel(), gap)
+
+
+def read_sums(
+    others: Sequence[torch.Tensor], parts: Sequence[MicroBatchSums]
+) -> tuple[list[torch.Tensor], list[MicroBatchSums]]:
+    """Bring tensors, and what micro-batches add to the metrics, from the device to the host in one read."""
+    gaps = [{} if part.gap is None else part.gap.sums for part in parts]
+    of_tokens = [{} if part.gap is None else part.gap.of_tokens for part in parts]
+    named = [*(part.sums for part in parts), *gaps, *of_tokens]
+    read = iter(in_one_read([*others, *(tensor for tensors in named for tensor in tensors.values())]))
+    others = [next(read) for _ in others]
+    here = iter([{name: next(read) for name in tensors} for tensors in named])
+    sums, gaps, of_tokens = ([next(here) for _ in parts] for _ in range(3))
+    return others, [
+        replace(part, sums=its_sums, gap=None if part.gap is None else Gap(its_gap, its_tokens))
+        for part, its_sums, its_gap, its_tokens in zip(parts, sums, gaps, of_tokens, strict=True)
+    ]
 
 
 class TokenMetrics:
@@ -143,11 +159,11 @@ class TokenMetrics:
 
         One that is not finite shows in the loss.
         """
-        parts = [gap.fresh for gap in self._gaps if gap.fresh is not None]
+        parts = self._of_tokens("fresh")
         fresh = torch.stack(parts).tolist() if parts else [(0.0, 0.0, 0.0)]
         sums = torch.tensor([sum(column) for column in zip(*fresh, strict=True)], dtype=torch.float64)
         total, count, num_above = reduce_sum(sums).tolist()
-        largest_of = [gap.largest_fresh for gap in self._gaps if gap.largest_fresh is not None]
+        largest_of = self._of_tokens("largest_fresh")
         own = float(torch.stack(largest_of).max()) if largest_of else 0.0
         largest = float(reduce_max(torch.tensor(own, dtype=torch.float64)))
         far = f"by up to {largest:.3g} nats a token, {total / max(count, 1.0):.3g} on average"
@@ -157,6 +173,9 @@ class TokenMetrics:
             limit = f"{self._limits.token:g}, which {num_above:.0f} of {count:.0f} are above"
             return f"{far}, where weight_sync.max_token_gap allows a token {limit}"
         return ""
+
+    def _of_tokens(self, name: str) -> list[torch.Tensor]:
+        return [gap.of_tokens[name] for gap in self._gaps if gap.of_tokens]
 
     def scale_loss(self, scale: float) -> None:
         """Multiply the loss so far, whose shares have been divided by another denominator than the true one."""
@@ -182,7 +201,7 @@ class TokenMetrics:
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates
         logs |= gap_metrics(gap)
-        largest_of = [gap.largest for gap in self._gaps if gap.largest is not None]
+        largest_of = self._of_tokens("largest")
         largest_gap = float(torch.stack(largest_of).max()) if largest_of else -math.inf
         largest = float(reduce_max(torch.tensor(largest_gap, dtype=torch.float64)))
         logs["sampling/logprob_gap_max"] = largest if largest >= 0 else math.nan

@@ -119,13 +119,13 @@ def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> ActivationBytes:
 
 
 def _kept_bytes(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> int:
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

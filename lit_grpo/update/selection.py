@@ -31,9 +31,6 @@ class Selection(Plugin):
 
     role: ClassVar[str] = "which rollouts are learnt from"
 
-    def __post_init__(self) -> None:
-        """Check the fields; a rule of your own calls it when it has checked its own."""
-
     @property
     def counts(self) -> Statistics:
         """What an advantage's mean and deviation are of: all members of the ``group``, or those ``kept``."""

@@ -493,7 +493,10 @@ BAD_INPUT = {
     "remote checkpoint": (["--ckpt_path", "http://127.0.0.1:1/a.ckpt"], "checkpoints are loaded from disk only"),
     "class of rows": (["--data.train", "my.src.Mine"], "'my.src.Mine' is no file"),
     "unknown loss": (["--model.objective.loss", "ppo"], "objective.loss must be one of grpo, dr_grpo, dapo"),
-    "sequence ratios of a token sum": (["--model.objective.ratio", "sequence"], "set normalization to sequence"),
+    "sequence ratios of a token sum": (
+        ["--model.objective.ratio", "sequence"],
+        "set model.objective.normalization to sequence",
+    ),
     "a median of two": (
         ["--model.advantages.estimator", "mc_grpo", "--model.num_generations", "2"],
         "num_generations is 2, but of two completions the median is the mean",

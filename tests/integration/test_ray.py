@@ -201,8 +201,14 @@ def test_when_a_generator_ends_its_actors_and_servers_do(generator: Any) -> None
     [
         ({"ray": {"num_gpus": 1}, "start_timeout_s": 3.0}, "Ray has started no actor .* has 2 CPU, 0 GPU; ask for le"),
         ({"ray": {"cpus": 1}}, r"ray is \{'cpus': 1\}, which no actor of Ray can have: Invalid option keyword cpus"),
-        ({"ray": {}, "devices": ["0"]}, r"devices is \['0'\], and ray is given too; Ray gives actors theirs"),
-        ({"ray": {}, "urls": ["http://a"]}, r"urls is \['http://a'\], and ray is given too; urls names servers that r"),
+        (
+            {"ray": {}, "devices": ["0"]},
+            r"devices \['0'\] needs servers that .*, and ray gives each actor a device of its own; set num_gpus",
+        ),
+        (
+            {"ray": {}, "urls": ["http://a"]},
+            r"ray needs servers that this run starts itself, and urls \['http://a'\] names some that run",
+        ),
     ],
 )
 def test_servers_that_ray_cannot_start_are_refused(

@@ -37,7 +37,8 @@ def lit_grpo(*words: str, folder: Path, timeout: float = 900) -> str:
 
 
 def _in(folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    threads = str(min(2, len(os.sched_getaffinity(0))))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
     return {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
@@ -151,7 +152,9 @@ def test_each_generator_trains_it(name: str, more: Sequence[str], folder: Path) 
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("name", ["real_model_learning", "real_model_decode", "real_model_memory"])
+@pytest.mark.parametrize(
+    "name", [f"real_model_{what}" for what in ("learning", "decode", "lengths", "memory", "generators")]
+)
 def test_its_benchmarks_run(name: str, tmp_path: Path) -> None:
     result, _ = run_quick(name, tmp_path / "result.json")
     check_result(result, name)

@@ -196,7 +196,7 @@ def test_replay_changes_what_is_learnt_and_a_run_without_it_logs_none(policy_fol
             {"objective": Objective(proximal="recomputed")},
             r"rlep needs probability ratios .*objective\.proximal recomputed .*correction\.mode",
         ),
-        ({"plugins": ["rlep:share=1.5"]}, r"rollout\.plugins rlep:share=1\.5: share must be below 1"),
+        ({"plugins": ["rlep:share=1.5"]}, r"rollout\.plugins rlep:share=1\.5: share must be at least 0 and below 1"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_starts(

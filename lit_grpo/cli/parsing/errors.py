@@ -102,7 +102,9 @@ def one_sentence(message: str) -> str:
             parts.append(line[2:])
         else:
             parts[-1] += f" {line}"
-    return " ".join(part for part in parts if part and "NoneType" not in part)
+    place, *others = [part for part in parts if "NoneType" not in part]
+    told = [part for part in others if part != "Expected a <class 'str'>"] or others  # the value names a class
+    return " ".join(part for part in (place, *told) if part)
 
 
 def _unknown_name(message: str) -> str | None:

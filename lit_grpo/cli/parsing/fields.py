@@ -64,8 +64,11 @@ class Field(ActionTypeHint):
         )
         given = [name for name, value in before["init_args"].items() if value != defaults.get(name)]
         if left_out := [f"{self.dest}.{name}" for name in given if name not in taken]:
-            name = now["class_path"].rsplit(".", 1)[-1]
-            print(f"Left out, because {name} has no such field: {', '.join(left_out)}.", file=sys.stderr)
+            earlier, name = (spec["class_path"].rsplit(".", 1)[-1] for spec in (before, now))
+            print(
+                f"Left out, because {name} has no such field: {', '.join(left_out)} (set before for {earlier}).",
+                file=sys.stderr,
+            )
 
     def extra_help(self) -> str:
         """Return the short names, in place of the classes that happen to be imported."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from importlib import util
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -15,6 +14,7 @@ from jsonargparse import Namespace
 
 from lit_grpo.checkpoints import check_folder, check_whole, read_state, settled
 from lit_grpo.checks import check_format, check_left_to_module
+from lit_grpo.process.packages import require
 from lit_grpo.training.run_folder import RunConfig, is_first_rank
 
 KINDS: dict[str, tuple[type, ...]] = {
@@ -131,8 +131,9 @@ def check_settings(settings: Mapping[str, Any], fits: bool) -> None:
                 f"trainer.val_check_interval is {interval}, but it counts updates, because prompts are drawn without "
                 "end; give a whole number, such as 10."
             )
-    if (wandb := settings["run"]["wandb"]) != "disabled" and util.find_spec("wandb") is None:
-        raise ValueError(f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out.")
+    if (wandb := settings["run"]["wandb"]) != "disabled":
+        sentence = f"run.wandb is {wandb}, but wandb is not installed; install lit_grpo[wandb], or leave it out."
+        require("wandb", sentence)
     if wandb == "online":
         _check_login()
     if settings.get("weights_only") is False:

@@ -78,6 +78,12 @@ def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: 
     return decoder_of(model)(input_ids=input_ids_BT, use_cache=False, **kwargs).last_hidden_state
 
 
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return what linear layers of ``dtype`` compute in, and keys come in: autocast's dtype where that is on."""
+    lowers = torch.is_autocast_enabled(device.type) and dtype != torch.float64
+    return torch.get_autocast_dtype(device.type) if lowers else dtype
+
+
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len")
 
 

@@ -12,6 +12,7 @@ from lit_grpo.policy.architecture.attention import AttentionCall, OwnAttention, 
 from lit_grpo.policy.architecture.decoder import (
     RUN_FAILURES,
     attention_name,
+    compute_dtype,
     context_length,
     hidden_states,
     raise_device_failure,
@@ -19,7 +20,7 @@ from lit_grpo.policy.architecture.decoder import (
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import INSTEAD, use_slot_attention
-from lit_grpo.rollout.slots.forward import compute_dtype, decode_step, prefill
+from lit_grpo.rollout.slots.forward import decode_step, prefill
 from lit_grpo.rollout.slots.fused import FusedDecoder
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.shelves import KVLayer, KVShape

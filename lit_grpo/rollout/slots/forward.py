@@ -10,7 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.policy.architecture.decoder import hidden_states
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
+from lit_grpo.rollout.slots.lowered import LoweredWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,11 +23,14 @@ class DecodingMode:
 
     Args:
         policy: A model that the slots can decode.
+        keeps_copies: Keep the copies of its weights in autocast's dtype when the policy is given back, because
+            recordings read them.
     """
 
-    def __init__(self, policy: PreTrainedModel) -> None:
-        self._policy = policy
+    def __init__(self, policy: PreTrainedModel, keeps_copies: bool = False) -> None:
+        self._policy, self._keeps_copies = policy, keeps_copies
         self._attention: str | None = None
+        self._lowered: LoweredWeights | None = None
         self._casts = False
 
     def begin(self) -> None:
@@ -34,22 +39,33 @@ class DecodingMode:
             self._training = self._policy.training
             self._policy.eval()
             self._attention = use_slot_attention(self._policy)
-            self._casts = torch.is_autocast_enabled(self._policy.device.type)
+            kind = self._policy.device.type
+            self._casts = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind)
+            if self._casts and (self._lowered is None or self._lowered.dtype != dtype):
+                self._lowered = LoweredWeights(self._policy, dtype)
+
+    def refresh(self) -> None:
+        """Note that the weights have changed: copies of them are those of the weights as they were."""
+        torch.clear_autocast_cache()
+        if self._lowered is not None:
+            self._lowered.refresh()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Compute in inference mode; but under autocast with ``no_grad``, which is slower, and with autocast's cache.
 
-        So autocast casts each trained weight once a rollout. In inference mode, or without the cache, as Lightning has
-        it, that would happen for every token. The copies are given up at the end. Frozen weights are not cached.
+        Without the cache, as Lightning has it, or in inference mode, each weight would be cast for every token.
+        Linear layers have copies (:class:`LoweredWeights`), because the cache takes no frozen weights, and a recording
+        no cache; it is there for trained weights of other kinds, such as fused experts.
         """
-        if not self._casts:
+        if not self._casts or self._lowered is None:
             with torch.inference_mode():
                 yield
             return
         kind = self._policy.device.type
         dtype, lowers = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True):
+        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True), self._lowered.in_place():
             yield
 
     def end(self) -> None:
@@ -59,12 +75,8 @@ class DecodingMode:
             self._policy.train(self._training)
             self._attention = None
             torch.clear_autocast_cache()
-
-
-def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return what linear layers of ``dtype`` compute in, and keys come in: autocast's dtype where that is on."""
-    lowers = torch.is_autocast_enabled(device.type) and dtype != torch.float64
-    return torch.get_autocast_dtype(device.type) if lowers else dtype
+            if not self._keeps_copies:
+                self._lowered = None
 
 
 def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -146,8 +158,8 @@ def prefill(
     input_ids_BT = torch.zeros((len(sequences), longest), dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         input_ids_BT[row, : lengths[row]] = torch.tensor(sequence)
-    input_ids_BT = input_ids_BT.to(device)
-    last_B = torch.tensor(lengths, device=device) - 1
+    there = in_one_copy({"ids": input_ids_BT, "last": torch.tensor(lengths) - 1}, device)
+    input_ids_BT, last_B = there["ids"], there["last"]
     rows_B = torch.arange(len(sequences), device=device)
     step = max(1, max_tokens // len(sequences))
     final_BD = None

@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from lit_grpo.policy.architecture.attention import AttentionCall, Sight
-from lit_grpo.policy.architecture.decoder import decoder_of
+from lit_grpo.policy.architecture.decoder import compute_dtype, decoder_of
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs
-from lit_grpo.rollout.slots.forward import compute_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

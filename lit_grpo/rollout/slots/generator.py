@@ -11,14 +11,16 @@ import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
 from lit_grpo.memory import is_out_of_memory
+from lit_grpo.policy.architecture.decoder import compute_dtype
 from lit_grpo.policy.architecture.logits import token_head
 from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.generator import Capacity, InFlight, StepEvents
-from lit_grpo.rollout.sampling import entropy, sample_tokens, to_device, to_host
+from lit_grpo.rollout.sampling import entropy, sample_tokens, to_host
 from lit_grpo.rollout.slots.binding import check_slot_support, slot_context
-from lit_grpo.rollout.slots.forward import DecodingMode, compute_dtype, decode_step
+from lit_grpo.rollout.slots.forward import DecodingMode, decode_step
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget, check_request, kv_budget_bytes
@@ -81,7 +83,8 @@ class SlotGenerator(Versioned):
         self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
         self._device, self._head = model.device, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
-        self._context, self._mode = slot_context(model), DecodingMode(model)
+        self._context = slot_context(model)
+        self._mode = DecodingMode(model, keeps_copies=self._graphs is not None)
         granted = kv_budget_bytes(self.kv_memory, model)
         self.budget = KVBudget(granted, self._shape.bytes_per_token, self.prefill_tokens)
 
@@ -104,7 +107,8 @@ class SlotGenerator(Versioned):
             report.digests[name] = digest(tensor)
         check_complete(own, report.digests)
         self._version = version
-        torch.clear_autocast_cache()  # copies of the weights as they were
+        assert self._mode is not None
+        self._mode.refresh()
         if self._graphs is not None:
             self._graphs.refresh()
         if self._rows is not None and in_flight == "keep":
@@ -264,14 +268,16 @@ class SlotGenerator(Versioned):
         if self._incoming:
             self._prefill_prompts(cache, events)
             self._resume(rows, cache)
-        hidden = [self._decode(rows, cache)] if len(rows) else []
-        if fresh := self._incoming:
-            prompts = [self._prompt_key(request) for request in fresh]
-            hidden.append(torch.stack([self._prompts.states[prompt] for prompt in prompts]))
-            cache.admit(prompts)
-            self._enter(fresh, rows)
+        num_decoded, fresh = len(rows), [self._prompt_key(request) for request in self._incoming]
+        if fresh:
+            self._enter(self._incoming, rows)
+        inputs = self._inputs(rows, num_decoded, cache)
+        hidden = [self._decode(rows, num_decoded, inputs, cache)] if num_decoded else []
+        if fresh:
+            hidden.append(torch.stack([self._prompts.states[prompt] for prompt in fresh]))
+            cache.admit(fresh)
         hidden_BD = torch.cat(hidden)
-        sampled = sample_tokens(self._head(hidden_BD), self._sampling, rows.next_uniform_B)
+        sampled = sample_tokens(self._head(hidden_BD), self._sampling, inputs["uniform"])
         tokens_B, logprobs_B, entropies_B = to_host(*sampled)
         if np.isnan(logprobs_B).any():
             raise FloatingPointError(
@@ -285,12 +291,20 @@ class SlotGenerator(Versioned):
         if events.finished:
             self._forget()
 
-    def _decode(self, rows: TokenRows, cache: SlotCache) -> torch.Tensor:
-        """Run the policy over the last token of each row; return the hidden states, shape (rows, hidden size)."""
-        positions_B = rows.positions_B
-        cache.prepare(rows.counts_B - 1)
-        tokens, positions = (to_device(part, self._device) for part in (rows.last_tokens_B, positions_B))
-        return decode_step(self.policy, self._fused, tokens, positions, int(positions_B.max()), cache)
+    def _inputs(self, rows: TokenRows, num_decoded: int, cache: SlotCache) -> dict[str, torch.Tensor]:
+        """Bring what a step needs to the device in one copy: random numbers, and what is decoded of the first rows."""
+        arrays = {"uniform": rows.next_uniform_B}
+        if not num_decoded:
+            return in_one_copy({name: torch.from_numpy(array) for name, array in arrays.items()}, self._device)
+        arrays |= {"tokens": rows.last_tokens_B[:num_decoded], "positions": rows.positions_B[:num_decoded]}
+        return cache.prepare(rows.counts_B[:num_decoded] - 1, arrays)
+
+    def _decode(
+        self, rows: TokenRows, num_decoded: int, inputs: dict[str, torch.Tensor], cache: SlotCache
+    ) -> torch.Tensor:
+        """Run the policy over the last token of the first rows; return the hidden states, (rows, hidden size)."""
+        longest = int(rows.positions_B[:num_decoded].max())
+        return decode_step(self.policy, self._fused, inputs["tokens"], inputs["positions"], longest, cache)
 
     def _open(self) -> tuple[TokenRows, SlotCache]:
         """Rows and cache for the completions in flight; new ones where their size or dtype has changed."""

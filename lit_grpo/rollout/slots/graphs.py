@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from lit_grpo.policy.architecture.decoder import compute_dtype
 from lit_grpo.rollout.slots.attention import Attention
-from lit_grpo.rollout.slots.forward import compute_dtype
 from lit_grpo.rollout.slots.fused import FusedDecoder
 
 _FIRST_BUCKETS, _BUCKET_STEP = (1, 2, 4), 8

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.rollout.sampling import request_key, uniform
 from lit_grpo.types import EMPTY, Completion, FinishReason, Request, Trajectory
@@ -68,7 +69,7 @@ class TokenRows:
 
     @property
     def last_tokens_B(self) -> np.ndarray:
-        """The last token of each row, all of which have one."""
+        """The last token of each row; of one that has none yet it is any."""
         rows = len(self)
         return self._tokens[self._index[:rows], self._counts[:rows] - 1]
 
@@ -188,7 +189,8 @@ def observe_rows(
     observations, sampled_B, requests = [], rows.sampled_B, rows.requests
     for point in sorted(set(points).intersection(sampled_B.tolist()) - {0}):
         rows_N = np.flatnonzero(sampled_B == point)
-        states_ND = hidden_BD[torch.from_numpy(rows_N).to(hidden_BD.device)].float().cpu().numpy()
+        index_N = in_one_copy({"rows": torch.from_numpy(rows_N)}, hidden_BD.device)["rows"]
+        states_ND = hidden_BD.index_select(0, index_N).float().cpu().numpy()
         features = np.column_stack([states_ND, rows.mean_logprobs(rows_N, point), entropies_B[rows_N]])
         observations.append(Observation([requests[row].key for row in rows_N.tolist()], point, features))
     return observations

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import checks_arguments
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
@@ -29,7 +31,7 @@ from lit_grpo.rollout.vllm.arguments import (
     start_failure,
 )
 from lit_grpo.rollout.vllm.classes import shared_classes
-from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
+from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.streams import Stream
 from lit_grpo.rollout.weights.files import PrivateFolder
 from lit_grpo.rollout.weights.shipments import Shipment
@@ -65,20 +67,24 @@ class VLLMGenerator(EngineGenerator):
         engine_args: Any other argument of vLLM's ``EngineArgs``, such as ``dtype`` or ``enforce_eager``.
     """
 
+    @checks_arguments()
     def __init__(
         self,
-        num_slots: int = 64,
+        num_slots: Slots = 64,
         kv_memory: str = "auto",
         sleep_level: Literal[0, 1, 2] = 1,
-        adapters: Literal["auto", "merged", "alone"] = "auto",
+        adapters: Travel = "auto",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, engine_args)
         _check_one_device(self.arguments)
-        if sleep_level not in (0, 1, 2):
-            raise ValueError(f"sleep_level must be 0, 1 or 2, not {sleep_level}.")
-        if adapters == "alone" and sleep_level == 2:
-            raise ValueError("sleep_level 2 drops the weights, which adapters: alone sends once; take sleep_level 1.")
+        clash = Clash(
+            "adapters alone needs weights that an engine keeps between rollouts",
+            "sleep_level 2 drops them",
+            found=adapters == "alone" and sleep_level == 2,
+            remedy="take sleep_level 1",
+        )
+        check_clashes([clash])
         self.kv_memory = MemoryAmount(kv_memory)
         self.sleep_level = sleep_level
         self._engine: Any = None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_on_cpu,
@@ -26,7 +27,7 @@ from lit_grpo.rollout.vllm.arguments import (
     server_environment,
 )
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.http import EventLoop, ServerClient, ServerError
+from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerProcess
 from lit_grpo.rollout.weights.files import PrivateFolder, weights_folder, write
 from lit_grpo.rollout.weights.network import Link, LinkError, MeetingPoint, send

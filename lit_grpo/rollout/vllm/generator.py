@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from lit_grpo.limits import Limit, checks_arguments
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -31,6 +32,11 @@ from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, ap
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothing_in_flight, complete
 from lit_grpo.scheduling.layouts import Blocks
 from lit_grpo.types import Key, Prompt, Request
+
+Slots = Annotated[int, Limit(least=1, remedy="a completion needs a slot to decode in")]
+"""How many completions an engine decodes at a time."""
+Travel = Literal["auto", "merged", "alone"]
+"""How LoRA adapters travel."""
 
 
 class Room(NamedTuple):
@@ -64,11 +70,8 @@ class EngineGenerator(Versioned, ABC):
         sends_alone: Whether the adapters of the policy that it was started for travel alone.
     """
 
-    def __init__(self, num_slots: int, adapters: str, arguments: Mapping[str, Any] | None) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
-        if adapters not in ("auto", "merged", "alone"):
-            raise ValueError(f"adapters must be auto, merged or alone, not {adapters!r}.")
+    @checks_arguments()
+    def __init__(self, num_slots: Slots, adapters: Travel, arguments: Mapping[str, Any] | None) -> None:
         self.num_slots = num_slots
         self.adapters = adapters
         self.abilities: frozenset[str] = frozenset({"own_weights", "scores"})

@@ -8,7 +8,6 @@ import math
 import os
 import socket
 import ssl
-import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -23,6 +22,7 @@ from urllib.parse import quote
 
 import httpx
 
+from lit_grpo.process.loops import EventLoop
 from lit_grpo.rollout.vllm.guard import (
     LEASE_S,
     NAME_HEADER,
@@ -64,57 +64,6 @@ class Chunk:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
-
-
-class EventLoop:
-    """Runs coroutines in a thread of its own, from the first coroutine until it is closed."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
-
-    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Call ``close`` when the thread ends, so that no connection stays open."""
-        self._closes.append(close)
-
-    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine; the future gets its result."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            arguments = self._loop, self._closes
-            self._thread = threading.Thread(target=_run, args=arguments, name="vllm-servers", daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine and wait for its result."""
-        return self.begin(coroutine).result()
-
-    def close(self) -> None:
-        """Cancel what still runs, close what was opened, and end the thread."""
-        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        self._closes = []
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(10.0)
-
-
-def _run(loop: asyncio.AbstractEventLoop, closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run the loop until it is stopped, then cancel its tasks and close what was opened."""
-
-    async def end() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(close() for close in closes), return_exceptions=True)
-        await asyncio.sleep(0)  # a transport closes one turn of the loop after it is told to
-
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    loop.run_until_complete(end())
-    loop.close()
 
 
 class ServerClient:

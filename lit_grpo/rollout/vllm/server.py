@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import Count, Limit, Positive, checks_arguments
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.process.packages import require
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
-from lit_grpo.rollout.vllm.generator import EngineGenerator, Room
+from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.http import Arrival, ServerError, StreamPump
 from lit_grpo.rollout.vllm.streams import Stream
-from lit_grpo.rollout.weights.network import BACKENDS, MeetingPoint
+from lit_grpo.rollout.weights.network import MeetingPoint
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
@@ -66,20 +68,21 @@ class VLLMServerGenerator(EngineGenerator):
             machine.
     """
 
+    @checks_arguments()
     def __init__(
         self,
-        num_slots: int = 64,
-        num_servers: int = 1,
+        num_slots: Slots = 64,
+        num_servers: Count = 1,
         devices: list[str] | None = None,
         urls: list[str] | None = None,
         transfer: Literal["full", "changes"] = "full",
-        adapters: Literal["auto", "merged", "alone"] = "auto",
+        adapters: Travel = "auto",
         transport: Literal["files", "gloo", "nccl"] = "files",
         weights_folder: str | None = None,
-        timeout_s: float = 60.0,
-        start_timeout_s: float = 300.0,
+        timeout_s: Positive = 60.0,
+        start_timeout_s: Positive = 300.0,
         server_args: dict[str, Any] | None = None,
-        restarts: int = 3,
+        restarts: Annotated[int, Limit(least=0, remedy="with 0, servers that end are left out")] = 3,
         ray: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(num_slots, adapters, server_args)
@@ -88,22 +91,6 @@ class VLLMServerGenerator(EngineGenerator):
         if given_urls:
             self.abilities -= {"policy_dtype"}  # who has started them has chosen it
         for is_wrong, sentence in (
-            (num_servers < 1, f"num_servers must be at least 1, not {num_servers}."),
-            (not timeout_s > 0, f"timeout_s must be above 0, not {timeout_s}."),
-            (not start_timeout_s > 0, f"start_timeout_s must be above 0, not {start_timeout_s}."),
-            (restarts < 0, f"restarts must be at least 0, not {restarts}: servers that end are then left out."),
-            (transfer not in ("full", "changes"), f"transfer must be full or changes, not {transfer!r}."),
-            (transport not in ("files", *BACKENDS), f"transport must be files, gloo or nccl, not {transport!r}."),
-            (
-                weights_folder is not None and transport != "files",
-                f"weights_folder is where files are put, and transport is {transport}; take transport: files, or "
-                "leave weights_folder out.",
-            ),
-            (
-                adapters == "alone" and transfer == "changes",
-                "transfer: changes is for weights that travel with every sync, and with adapters: alone they travel "
-                "once; take transfer: full.",
-            ),
             (
                 devices is not None and len(given_devices) != num_servers,
                 f"devices names the GPUs of {len(given_devices)} servers, but num_servers is {num_servers}.",
@@ -112,22 +99,38 @@ class VLLMServerGenerator(EngineGenerator):
                 len(set(given_urls)) < len(given_urls),
                 f"urls names a server twice: {', '.join(given_urls)}; name each once.",
             ),
-            (
-                ray is not None and find_spec("ray") is None,
-                "ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.",
-            ),
-            (
-                ray is not None and devices is not None,
-                f"devices is {devices}, and ray is given too; Ray gives actors theirs: set num_gpus in ray, and leave "
-                "devices out.",
-            ),
-            (
-                ray is not None and urls is not None,
-                f"urls is {urls}, and ray is given too; urls names servers that run already: leave one of them out.",
-            ),
         ):
             if is_wrong:
                 raise ValueError(sentence)
+        if ray is not None:
+            require("ray", "ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.")
+        check_clashes(
+            [
+                Clash(
+                    "weights_folder needs weights that travel in files",
+                    f"transport {transport} sends them from process to process",
+                    found=weights_folder is not None and transport != "files",
+                    remedy="take transport files",
+                ),
+                Clash(
+                    "transfer changes needs weights that travel with every sync",
+                    "adapters alone sends them once",
+                    found=transfer == "changes" and adapters == "alone",
+                    remedy="take transfer full",
+                ),
+                Clash(
+                    f"devices {devices} needs servers that take what they are given",
+                    "ray gives each actor a device of its own",
+                    found=devices is not None and ray is not None,
+                    remedy="set num_gpus in ray",
+                ),
+                Clash(
+                    "ray needs servers that this run starts itself",
+                    f"urls {urls} names some that run already",
+                    found=ray is not None and urls is not None,
+                ),
+            ]
+        )
         self.weights_folder, self.transport = weights_folder, transport
         self._fleet = Fleet(
             num_slots=num_slots,

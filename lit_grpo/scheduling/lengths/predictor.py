@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from lit_grpo.budgets.history import LengthMoments, PromptHistory
+from lit_grpo.limits import Limit, check_value
 from lit_grpo.scheduling.jobs import Job, PredictedRollout
 from lit_grpo.scheduling.lengths.quality import spearman, within_correlation
 from lit_grpo.scheduling.lengths.ridge import FORGETTING, Projection, Ridge
@@ -374,10 +375,8 @@ def _check(points: Sequence[int], limit: int | None, num_scalars: int, min_corre
         raise ValueError(f"points must be ascending numbers of tokens from 0 on, each once, not {tuple(points)}.")
     if limit is not None and points[-1] >= limit:
         raise ValueError(f"points names {points[-1]} tokens, but a completion has at most {limit}; leave it out.")
-    if not 0 <= num_scalars <= MOST_SCALARS:
-        raise ValueError(f"num_scalars must be from 0 to {MOST_SCALARS}, not {num_scalars}.")
-    if not -1 <= min_correlation <= 1:
-        raise ValueError(f"min_correlation must be a correlation from -1 to 1, not {min_correlation}.")
+    check_value("num_scalars", num_scalars, Annotated[int, Limit(least=0, most=MOST_SCALARS)])
+    check_value("min_correlation", min_correlation, Annotated[float, Limit(least=-1, most=1)])
 
 
 def make_predictor(

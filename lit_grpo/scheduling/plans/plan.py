@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import Count, Limit, check_fields, check_value
 from lit_grpo.scheduling.jobs import Lengths
 from lit_grpo.scheduling.plans.lanes import Lanes
 from lit_grpo.scheduling.plans.queue import Queue
-from lit_grpo.settings import by_name, check_number
+from lit_grpo.settings import by_name
 
 HELD_BACK = 0.75
 """Tokens that :class:`ShortLast` keeps for the end, relative to ``slots x longest``."""
@@ -107,14 +109,12 @@ class Balanced(Plan):
         epsilon: What the longest list may exceed the shortest possible by, relative to it.
     """
 
-    epsilon: float = 0.02
+    epsilon: Annotated[float, Limit(above=0, below=1)] = 0.02
     follows_lengths: ClassVar[bool] = True
     longest_first: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon, 0, int | float)
-        if not 0 < self.epsilon < 1:
-            raise ValueError(f"epsilon is {self.epsilon}; give a fraction between 0 and 1, such as 0.02.")
+        check_fields(self)
 
     def queue(self, lengths: Lengths, num_slots: int) -> Queue:
         """Return the lists."""
@@ -154,8 +154,7 @@ def find_plan(spec: str, setting: str = "plan") -> Plan:
 
 def make_plan(spec: str, lengths: Lengths, num_slots: int) -> Queue:
     """Return what the jobs of one rollout wait in, by the plan of a spec; see :func:`find_plan` and :class:`Plan`."""
-    if num_slots < 1:
-        raise ValueError(f"The number of slots is {num_slots}: a plan needs 1 or more.")
+    check_value("num_slots", num_slots, Count)
     return find_plan(spec).queue(lengths, num_slots)
 
 
@@ -172,8 +171,21 @@ def check_probe(probe_tokens: int | list[int], plan: str, predict_lengths: bool)
         raise ValueError(
             f"probe_tokens must be auto, 0 for no probe, or ascending numbers of tokens from 1 on, not {probe_tokens}."
         )
-    follows = find_plan(plan).follows_lengths
-    if not follows or (len(points) == 1 and not predict_lengths):
-        why = "predict_lengths is false" if follows else f"the plan {plan} does not follow lengths"
-        raise ValueError(f"probe_tokens is {probe_tokens}, but {why}, so a probe changes nothing: set it to 0.")
+    probe = f"rollout.probe_tokens {probe_tokens}"
+    check_clashes(
+        [
+            Clash(
+                f"{probe} needs a plan that follows lengths",
+                f"rollout.plan {plan} follows none",
+                found=not find_plan(plan).follows_lengths,
+                remedy="set probe_tokens to 0",
+            ),
+            Clash(
+                f"{probe} needs lengths that are predicted",
+                "rollout.predict_lengths false predicts none",
+                found=len(points) == 1 and not predict_lengths,
+                remedy="set probe_tokens to 0",
+            ),
+        ]
+    )
     return points

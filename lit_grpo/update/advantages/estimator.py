@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 
 from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.compatibility import Part
+from lit_grpo.limits import Limit, check_fields
 from lit_grpo.settings import find_row
 from lit_grpo.types import PassRule, RolloutGroup
 from lit_grpo.update.advantages.functions import (
@@ -125,7 +126,7 @@ class EstimatorRow(NamedTuple):
 
     ``compute`` returns advantages_R, NaN for a rollout without a reward, of the groups of this rank, or of all ranks
     where it needs ``all_ranks``. ``scales`` are what it may divide by, the default first; ``needs`` are words of
-    :data:`lit_grpo.compatibility.REQUIREMENTS`; ``no_kl`` says why rewards cannot have a KL term, where they cannot.
+    :data:`lit_grpo.compatibility.REQUIREMENTS`.
     A new estimator is one more entry in :data:`ESTIMATORS`, or a row in a file of your own, which
     ``advantages.estimator`` names.
     """
@@ -133,19 +134,10 @@ class EstimatorRow(NamedTuple):
     compute: Callable[[GroupRewards, Given], torch.Tensor]
     scales: tuple[ScaleBy, ...]
     needs: frozenset[str] = frozenset()
-    no_kl: str = ""
 
 
-def _grpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
-    return group_advantages(rewards.rewards_R, rewards.groups_R, cast(Any, given.scale))
-
-
-def _rloo(rewards: GroupRewards, given: Given) -> torch.Tensor:
-    return leave_one_out_advantages(rewards.rewards_R, rewards.groups_R, cast(Any, given.scale))
-
-
-def _mc_grpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
-    return median_advantages(rewards.rewards_R, rewards.groups_R, cast(Any, given.scale))
+def _scaled(advantages: Callable[..., torch.Tensor]) -> Callable[[GroupRewards, Given], torch.Tensor]:
+    return lambda rewards, given: advantages(rewards.rewards_R, rewards.groups_R, given.scale)
 
 
 def _ngrpo(rewards: GroupRewards, given: Given) -> torch.Tensor:
@@ -166,32 +158,26 @@ def _least_variance(rewards: GroupRewards, given: Given) -> torch.Tensor:
     return least_variance_advantages(rewards.rewards_R, rewards.groups_R, rewards.log_weights_R, scale)
 
 
-def _reinforce_plus_plus(rewards: GroupRewards, given: Given) -> torch.Tensor:
-    return globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline=False)
-
-
-def _reinforce_plus_plus_baseline(rewards: GroupRewards, given: Given) -> torch.Tensor:
-    return globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline=True)
+def _normalized(baseline: bool) -> Callable[[GroupRewards, Given], torch.Tensor]:
+    return lambda rewards, _: globally_normalized_advantages(rewards.rewards_R, rewards.groups_R, baseline=baseline)
 
 
 ESTIMATORS: Mapping[str, EstimatorRow] = {
-    "grpo": EstimatorRow(_grpo, ("group", "batch", "none")),
-    "rloo": EstimatorRow(_rloo, ("none", "group", "batch")),
-    "mc_grpo": EstimatorRow(_mc_grpo, ("mad", "none")),
+    "grpo": EstimatorRow(_scaled(group_advantages), ("group", "batch", "none")),
+    "rloo": EstimatorRow(_scaled(leave_one_out_advantages), ("none", "group", "batch")),
+    "mc_grpo": EstimatorRow(_scaled(median_advantages), ("mad", "none")),
     "ngrpo": EstimatorRow(
         _ngrpo,
         ("group", "none"),
-        no_kl="the virtual completion of ngrpo has no tokens, so that max_reward is of rewards without a KL term",
+        needs=frozenset({"plain_rewards"}),
     ),
-    "gdpo": EstimatorRow(
-        _gdpo, ("batch",), no_kl="gdpo normalises each reward function by itself, and the KL term is none"
-    ),
+    "gdpo": EstimatorRow(_gdpo, ("batch",), needs=frozenset({"plain_rewards"})),
     "dcpo": EstimatorRow(_dcpo, ("group",), needs=frozenset({"history", "whole_groups", "fresh_members", "all_ranks"})),
     "least_variance": EstimatorRow(
         _least_variance, ("group", "none"), needs=frozenset({"token_scores", "sampled_log_probs"})
     ),
-    "reinforce_plus_plus": EstimatorRow(_reinforce_plus_plus, ("batch",)),
-    "reinforce_plus_plus_baseline": EstimatorRow(_reinforce_plus_plus_baseline, ("batch",)),
+    "reinforce_plus_plus": EstimatorRow(_normalized(baseline=False), ("batch",)),
+    "reinforce_plus_plus_baseline": EstimatorRow(_normalized(baseline=True), ("batch",)),
 }
 
 
@@ -215,7 +201,7 @@ class Advantages:
 
     estimator: str = "grpo"
     scale: ScaleBy | None = None
-    max_reward: float = 1.0
+    max_reward: Annotated[float, Limit(finite=True)] = 1.0
 
     def __post_init__(self) -> None:
         allowed = self._row.scales
@@ -224,8 +210,7 @@ class Advantages:
                 f"advantages.scale must be one of {', '.join(allowed)} for estimator {self.estimator}, "
                 f"not {self.scale!r}."
             )
-        if not math.isfinite(self.max_reward):
-            raise ValueError(f"advantages.max_reward must be a finite number, not {self.max_reward}.")
+        check_fields(self, "model.advantages.")
 
     @property
     def _row(self) -> EstimatorRow:
@@ -248,17 +233,12 @@ class Advantages:
         scale = f" with scale {self.scale}" if self.scale else ""
         return [Part(f"model.advantages.estimator {self.estimator}{scale}", needs=self.needs)]
 
-    def check(self, num_generations: int, kl_place: Literal["loss", "reward"]) -> None:
-        """Refuse groups and rewards that the estimator has no meaning for.
+    def check(self, num_generations: int) -> None:
+        """Refuse groups that the estimator has no meaning for.
 
         Raises:
-            ValueError: A median of two, or a KL term in rewards that are compared with something else than themselves.
+            ValueError: A median of two.
         """
-        no_kl = self._row.no_kl
-        if kl_place == "reward" and no_kl:
-            raise ValueError(
-                f"objective.kl.place is reward, but {no_kl}; set kl.place to loss, or advantages.estimator to grpo."
-            )
         if self.estimator == "mc_grpo" and num_generations < 3:
             raise ValueError(
                 f"num_generations is {num_generations}, but of two completions the median is the mean, so that each "

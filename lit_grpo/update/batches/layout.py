@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.types import Rollout
-from lit_grpo.update.prefix.layout import PackedGroup
+from lit_grpo.update.prefix.layout import PackedGroup, key_labels
 
 if TYPE_CHECKING:
     from lit_grpo.update.prefix.split_prompt import SplitPrompt
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_ALIGNED = 16  # bytes; where the tensors of a copy begin
 
 
 @dataclass
@@ -35,8 +35,9 @@ class MicroBatch:
     token is the prompt's last. The last tokens of carried prompts count as standing after the row, one after another.
     ``versions_N`` are the policy versions that sampled them, and ``advantages_N`` their advantages, of which those of
     one completion may differ. ``prompts`` are those of groups that are split, by group, and None for all others.
-    ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of that axis; ``rows_C`` is
-    each one's place among the rollouts of the step.
+    ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of that axis; ``rows``, on
+    the host, is each one's place among the rollouts of the step. ``labels_3K`` is there on a device other than the
+    host, for a packed row: see :func:`lit_grpo.update.prefix.layout.key_labels`.
 
     Example:
         The prompt [5, 6] with the completions [7, 8] and [9, 4, 3], packed::
@@ -54,28 +55,20 @@ class MicroBatch:
     versions_N: torch.Tensor
     advantages_N: torch.Tensor
     lengths_C: torch.Tensor
-    rows_C: torch.Tensor
+    rows: tuple[int, ...]
     groups: tuple[PackedGroup, ...] = ()
     prompts: tuple[SplitPrompt | None, ...] = ()
+    labels_3K: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on ``device``, or itself where it is there already."""
-        tensors = {name: value for name, value in vars(self).items() if name not in ("groups", "prompts")}
         there = torch.device(device)
-        return self if there == self.input_ids_BT.device else replace(self, **in_one_copy(tensors, there))
-
-
-def in_one_copy(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy tensors of the host to ``device`` as one piece, from pinned memory, so that nothing waits for a GPU."""
-    places, num_bytes = {}, 0
-    for name, tensor in tensors.items():
-        places[name] = slice(num_bytes, num_bytes + tensor.nbytes)
-        num_bytes += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-    packed_U = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for name, tensor in tensors.items():
-        packed_U[places[name]] = tensor.contiguous().view(-1).view(torch.uint8)
-    there_U = packed_U.to(device, non_blocking=True)
-    return {name: there_U[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
+        if there == self.input_ids_BT.device:
+            return self
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        if self.groups:
+            tensors["labels_3K"] = key_labels(self.groups)
+        return replace(self, **in_one_copy(tensors, there))
 
 
 class Member(NamedTuple):
@@ -206,5 +199,5 @@ def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> 
         "versions_N": torch.cat([*(completion.versions_T for completion in completions), _NONE])[trained],
         "advantages_N": torch.cat([*advantages, torch.empty(0, dtype=torch.float32)]),
         "lengths_C": torch.tensor([completion.num_trained for completion in completions], dtype=torch.int64),
-        "rows_C": torch.tensor([member.row for member in members], dtype=torch.int64),
+        "rows": tuple(member.row for member in members),
     }

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import MicroBatch
-from lit_grpo.update.metrics import MicroBatchSums
+from lit_grpo.update.metrics import MicroBatchSums, read_sums
 from lit_grpo.update.normalization import StepTotals
 
 
@@ -64,9 +65,10 @@ class Step:
 
     def values_of(self, values: Mapping[Key, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         """Return the values of a micro-batch's completions one after another, shape N, on its device."""
-        rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows_C.tolist()]
+        rows = [values[self.rollouts[row].completion.request.key] for row in micro_batch.rows]
         none = torch.empty(0, dtype=torch.float32)
-        return torch.cat([*rows, next(iter(values.values()), none)[:0]]).to(micro_batch.lengths_C.device)
+        values_N = torch.cat([*rows, next(iter(values.values()), none)[:0]])
+        return in_one_copy({"values": values_N}, micro_batch.lengths_C.device)["values"]
 
 
 @dataclass
@@ -84,6 +86,13 @@ class Gathered:
     entropy: torch.Tensor | float = 0.0
     log_weights: list[torch.Tensor] = field(default_factory=list)
     micro_batches: list[MicroBatchSums] = field(default_factory=list)
+
+    def read(self, grad_norm: torch.Tensor) -> tuple[Gathered, float]:
+        """Read all of it from the device at once, and the gradient's norm: the one wait of a step."""
+        others = [grad_norm, torch.as_tensor(self.loss), torch.as_tensor(self.entropy), *self.log_weights]
+        others, micro_batches = read_sums(others, self.micro_batches)
+        norm, loss, entropy, *log_weights = others
+        return Gathered(loss, entropy, log_weights, micro_batches), float(norm)
 
 
 def problem_of(rollouts: Sequence[Rollout]) -> str | None:

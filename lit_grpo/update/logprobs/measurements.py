@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lit_grpo.policy.sharding import compute
+from lit_grpo.process.copies import in_one_read
 from lit_grpo.update.logprobs.forward import head_logprobs, micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
@@ -70,14 +71,17 @@ def measure(
         device: Where the model computes.
         ranks: Those that share each micro-batch, and have equally many.
     """
-    values: dict[Key, torch.Tensor] = {}
+    measured: list[torch.Tensor] = []
+    rows: list[int] = []
+    lengths: list[list[int]] = []
     for owner, micro_batch in ranks.in_turn(micro_batches):
-        measured = _measured(what, model, micro_batch.to(device), temperature, ranks)
+        values_N = _measured(what, model, micro_batch.to(device), temperature, ranks)
         if owner == ranks.own:
-            parts = measured.cpu().split(micro_batch.lengths_C.tolist())
-            for row, part in zip(micro_batch.rows_C.tolist(), parts, strict=True):
-                values[rollouts[row].completion.request.key] = part
-    return values
+            measured.append(values_N)
+            rows += micro_batch.rows
+            lengths.append(micro_batch.lengths_C.tolist())
+    parts = (part for read, its in zip(in_one_read(measured), lengths, strict=True) for part in read.split(its))
+    return {rollouts[row].completion.request.key: part for row, part in zip(rows, parts, strict=True)}
 
 
 def _measured(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
+from lit_grpo.compatibility import SHARDS, Clash, Part, check_clashes, check_together
+from lit_grpo.limits import Count, Limit, check_fields
 from lit_grpo.policy.architecture.logits import logit_map
 from lit_grpo.policy.loading import Given, load_policy
 from lit_grpo.policy.sharding import is_sharded
@@ -35,44 +37,39 @@ class ReferenceSettings:
     """
 
     offload: bool = False
-    mixup_alpha: float | None = None
-    sync_steps: int = SYNC_STEPS
+    mixup_alpha: Annotated[float | None, Limit(above=0, most=1, remedy="leave it out for a fixed one")] = None
+    sync_steps: Count = SYNC_STEPS
 
     def __post_init__(self) -> None:
-        if self.mixup_alpha is not None and not 0 < self.mixup_alpha <= 1:
-            raise ValueError(
-                f"reference.mixup_alpha must be in (0, 1], not {self.mixup_alpha}; leave it out for a fixed reference."
-            )
-        if self.sync_steps < 1:
-            raise ValueError(f"reference.sync_steps must be at least 1, not {self.sync_steps}.")
-        if self.mixup_alpha is None and self.sync_steps != SYNC_STEPS:
-            raise ValueError(
-                f"reference.sync_steps is {self.sync_steps}, but the reference does not move; set "
-                "reference.mixup_alpha, such as 0.6."
-            )
+        check_fields(self, "model.reference.")
+        clash = Clash(
+            f"model.reference.sync_steps {self.sync_steps} needs a reference that moves",
+            "model.reference without mixup_alpha stays where it is",
+            found=self.sync_steps != SYNC_STEPS and self.mixup_alpha is None,
+            remedy="set model.reference.mixup_alpha, such as 0.6",
+        )
+        check_clashes([clash])
 
-    def check(self, beta: float, has_adapters: bool) -> None:
+    def check(self, kl: Sequence[Part], has_adapters: bool) -> None:
         """Refuse settings of a reference that there is not.
 
         Args:
-            beta: Weight of the KL term.
+            kl: What the KL term needs and takes away.
             has_adapters: Whether adapters are trained instead of the policy's own weights.
 
         Raises:
             ValueError: A reference is to be offloaded or moved that takes no part, or is part of the policy.
         """
-        if self == ReferenceSettings():
-            return
-        name, value = ("offload", True) if self.offload else ("mixup_alpha", self.mixup_alpha)
-        if beta == 0:
-            raise ValueError(
-                f"reference.{name} is {value}, but objective.kl.beta is 0, so there is no reference; set beta above 0."
-            )
-        if has_adapters:
-            raise ValueError(
-                f"reference.{name} is {value}, but with lora the reference is the policy without its adapters, which "
-                f"takes no memory and cannot move; leave reference.{name} out."
-            )
+        needs = frozenset({"kl_term", "own_reference"})
+        takes_away = {"own_reference": "takes the policy without its adapters, which needs no memory and cannot move"}
+        check_together(
+            [
+                *kl,
+                Part("model.reference.offload true", needs, chosen=self.offload),
+                Part(f"model.reference.mixup_alpha {self.mixup_alpha}", needs, chosen=self.mixup_alpha is not None),
+                Part("model.lora", changes=takes_away, chosen=has_adapters),
+            ]
+        )
 
 
 class HostWeights:
@@ -188,10 +185,9 @@ class InitialAdapterReference:
 
     def __init__(self, policy: PreTrainedModel) -> None:
         if is_sharded(policy):
-            raise ValueError(
-                "objective.kl.beta is above 0 and model.policy an adapter, whose first weights are exchanged for "
-                "the reference, which trainer.strategy fsdp2 does not allow; take ddp, or set beta to 0."
-            )
+            name = "model.objective.kl.beta above 0 with an adapter as model.policy"
+            remedy = "set model.objective.kl.beta to 0"
+            check_together([Part(name, frozenset({"unsharded_weights"}), remedy=remedy), SHARDS])
         self.policy = policy
         self._first = {
             name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from lit_grpo.budgets.history import PromptHistory
+from lit_grpo.limits import Limit, Positive, check_fields, check_order
 from lit_grpo.update.objective.kl import KLTerm
 
 
@@ -24,24 +25,17 @@ class EntropyBonus:
         max_coefficient: The largest coefficient under a target.
     """
 
-    coefficient: float = 0.0
-    target: float | None = None
-    delta: float = 0.005
+    coefficient: Annotated[float, Limit(finite=True)] = 0.0
+    target: Positive | None = None
+    delta: Positive = 0.005
     min_coefficient: float = 0.0
     max_coefficient: float = 1.0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.coefficient):
-            raise ValueError(f"entropy.coefficient must be a finite number, not {self.coefficient}.")
-        if self.target is None:
-            return
-        if not (self.target > 0 and self.delta > 0):
-            raise ValueError(f"entropy.target and delta must be above 0, not {self.target} and {self.delta}.")
-        if not self.min_coefficient <= self.coefficient <= self.max_coefficient:
-            raise ValueError(
-                f"entropy.coefficient is {self.coefficient}, outside of min_coefficient {self.min_coefficient} to "
-                f"max_coefficient {self.max_coefficient}; begin inside."
-            )
+        check_fields(self, "model.objective.entropy.")
+        if self.target is not None:
+            check_order(self, "min_coefficient", "coefficient", "model.objective.entropy.")
+            check_order(self, "coefficient", "max_coefficient", "model.objective.entropy.")
 
     @property
     def active(self) -> bool:

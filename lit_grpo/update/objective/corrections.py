@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from lit_grpo.limits import Positive, check_fields, check_order
 from lit_grpo.update.objective.tokens import completion_means, completion_sums, spread
 
 CorrectionMode = Literal[
@@ -38,18 +39,11 @@ class Correction:
 
     mode: CorrectionMode = "none"
     low: float | None = None
-    high: float | None = 3.0
+    high: Positive | None = 3.0
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(CorrectionMode):
-            raise ValueError(
-                f"correction.mode must be one of {', '.join(get_args(CorrectionMode))}, not {self.mode!r}."
-            )
-        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
-        if not low < high or high <= 0:
-            raise ValueError(
-                f"correction.low is {self.low} and correction.high {self.high}; set low below high, and high above 0."
-            )
+        check_fields(self, "model.objective.correction.")
+        check_order(self, "low", "high", "model.objective.correction.", strict=True)
 
     @property
     def active(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+
+from lit_grpo.compatibility import Clash, Part, check_clashes, check_together
+from lit_grpo.limits import Count, Limit, check_fields
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -33,8 +35,8 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
 
 
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-KL_PLACES: dict[str, frozenset[str]] = {"loss": frozenset(), "reward": frozenset({"sampled_log_probs"})}
-"""What a KL term in each place needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
+KL_IN_REWARD = frozenset({"kl_term", "sampled_log_probs"})
+"""What a KL term in the reward needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +54,52 @@ class KLTerm:
         horizon: Completions over which an adaptive beta moves by at most a fifth.
     """
 
-    beta: float = 0.0
+    beta: Annotated[float, Limit(least=0, finite=True)] = 0.0
     estimator: KLEstimator = "k3"
     place: Literal["loss", "reward"] = "loss"
     importance_weighted: bool = False
-    target: float | None = None
-    horizon: int = 10_000
+    target: Annotated[float | None, Limit(above=0, remedy="leave it out for a fixed beta")] = None
+    horizon: Count = 10_000
 
     def __post_init__(self) -> None:
-        if not (self.beta >= 0 and math.isfinite(self.beta)):
-            raise ValueError(f"kl.beta must be a number >= 0, not {self.beta}.")
-        if self.estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl.estimator must be one of {', '.join(KL_ESTIMATORS)}, not {self.estimator!r}.")
-        if self.place not in KL_PLACES:
-            raise ValueError(f"kl.place must be loss or reward, not {self.place!r}.")
-        if self.beta == 0:
-            self._check_idle()
-        elif self.estimator == "k1" and self.place == "loss" and not self.importance_weighted:
-            raise ValueError(
-                "kl.estimator k1 in the loss holds nothing back: its expected gradient is 0. Take k3 or k2, set "
-                "kl.importance_weighted, or kl.place to reward."
-            )
-        if self.place == "reward" and self.importance_weighted:
-            raise ValueError("kl.importance_weighted belongs to kl.place loss; a reward has no gradient to correct.")
-        if self.target is not None and not self.target > 0:
-            raise ValueError(f"kl.target must be a number above 0, not {self.target}; leave it out for a fixed beta.")
-        if self.horizon < 1:
-            raise ValueError(f"kl.horizon must be at least 1, not {self.horizon}.")
+        check_fields(self, "model.objective.kl.")
+        check_together(self.parts)
+        in_loss, place = self.place == "loss", f"model.objective.kl.place {self.place}"
+        check_clashes(
+            [
+                Clash(
+                    "model.objective.kl.importance_weighted true needs the KL term in the loss",
+                    f"{place} takes it from the reward, which has no gradient",
+                    found=self.importance_weighted and not in_loss,
+                    remedy="set model.objective.kl.place to loss",
+                ),
+                Clash(
+                    f"{place} needs a KL estimate whose expected gradient is not 0",
+                    "model.objective.kl.estimator k1 has one of 0 there",
+                    found=self.beta > 0 and in_loss and self.estimator == "k1" and not self.importance_weighted,
+                    remedy="take k3 or k2, set model.objective.kl.importance_weighted or place to reward",
+                ),
+            ]
+        )
 
-    def _check_idle(self) -> None:
-        if self.target is not None:
-            raise ValueError(f"kl.target is {self.target}, but kl.beta is 0, which no factor changes; set kl.beta.")
-        if self.importance_weighted or self.place == "reward":
-            raise ValueError("kl.place and kl.importance_weighted need a KL term; set kl.beta above 0.")
+    @property
+    def parts(self) -> list[Part]:
+        """What the term needs of a run, and what it takes away from others."""
+        needs = frozenset({"kl_term"})
+        return [
+            Part(
+                f"model.objective.kl.beta {self.beta}",
+                changes={"kl_term": "leaves it out"},
+                remedy="set model.objective.kl.beta above 0",
+                chosen=self.beta == 0,
+            ),
+            Part(f"model.objective.kl.target {self.target}", needs, chosen=self.target is not None),
+            Part("model.objective.kl.importance_weighted true", needs, chosen=self.importance_weighted),
+            Part(
+                "model.objective.kl.place reward",
+                needs=KL_IN_REWARD,
+                changes={"plain_rewards": "takes a KL term from them"},
+                remedy="set model.objective.kl.place to loss",
+                chosen=self.place == "reward",
+            ),
+        ]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Annotated
 
-from lit_grpo.compatibility import Part
+from lit_grpo.compatibility import Clash, Part, check_clashes
+from lit_grpo.limits import Limit, NotNegative, check_fields, check_value
 from lit_grpo.settings import find_row
 from lit_grpo.update.normalization import Normalization
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.corrections import Correction
-from lit_grpo.update.objective.kl import KL_PLACES, KLTerm
+from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.proximal import PROXIMALS, Proximal
 from lit_grpo.update.objective.recipes import RECIPES, Recipe
 from lit_grpo.update.objective.step_size import StepSize
@@ -21,39 +21,23 @@ BOUNDS = ("epsilon", "epsilon_high", "delta")
 """Parameters of surrogates that are fields of their own; all others are in ``parameters``."""
 
 
-def _check_choices(objective: Objective) -> None:
-    find_row("objective.loss", objective.loss, RECIPES, Recipe)
-    for name, kind in (("ratio", RatioLevel), ("normalization", Normalization), ("proximal", Proximal)):
-        value = getattr(objective, name)
-        if value is not None and value not in get_args(kind):
-            raise ValueError(f"objective.{name} must be one of {', '.join(get_args(kind))}, not {value!r}.")
-    if not 0 < objective.top_entropy_quantile <= 1:
-        share = objective.top_entropy_quantile
-        raise ValueError(f"objective.top_entropy_quantile must be in (0, 1], not {share}; 1 keeps all tokens.")
-    if objective.off_policy_threshold is not None and not objective.off_policy_threshold >= 0:
-        raise ValueError(f"objective.off_policy_threshold must be a number >= 0, not {objective.off_policy_threshold}.")
-    if objective.off_policy_kl is not None and not objective.off_policy_kl > 0:
-        raise ValueError(
-            f"objective.off_policy_kl must be a number above 0, not {objective.off_policy_kl}; F-TIS takes 50."
-        )
-
-
 def _check_parameters(objective: Objective) -> None:
     recipe = objective.recipe
     for name, value in objective.given.items():
-        place = f"objective.{name}" if name in BOUNDS else f"objective.parameters.{name}"
+        place = f"model.objective.{name}" if name in BOUNDS else f"model.objective.parameters.{name}"
         if name not in recipe.parameters:
             raise ValueError(
                 f"{place} has no meaning for loss {objective.loss}; leave it out, or set what it takes: "
                 f"{', '.join(recipe.parameters)}."
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{place} must be a number >= 0, not {value!r}.")
-        if name in recipe.above_zero and value == 0:
-            raise ValueError(f"{place} must be above 0, not 0.")
+        is_above_zero = name in recipe.above_zero
+        limit = Limit(above=0, finite=True) if is_above_zero else Limit(least=0, finite=True)
+        check_value(place, value, Annotated[float, limit])
     for name in objective.parameters or {}:
         if name in BOUNDS:
-            raise ValueError(f"objective.parameters has {name}, which is a field of its own; set objective.{name}.")
+            raise ValueError(
+                f"model.objective.parameters has {name}, which is a field of its own; set model.objective.{name}."
+            )
 
 
 def _check_bounds(objective: Objective) -> None:
@@ -66,52 +50,8 @@ def _check_bounds(objective: Objective) -> None:
         )
     if delta is not None and high is not None and delta <= 1 + high:
         raise ValueError(
-            f"objective.delta is {delta}, inside the clip range, which ends at {1 + high}; set it above, such as 3."
-        )
-
-
-def _check_combinations(objective: Objective) -> None:
-    level, normalization = objective.ratio_level, objective.normalized_by
-    recipe = objective.recipe
-    if recipe.only_ratio is not None and level != recipe.only_ratio:
-        raise ValueError(
-            f"objective.ratio is {level}, but loss {objective.loss} is {recipe.why_only}; "
-            f"set ratio to {recipe.only_ratio}."
-        )
-    if level == "sequence" and normalization in ("token", "constant"):
-        raise ValueError(
-            f"objective.ratio is sequence, but normalization {normalization} adds up tokens, so that a sequence counts "
-            "by its length and the objective is not the one of sequences (GSPO); set normalization to sequence, or "
-            "loss to gspo or luspo."
-        )
-    if level == "token" and normalization == "sequence_sum":
-        raise ValueError(
-            "objective.normalization sequence_sum is that of sequence ratios (LUSPO); for token ratios take constant, "
-            "which weighs all tokens alike too, or set loss to luspo."
-        )
-    if recipe.takes_correction and objective.correction.mode.startswith(("sequence", "geometric")):
-        raise ValueError(
-            f"objective.correction.mode is {objective.correction.mode}, but {objective.loss} makes one weight of its "
-            "tokens' corrections; take token_truncate or token_mask."
-        )
-
-
-def _check_proximal(objective: Objective) -> None:
-    if objective.proximal == "sampled" and objective.correction.active:
-        raise ValueError(
-            f"objective.proximal is sampled, but correction.mode {objective.correction.mode} weighs by proximal / "
-            "sampler, which is then 1; set proximal to recomputed, interpolated or snapshots, or correction.mode to "
-            "none."
-        )
-    limit_gib = objective.snapshot_gib
-    if limit_gib is not None and objective.proximal != "snapshots":
-        raise ValueError(
-            f"objective.snapshot_gib is {limit_gib} and proximal {objective.proximal_policy}, which keeps no "
-            "snapshots; leave it out, or set proximal to snapshots."
-        )
-    if limit_gib is not None and not (limit_gib > 0 and math.isfinite(limit_gib)):
-        raise ValueError(
-            f"objective.snapshot_gib must be a number above 0, not {limit_gib}; leave it out for no limit."
+            f"model.objective.delta is {delta}, inside the clip range, which ends at {1 + high}; set it "
+            "above, such as 3."
         )
 
 
@@ -165,16 +105,18 @@ class Objective:
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
     correction: Correction = field(default_factory=Correction)
     proximal: Proximal | None = None
-    snapshot_gib: float | None = None
+    snapshot_gib: Annotated[float | None, Limit(above=0, finite=True, remedy="leave it out for no limit")] = None
     mask_truncated: bool = False
-    top_entropy_quantile: float = 1.0
-    off_policy_threshold: float | None = None
-    off_policy_kl: float | None = None
+    top_entropy_quantile: Annotated[float, Limit(above=0, most=1, remedy="1 keeps all tokens")] = 1.0
+    off_policy_threshold: NotNegative | None = None
+    off_policy_kl: Annotated[float | None, Limit(above=0, remedy="F-TIS takes 50")] = None
     step_size: StepSize = field(default_factory=StepSize)
 
     def __post_init__(self) -> None:
-        for check in (_check_choices, _check_parameters, _check_bounds, _check_combinations, _check_proximal):
-            check(self)
+        check_fields(self, "model.objective.")
+        _check_parameters(self)
+        _check_bounds(self)
+        check_clashes(self._clashes)
 
     @property
     def recipe(self) -> Recipe:
@@ -223,9 +165,8 @@ class Objective:
             Part(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
             Part(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
             self._proximal_part,
+            *self.kl.parts,
         ]
-        if self.kl.beta > 0:
-            parts.append(Part(f"model.objective.kl.place {self.kl.place}", needs=KL_PLACES[self.kl.place]))
         if self.top_entropy_quantile < 1:
             name = f"model.objective.top_entropy_quantile {self.top_entropy_quantile}"
             parts.append(Part(name, needs=frozenset({"all_ranks", "all_tokens", "entropies"})))
@@ -233,6 +174,53 @@ class Objective:
             name = f"model.objective.entropy with normalization {self.normalized_by}"
             parts.append(Part(name, needs=frozenset({"all_ranks"})))
         return parts
+
+    @property
+    def _clashes(self) -> list[Clash]:
+        loss, level = f"model.objective.loss {self.loss}", f"model.objective.ratio {self.ratio_level}"
+        normalization = f"model.objective.normalization {self.normalized_by}"
+        correction = f"model.objective.correction.mode {self.correction.mode}"
+        proximal, only = f"model.objective.proximal {self.proximal_policy}", self.recipe.only_ratio
+        of_sequence = self.correction.mode.startswith(("sequence", "geometric"))
+        each = {"token": "one for each token", "sequence": "one for all tokens of a completion"}
+        return [
+            Clash(
+                f"{loss} needs a ratio of its own kind, {each.get(only or '', '')}",
+                f"{level} takes {each[self.ratio_level]}",
+                found=only not in (None, self.ratio_level),
+                remedy=f"set model.objective.ratio to {only}",
+            ),
+            Clash(
+                f"{level} needs a completion to count by itself, whatever its length",
+                f"{normalization} adds up tokens",
+                found=self.ratio_level == "sequence" and self.normalized_by in ("token", "constant"),
+                remedy="set model.objective.normalization to sequence, or model.objective.loss to gspo or luspo",
+            ),
+            Clash(
+                f"{normalization} needs one ratio for all tokens of a completion",
+                f"{level} takes one for each token",
+                found=self.normalized_by == "sequence_sum" and self.ratio_level == "token",
+                remedy="take constant, which weighs all tokens alike too, or set model.objective.loss to luspo",
+            ),
+            Clash(
+                f"{loss} needs corrections of single tokens",
+                f"{correction} makes one of all tokens of a completion",
+                found=self.recipe.takes_correction and of_sequence,
+                remedy="take token_truncate or token_mask",
+            ),
+            Clash(
+                f"{correction} needs ratios to another policy than the sampler",
+                f"{proximal} takes them to the sampler, so that every weight is 1",
+                found=self.correction.active and self.proximal_policy == "sampled",
+                remedy="set model.objective.proximal to recomputed, interpolated or snapshots",
+            ),
+            Clash(
+                f"model.objective.snapshot_gib {self.snapshot_gib} needs snapshots of earlier weights",
+                f"{proximal} keeps none",
+                found=self.snapshot_gib is not None and self.proximal_policy != "snapshots",
+                remedy="set model.objective.proximal to snapshots",
+            ),
+        ]
 
     @property
     def _proximal_part(self) -> Part:

@@ -152,10 +152,10 @@ class Recipe:
     """One objective: a surrogate with its parameters, what its ratio is taken over, and what a token counts.
 
     ``parameters`` are all that the surrogate takes, with their defaults; ``above_zero`` those that may not be 0.
-    ``only_ratio`` is the ratio level that alone
-    has a meaning for it, and ``why_only`` the reason. ``takes_correction`` hands rollout corrections to the surrogate
-    instead of multiplying its loss by them. ``needs`` are words of :data:`lit_grpo.compatibility.REQUIREMENTS`. A new
-    objective is one more entry in :data:`RECIPES`, or a row in a file of your own, which ``objective.loss`` names.
+    ``only_ratio`` is the ratio level that alone has a meaning for it. ``takes_correction`` hands rollout corrections to
+    the surrogate instead of multiplying its loss by them. ``needs`` are words of
+    :data:`lit_grpo.compatibility.REQUIREMENTS`. A new objective is one more entry in :data:`RECIPES`, or a row in a
+    file of your own, which ``objective.loss`` names.
     """
 
     surrogate: Callable[..., Surrogate]
@@ -164,7 +164,6 @@ class Recipe:
     source: str
     ratio: RatioLevel = "token"
     only_ratio: RatioLevel | None = None
-    why_only: str = ""
     takes_correction: bool = False
     above_zero: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
@@ -190,7 +189,6 @@ RECIPES: dict[str, Recipe] = {
         "LUSPO, arXiv 2602.05261",
         ratio="sequence",
         only_ratio="sequence",
-        why_only="GSPO with each sequence's loss times its length",
     ),
     "cispo": Recipe(clipped_weight, "token", {"epsilon_high": 5.0}, "CISPO, arXiv 2506.13585, eq. 4"),
     "sapo": Recipe(
@@ -212,7 +210,6 @@ RECIPES: dict[str, Recipe] = {
         {"epsilon": 0.16, "epsilon_high": 0.2, "delta": 10.0},
         "DCPO, arXiv 2509.02333",
         only_ratio="token",
-        why_only="clipped by the probability of each token",
     ),
     "vespo": Recipe(
         gamma_weighted,
@@ -220,7 +217,6 @@ RECIPES: dict[str, Recipe] = {
         {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
         "VESPO, as in TRL 1.16",
         only_ratio="token",
-        why_only="weighted by the sequence already",
         takes_correction=True,
         above_zero=frozenset({"lambda_positive", "lambda_negative"}),
     ),

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
+
+from lit_grpo.compatibility import Clash, check_clashes
+from lit_grpo.limits import Limit, check_fields
 
 StepSizeRule = Literal["fixed", "effective_samples"]
 
@@ -25,19 +28,18 @@ class StepSize:
     """
 
     rule: StepSizeRule = "fixed"
-    full_ess: float = 1.0
+    full_ess: Annotated[float, Limit(above=0, most=1, remedy="it is a share of the completions")] = 1.0
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(StepSizeRule):
-            raise ValueError(f"step_size.rule must be one of {', '.join(get_args(StepSizeRule))}, not {self.rule!r}.")
-        if not 0 < self.full_ess <= 1:
-            raise ValueError(
-                f"step_size.full_ess must be in (0, 1], not {self.full_ess}; it is a share of the completions."
-            )
-        if self.rule == "fixed" and self.full_ess != 1:
-            raise ValueError(
-                f"step_size.full_ess is {self.full_ess}, but step_size.rule is fixed; set it to effective_samples."
-            )
+        place = "model.objective.step_size."
+        check_fields(self, place)
+        clash = Clash(
+            f"{place}full_ess {self.full_ess} needs steps by the effective sample size",
+            f"{place}rule fixed takes all of the learning rate",
+            found=self.full_ess != 1 and self.rule == "fixed",
+            remedy=f"set {place}rule to effective_samples",
+        )
+        check_clashes([clash])
 
     @property
     def needs(self) -> frozenset[str]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lit_grpo.update.prefix.layout import PackedGroup
 
-
-def prefix_block_mask(
-    groups: Sequence[PackedGroup], window: int | None, num_tokens: int, device: torch.device
-) -> BlockMask:
+def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: int) -> BlockMask:
     """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself.
 
+    On a GPU the mask is made by a compiled kernel, block by block, never token by token.
+
     Args:
-        groups: Where prompts and responses stand.
+        labels_3K: What :func:`lit_grpo.update.prefix.layout.key_labels` tells of the row, on its device.
         window: How many tokens back a token sees, itself among them; ``None`` for all.
         num_tokens: Of the row; carried prompts follow it.
-        device: Of the row. On a GPU the mask is made by a compiled kernel, block by block, never token by token.
     """
-    group_T, segment_T, position_T = (values.to(device) for values in _labels(groups))
+    group_T, segment_T, position_T = labels_3K
+    device = labels_3K.device.type
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         same_group = group_T[query] == group_T[key]
@@ -31,9 +29,7 @@ def prefix_block_mask(
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return same_group & same_segment & near
 
-    return create_block_mask(
-        sees, None, None, num_tokens, len(group_T), device=device.type, _compile=device.type == "cuda"
-    )
+    return create_block_mask(sees, None, None, num_tokens, len(group_T), device=device, _compile=device == "cuda")
 
 
 def flex_prefix_attention(
@@ -61,17 +57,3 @@ def flex_prefix_attention(
 def _compiled() -> Callable[..., object]:
     # Wrapped, a compiled call is an operation that selective checkpointing sees, and can keep.
     return torch.compile(flex_attention, dynamic=True, options={"wrap_inductor_compiled_regions": True})
-
-
-def _labels(groups: Sequence[PackedGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number of its group, number of its response within that (0 for the prompt) and position, for every key."""
-    num_keys = sum(group.prompt_tokens + sum(group.response_tokens) for group in groups)
-    labels = torch.empty((3, num_keys), dtype=torch.int64)
-    for number, group in enumerate(groups):
-        start = group.prompt_start
-        for segment, length in enumerate((group.prompt_tokens, *group.response_tokens)):
-            rows = slice(start, start + length)
-            labels[0, rows], labels[1, rows] = number, segment
-            labels[2, rows] = torch.arange(length) + (group.prompt_tokens if segment else 0)
-            start = rows.stop if segment else group.response_start
-    return labels[0], labels[1], labels[2]

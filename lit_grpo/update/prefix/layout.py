@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,24 @@ class Piece:
         return torch.zeros(hidden_QK.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden_QK, -torch.inf)[
             None, None
         ]
+
+
+def key_labels(groups: Sequence[PackedGroup]) -> torch.Tensor:
+    """Number of its group, number of its response within that (0 for the prompt) and position, for every key.
+
+    Returns:
+        Shape (3, keys), int64: those of the row, then those of carried prompts.
+    """
+    num_keys = sum(group.prompt_tokens + sum(group.response_tokens) for group in groups)
+    labels_3K = torch.empty((3, num_keys), dtype=torch.int64)
+    for number, group in enumerate(groups):
+        start = group.prompt_start
+        for segment, length in enumerate((group.prompt_tokens, *group.response_tokens)):
+            rows = slice(start, start + length)
+            labels_3K[0, rows], labels_3K[1, rows] = number, segment
+            labels_3K[2, rows] = torch.arange(length) + (group.prompt_tokens if segment else 0)
+            start = rows.stop if segment else group.response_start
+    return labels_3K
 
 
 def group_pieces(group: PackedGroup, window: int | None) -> list[Piece]:

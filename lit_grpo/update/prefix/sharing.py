@@ -11,10 +11,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lit_grpo.policy.architecture.decoder import attention_name
 from lit_grpo.policy.sharding import is_scattered
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.attention import piecewise_attention
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import PackedGroup, Piece, group_pieces
+from lit_grpo.update.prefix.layout import PackedGroup, Piece, group_pieces, key_labels
 from lit_grpo.update.prefix.sequence_parallel import ALONE, SequenceParallel
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SharedPrefix:
         groups: Prompts and responses, and where they stand in the row.
         prompts: By group, those that are carried from one micro-batch to the next; none by default.
         ranks: Those that share the row.
+        labels_3K: What :func:`key_labels` tells of the groups, on the row's device; by default it is copied there.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class SharedPrefix:
         groups: Sequence[PackedGroup],
         prompts: Sequence[SplitPrompt | None] = (),
         ranks: SequenceParallel = ALONE,
+        labels_3K: torch.Tensor | None = None,
     ) -> None:
-        self.groups, self.ranks = tuple(groups), ranks
+        self.groups, self.ranks, self._labels_3K = tuple(groups), ranks, labels_3K
         self.num_tokens = max((group.response_start + sum(group.response_tokens) for group in groups), default=0)
         split = [(group, prompt) for group, prompt in zip(self.groups, prompts, strict=False) if prompt is not None]
         self._carried = [prompt for group, prompt in split if group.carried_at is not None]
@@ -71,9 +74,9 @@ class SharedPrefix:
     ) -> torch.Tensor:
         """Return the hidden states (1, T, D) of a prompt, which remembers what is computed of it."""
         alone = SharedPrefix([PackedGroup(0, len(token_ids), ())], prompt, self.ranks)
-        input_ids_BT = torch.tensor(token_ids, device=model.device)[None]
+        input_ids_T = in_one_copy({"ids": torch.tensor(token_ids)}, model.device)["ids"]
         positions_BT = torch.arange(len(token_ids), device=model.device)[None]
-        return alone.hidden_states(model, input_ids_BT, positions_BT)
+        return alone.hidden_states(model, input_ids_T[None], positions_BT)
 
     def hidden_states(
         self, model: PreTrainedModel, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor
@@ -102,11 +105,16 @@ class SharedPrefix:
         self.calls.append((layer, window))
         if query.device.type != "cpu":
             if window not in self._masks:
-                self._masks[window] = prefix_block_mask(self.groups, window, query.shape[2], query.device)
+                self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2])
             return flex_prefix_attention(query, key, value, self._masks[window], scaling)
         if window not in self._pieces:
             self._pieces[window] = [piece for group in self.groups for piece in group_pieces(group, window)]
         return piecewise_attention(query, key, value, self._pieces[window], scaling)
+
+    def _labels(self, device: torch.device) -> torch.Tensor:
+        if self._labels_3K is None:
+            self._labels_3K = in_one_copy({"labels": key_labels(self.groups)}, device)["labels"]
+        return self._labels_3K
 
     def _carry(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Keep what is computed of prompts in the row, and append carried ones to the row."""

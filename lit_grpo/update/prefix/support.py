@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.decoder import RUN_FAILURES, context_length, hidden_states, raise_device_failure
+from lit_grpo.policy.architecture.decoder import (
+    RUN_FAILURES,
+    compute_dtype,
+    context_length,
+    hidden_states,
+    raise_device_failure,
+)
 from lit_grpo.policy.sharding import compute
 from lit_grpo.process.terminal import first_line
 from lit_grpo.update.prefix.layout import PackedGroup
@@ -47,7 +53,7 @@ def prefix_refusal(model: PreTrainedModel) -> str | None:
         return str(failure) if isinstance(failure, ValueError) else _said(failure)
     finally:
         model.train(training)
-    if not error < _TOLERANCES.get(model.dtype, 0.05):
+    if not error < _TOLERANCES.get(compute_dtype(model.device, model.dtype), 0.05):
         return f"its hidden states come out {error:.1%} off"
     told = [None if window is None or window >= context else window for _, window in layout.calls]
     if told != [call.sight.window for call in calls]:

@@ -7,13 +7,14 @@ read, and a decode step is a few batched matrix products over contiguous memory:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from lit_grpo.policy.architecture.attention import ALL, Sight
-from lit_grpo.rollout.sampling import to_device
+from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.slots.attention import AttentionInputs
 from lit_grpo.rollout.slots.forward import attention_weights
 from lit_grpo.rollout.slots.kv.shelves import KVShape, Shelf, ShelfReader
@@ -197,23 +198,33 @@ class SlotCache:
 
     # ---- a step -----------------------------------------------------------------------------------
 
-    def prepare(self, positions_B: np.ndarray) -> None:
+    def prepare(
+        self, positions_B: np.ndarray, others: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> dict[str, torch.Tensor]:
         """Make room for one new token a row.
 
         Args:
             positions_B: Where the token of each row stands in its completion: after the one of the last step.
+            others: What else the step needs on the device, where it goes in the same copy.
+
+        Returns:
+            The others there.
         """
         for piece, start in enumerate(self._starts.tolist()):
             if piece and len(entering := np.flatnonzero(positions_B == start)):
                 self._extend(piece, [row for row in entering.tolist() if len(self._entries_of[row]) == piece])
         longest = int(positions_B.max()) + 1
         if self._readers is None or longest > len(self._completion_L):
-            self._read_anew(positions_B, longest)
-        else:
-            for reader in self._readers:
-                reader.advance()
-            self._positions_B += 1
-            self._see_next()
+            return self._lay_out(positions_B, longest, others)
+        for reader in self._readers:
+            reader.advance()
+        self._positions_B += 1
+        self._see_next()
+        return self._there(others)
+
+    def _there(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return in_one_copy(tensors, self.shape.device)
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
         """Write each token's key and value, then attend over its row's prompt and its completion so far."""
@@ -241,7 +252,9 @@ class SlotCache:
             reader.add_mix(layer, its_weights, output)
         return output.to(query.dtype).view(rows, heads, 1, -1)
 
-    def _read_anew(self, positions_B: np.ndarray, longest: int) -> None:
+    def _lay_out(
+        self, positions_B: np.ndarray, longest: int, others: Mapping[str, np.ndarray]
+    ) -> dict[str, torch.Tensor]:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
         Completions come first, whose columns are then their positions; all rows read the first pieces, in order.
@@ -249,6 +262,7 @@ class SlotCache:
         Args:
             positions_B: As in ``prepare``.
             longest: The tokens of the longest completion, the new ones included; little more is read of any.
+            others: As in ``prepare``.
         """
         for shelf in self._pieces:
             shelf.trim(self._slack)
@@ -268,16 +282,18 @@ class SlotCache:
                 self._readers.append(ShelfReader(shelf, np.where(member_B, entries, -1), room))
                 columns.append(np.arange(room))
                 valid.append((columns[-1] < lengths[:, None]) & member_B[:, None])
-        self._prompt_valid_BL = to_device(np.concatenate(valid, -1), self.shape.device)
         layouts = [part for reader in self._readers for part in reader.layout.values()]
         arrays = [positions_B, lengths, np.concatenate(columns), *layouts]
-        whole = to_device(np.concatenate(arrays, None), self.shape.device)  # each copy takes a launch
-        parts = iter(whole.split([array.size for array in arrays]))
+        own = {"valid": np.concatenate(valid, -1), "layout": np.concatenate(arrays, None)}
+        there = self._there({**others, **own})
+        self._prompt_valid_BL = there.pop("valid")
+        parts = iter(there.pop("layout").split([array.size for array in arrays]))
         self._positions_B, self._prompt_lengths_B, self._prompt_L = next(parts), next(parts), next(parts)
         for reader in self._readers:
             reader.settle(parts)
         self._completion_L = torch.arange(width, device=self.shape.device)
         self._masks.clear()
+        return there
 
     def _see_next(self) -> None:
         """Let each token attend to one position more; what slides, or is cut, is computed again."""

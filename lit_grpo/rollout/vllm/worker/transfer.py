@@ -2,8 +2,8 @@
 
 They come as tensors of the same process, in files, or over the network. From 0.24 to 0.33 vLLM has two interfaces for
 backends. In the first, a worker begins and ends a reload itself and passes the function that loads tensors; a backend
-is given only the parallel configuration and the model. In the second, from 0.28 at the latest, a backend does all of
-this and is given the whole configuration.
+is given only the parallel configuration and the model. In the second, from 0.25 on, a backend does all of this and is
+given the whole configuration.
 """
 
 from __future__ import annotations

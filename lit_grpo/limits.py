@@ -1,0 +1,194 @@
+"""Which values a field may have, said in its annotation and checked in one place.
+
+For example::
+
+    @dataclass(frozen=True)
+    class Reference:
+        offload: bool = False
+        mixup_alpha: Annotated[float | None, Limit(above=0, most=1, remedy="leave it out for a fixed one")] = None
+        sync_steps: Count = 512
+        place: Literal["loss", "reward"] = "loss"
+
+        def __post_init__(self) -> None:
+            check_fields(self, "reference.")
+
+    Reference(sync_steps=0)
+    ValueError: reference.sync_steps must be at least 1, not 0.
+    Reference(place="prompt")
+    ValueError: reference.place must be loss or reward, not 'prompt'.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Which numbers a field takes; a bound that is left out does not bind, and no field takes NaN.
+
+    On a field that is text it says that nothing else is: a number or ``yes`` in a config is text in quotes alone.
+
+    Args:
+        least: The smallest.
+        above: What they are larger than.
+        most: The largest.
+        below: What they are smaller than.
+        finite: Whether infinity is refused.
+        remedy: What to do, or why, after the sentence.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    finite: bool = False
+    remedy: str = ""
+
+    def allows(self, value: Any, kind: Any) -> bool:
+        """Whether ``value`` is of ``kind``, ``int``, ``float`` or ``str``, and a number within the bounds."""
+        if kind is str:
+            return isinstance(value, str)
+        return is_number(value, kind) and not (
+            math.isnan(value)
+            or (self.finite and math.isinf(value))
+            or (self.least is not None and value < self.least)
+            or (self.above is not None and value <= self.above)
+            or (self.most is not None and value > self.most)
+            or (self.below is not None and value >= self.below)
+        )
+
+    def text(self, value: Any, kind: Any) -> str:
+        """Return what a value has to be that is not ``value``, such as ``above 0 and at most 1``."""
+        if kind is str:
+            return "text"
+        bounds = [
+            f"{word} {bound}"
+            for word, bound in (("at least", self.least), ("above", self.above), ("at most", self.most))
+            if bound is not None
+        ]
+        bounds += [f"below {self.below}"] if self.below is not None else []
+        if self.least is not None and self.most is not None:
+            bounds = [f"from {self.least} to {self.most}"]
+        said = " and ".join(bounds)
+        if is_number(value, kind) and not (self.finite and not math.isfinite(value)):
+            return said
+        words = ["a", *(["finite"] if self.finite else []), *(["whole"] if kind is int else []), "number"]
+        return " ".join([*words, *(["of"] if said.startswith("at") else []), *([said] if said else [])])
+
+
+def is_number(value: Any, kind: Any) -> bool:
+    """Whether a value is a number of ``kind``, ``int`` or ``float``."""
+    return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+
+
+Count = Annotated[int, Limit(least=1)]
+"""A number of things, of which there is one at least."""
+Number = Annotated[int, Limit(least=0)]
+"""A number of things, of which there may be none."""
+Share = Annotated[float, Limit(above=0, most=1)]
+"""A part of a whole that is not nothing."""
+Positive = Annotated[float, Limit(above=0)]
+NotNegative = Annotated[float, Limit(least=0)]
+Text = Annotated[str, Limit(remedy="put it into quotes")]
+
+
+def check_fields(settings: Any, place: str = "") -> None:
+    """Check the fields of a dataclass against their annotations: limits, and the words of literals.
+
+    Args:
+        settings: The dataclass.
+        place: What stands before a field's name in messages, such as ``reference.``.
+
+    Raises:
+        ValueError: A field has a value that it does not take.
+    """
+    annotations = _annotations(type(settings))
+    for field in fields(settings):
+        check_value(f"{place}{field.name}", getattr(settings, field.name), annotations[field.name])
+
+
+def check_order(settings: Any, first: str, second: str, place: str = "", strict: bool = False) -> None:
+    """Check that one field is at most another, or with ``strict`` below it; one that is None is not compared.
+
+    Raises:
+        ValueError: It is not.
+    """
+    low, high = getattr(settings, first), getattr(settings, second)
+    if low is None or high is None or low < high or (low == high and not strict):
+        return
+    word = "below" if strict else "at most"
+    raise ValueError(f"{place}{first} must be {word} {second}, {high}, not {low}.")
+
+
+def checks_arguments(place: str = "") -> Callable[[Init], Init]:
+    """Let an ``__init__`` check its arguments first, as :func:`check_fields` does those of a dataclass."""
+
+    def decorated(init: Init) -> Init:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            annotations = _annotations(init)
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                check_value(f"{place}{name}", value, annotations.get(name))
+            init(*args, **kwargs)
+
+        return checked  # pyright: ignore[reportReturnType]
+
+    return decorated
+
+
+def check_value(name: str, value: Any, annotation: Any) -> None:
+    """Check a value against an annotation; one without a limit or literal takes all.
+
+    Raises:
+        ValueError: It does not take the value.
+    """
+    words: list[str] = []
+    remedies: list[str] = []
+    for option, limit in _options(annotation):
+        if limit is not None:
+            if limit.allows(value, option):
+                return
+            words.append(limit.text(value, option))
+            remedies += [limit.remedy] if limit.remedy else []
+        elif get_origin(option) is Literal:
+            choices = get_args(option)
+            if any(value == choice and type(value) is type(choice) for choice in choices):
+                return
+            words.append(_listed([str(choice) for choice in choices]))
+        elif option is not NoneType or value is None:
+            return
+    if words:
+        raise ValueError("; ".join([f"{name} must be {', or '.join(words)}, not {value!r}", *remedies]) + ".")
+
+
+def _options(annotation: Any, limit: Limit | None = None) -> Iterator[tuple[Any, Limit | None]]:
+    """Yield the members of a union, numbers and text with their limit."""
+    if get_origin(annotation) is Annotated:
+        annotation, *said = get_args(annotation)
+        limit = next((each for each in said if isinstance(each, Limit)), limit)
+    if get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from _options(option, limit)
+    else:
+        yield annotation, limit if annotation in (int, float, str) else None
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+
+
+@functools.cache
+def _annotations(holder: Any) -> dict[str, Any]:
+    return get_type_hints(holder, include_extras=True)

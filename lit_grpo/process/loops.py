@@ -1,0 +1,69 @@
+"""Event loops in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class EventLoop:
+    """Runs coroutines in a thread of its own, from the first coroutine until it is closed.
+
+    The thread does not keep the interpreter alive.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str = "lit_grpo-loop") -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Call ``close`` when the thread ends, so that no connection stays open."""
+        self._closes.append(close)
+
+    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine; the future gets its result."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            arguments = self._loop, self._closes
+            self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine and wait for its result."""
+        return self.begin(coroutine).result()
+
+    def close(self, wait_s: float = 10.0) -> None:
+        """Cancel what still runs, close what was opened, and end the thread; wait no longer than ``wait_s``."""
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        self._closes = []
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(wait_s)
+
+
+def _run(loop: asyncio.AbstractEventLoop, closes: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Run the loop until it is stopped, then cancel its tasks and close what was opened."""
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(close() for close in closes), return_exceptions=True)
+        await asyncio.sleep(0)  # a transport closes one turn of the loop after it is told to
+
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.run_until_complete(end())
+    loop.close()

@@ -1,0 +1,131 @@
+"""The slots on the pretended GPU: graphs and plain steps, all shelves; the CPU's completions, and one wait a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from conftest import random_policy
+from on_gpu import off, sample, started
+
+from benchmarks import pretend_cuda as pretended
+from benchmarks.pretend_cuda import pretend_cuda
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+
+MAX_TOKENS = 70  # of several shelves
+SIZES: dict[str, Any] = {
+    "vocab_size": 34, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": 1, "pad_token_id": 0,
+    "bos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def make(kind: str) -> Any:
+    """A policy: with graphs, one that has none because it is no Llama, one with a sliding window, one with adapters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "plain":
+            return tf.Gemma2ForCausalLM(tf.Gemma2Config(**(SIZES | {"sliding_window": 8}))).eval()
+        if kind == "window":
+            return tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=8)).eval()
+        if kind == "lora":
+            policy: Any = random_policy()
+            add_adapters(policy, LoraSettings(r=4))
+            for name, weight in policy.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(weight, std=0.1)
+            return policy.eval()
+    return random_policy()
+
+
+@pytest.mark.filterwarnings("ignore:.*is decoded without CUDA graphs")
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bf16-mixed"])
+@pytest.mark.parametrize("kind", ["graphs", "plain", "window", "lora"])
+def test_completions_are_those_of_the_cpu_for_one_wait_and_one_copy_a_step(
+    kind: str, autocast: torch.dtype | None, policy_folder: Path
+) -> None:
+    expected, _ = sample(started(make(kind), policy_folder), autocast=autocast, max_tokens=MAX_TOKENS)
+    with pretend_cuda() as gpu:
+        generator = started(make(kind).to("cuda"), policy_folder)
+        assert (generator._graphs is not None) == (kind != "plain")
+        actual, counts = sample(generator, gpu, MAX_TOKENS, autocast)
+        assert off(actual, expected) < 1e-4
+        assert set(counts.waits) == {1} and set(counts.unpinned) == {0}, counts.lines
+        assert sorted(counts.pinned)[len(counts.pinned) * 3 // 4] == 1  # and one for each prefill
+        again, _ = sample(generator, gpu, MAX_TOKENS, autocast)
+        assert off(again, expected) < 1e-4
+    assert max(len(ids) for ids, _ in expected) > 64
+
+
+def test_weights_in_bfloat16_decode_as_on_the_cpu(policy_folder: Path) -> None:
+    policy: Any = random_policy()
+    expected, _ = sample(started(policy.bfloat16(), policy_folder))
+    with pretend_cuda() as gpu:
+        actual, counts = sample(started(policy.to("cuda"), policy_folder), gpu)
+    assert off(actual, expected) < 0.1  # scores are computed in float32 on both, in another order
+    assert set(counts.waits) == {1}
+
+
+def test_scarce_memory_sets_aside_and_goes_on(policy_folder: Path) -> None:
+    expected, _ = sample(started(random_policy(), policy_folder))
+    with pretend_cuda():
+        policy: Any = random_policy()
+        generator = started(policy.to("cuda"), policy_folder, kv_memory="48KiB")
+        actual, _ = sample(generator)
+    assert off(actual, expected) < 1e-4
+
+
+def test_hidden_states_are_observed_as_on_the_cpu(policy_folder: Path) -> None:
+    expected, _ = sample(started(random_policy(), policy_folder), points=(0, 4))
+    with pretend_cuda():
+        policy: Any = random_policy()
+        actual, _ = sample(started(policy.to("cuda"), policy_folder), points=(0, 4))
+    assert off(actual, expected) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["graphs", "lora"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bf16-mixed"])
+def test_new_weights_are_decoded_with(kind: str, autocast: torch.dtype | None, policy_folder: Path) -> None:
+    """Recordings and copies in bfloat16 are of the weights as they were."""
+
+    def change(policy: Any) -> None:
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.mul_(1.1)
+
+    def run(policy: Any) -> tuple[Any, Any]:
+        generator = started(policy, policy_folder)
+        before, _ = sample(generator, autocast=autocast)
+        change(policy)
+        generator.load_weights(policy.named_parameters(), 1)
+        after, _ = sample(generator, autocast=autocast)
+        return before, after
+
+    expected = run(make(kind))
+    with pretend_cuda():
+        actual = run(make(kind).to("cuda"))
+    assert off(actual[0], expected[0]) < 1e-4 and off(actual[1], expected[1]) < 1e-4
+    assert off(actual[1], actual[0]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["graphs", "lora"])
+def test_a_step_casts_no_weight(kind: str, policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_cuda() as gpu:
+        policy = make(kind).to("cuda")
+        generator = started(policy, policy_folder)
+        sample(generator, gpu, 6, torch.bfloat16)  # records, and casts once
+        weights = {weight.data_ptr() for weight in policy.parameters()}
+        cast: list[bool] = []
+
+        def noting(func: Any, args: Any, kwargs: Any) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                cast.append(args[0].data_ptr() in weights)
+            return computed(func, args, kwargs)
+
+        computed = pretended._computed
+        monkeypatch.setattr(pretended, "_computed", noting)
+        sample(generator, gpu, 6, torch.bfloat16)
+    assert len(cast) > 20 and not any(cast)

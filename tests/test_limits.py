@@ -1,0 +1,125 @@
+"""Which values a field may have, as its annotation says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from lit_grpo.limits import (
+    Count,
+    Limit,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    Text,
+    check_fields,
+    check_order,
+    check_value,
+    checks_arguments,
+)
+
+ONE_WORD: Any = Literal["auto"]
+SIZE: Any = Literal[0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("hint", "taken"),
+    [
+        (Count, [1, 7]),
+        (Number, [0, 7]),
+        (Count | None, [None, 1]),
+        (Share, [1, 1e-9, 1.0]),
+        (NotNegative, [0, 0.0, math.inf]),
+        (Annotated[float | None, Limit(above=0)], [None, 0.5]),
+        (Positive | ONE_WORD, ["auto", 0.1]),
+        (SIZE, [0, 1, 2]),
+        (Text, ["", "3"]),
+        (int, ["what has no limit is not checked", -1]),
+        (None, [object()]),
+    ],
+)
+def test_what_fits_is_taken(hint: Any, taken: list[Any]) -> None:
+    for value in taken:
+        check_value("field", value, hint)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "sentence"),
+    [
+        (Count, 0, "field must be at least 1, not 0."),
+        (Count, 1.5, "field must be a whole number of at least 1, not 1.5."),
+        (Count, True, "field must be a whole number of at least 1, not True."),
+        (Count, "many", "field must be a whole number of at least 1, not 'many'."),
+        (Count | None, 0, "field must be at least 1, not 0."),
+        (Share, 0, "field must be above 0 and at most 1, not 0."),
+        (Share, math.nan, "field must be above 0 and at most 1, not nan."),
+        (Share, None, "field must be a number above 0 and at most 1, not None."),
+        (Annotated[int, Limit(least=3, most=7)], 8, "field must be from 3 to 7, not 8."),
+        (Annotated[float, Limit(least=0, below=1)], 1.0, "field must be at least 0 and below 1, not 1.0."),
+        (Annotated[float, Limit(above=0, finite=True)], math.inf, "field must be a finite number above 0, not inf."),
+        (Annotated[float, Limit(finite=True)], math.nan, "field must be a finite number, not nan."),
+        (Annotated[int, Limit(least=2, remedy="give more")], 1, "field must be at least 2, not 1; give more."),
+        (Positive | ONE_WORD, 0, "field must be above 0, or auto, not 0."),
+        (Positive | ONE_WORD, "much", "field must be a number above 0, or auto, not 'much'."),
+        (SIZE, 3, "field must be 0, 1 or 2, not 3."),
+        (SIZE, True, "field must be 0, 1 or 2, not True."),
+        (Text, 3, "field must be text, not 3; put it into quotes."),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_sentence(hint: Any, value: Any, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_value("field", value, hint)
+    assert str(caught.value) == sentence
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: Count = 1
+    place: Literal["loss", "reward"] = "loss"
+    low: float | None = None
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "mine.")
+        check_order(self, "low", "high", "mine.")
+
+
+@dataclass(frozen=True)
+class Derived(Settings):
+    steps: Annotated[int, Limit(least=8)] = 8
+    share: Share = 0.5
+
+
+def test_a_dataclass_checks_its_own_fields_and_those_that_it_has_from_another() -> None:
+    Settings(low=1.0)
+    with pytest.raises(ValueError, match=r"^mine\.place must be loss or reward, not 'prompt'\.$"):
+        Settings(place="prompt")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^mine\.steps must be at least 8, not 7\.$"):
+        Derived(steps=7)
+    with pytest.raises(ValueError, match=r"^mine\.place must be"):
+        Derived(place="prompt")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^mine\.low must be at most high, 1\.0, not 2\.0\.$"):
+        Settings(low=2.0)
+
+
+class Part:
+    @checks_arguments("part.")
+    def __init__(self, name: str, size: Count = 1, **others: Any) -> None:
+        self.made = (name, size, others)
+
+
+def test_a_class_checks_its_arguments_before_it_is_made() -> None:
+    assert Part("a", 2, more=0).made == ("a", 2, {"more": 0})
+    for make in (lambda: Part("a", 0), lambda: Part("a", size=0)):
+        with pytest.raises(ValueError, match=r"^part\.size must be at least 1, not 0\.$"):
+            make()
+
+
+def test_one_field_may_have_to_be_below_another() -> None:
+    check_order(Settings(low=0.5), "low", "high", strict=True)
+    with pytest.raises(ValueError, match=r"^low must be below high, 1\.0, not 1\.0\.$"):
+        check_order(Settings(low=1.0), "low", "high", strict=True)
