@@ -711,7 +711,9 @@ def test_fields_that_cannot_be_are_refused(options: dict[str, Any], message: str
 
 
 def test_a_run_without_room_for_answers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"need room, and model\.sampling\.max_observed is 0; set it to"):
+    with pytest.raises(
+        ValueError, match=r"need room, and max_observed of model\.sampling or model\.eval_sampling is 0; set"
+    ):
         Environments(factory=Guess).check(RunFacts(4, 8, 64, 1))
     Environments(factory=Guess).check(RunFacts(4, 8, 64, 1, max_observed=9))
 

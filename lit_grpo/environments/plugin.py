@@ -80,8 +80,9 @@ class Environments(Plugin):
         """
         if run.max_observed < 1:
             raise ValueError(
-                "answers of tools and environments need room, and model.sampling.max_observed is 0; set it to the "
-                "tokens that a trajectory may observe, such as 512. They do not count in max_tokens."
+                "answers of tools and environments need room, and max_observed of model.sampling or "
+                "model.eval_sampling is 0; set it to the tokens that a trajectory may observe, such as 512. They do "
+                "not count in max_tokens."
             )
 
     def worker(self) -> EnvironmentWorker:
