@@ -101,8 +101,9 @@ def _line() -> str:
 
 def place_of(tensor: torch.Tensor) -> Place:
     """Return where the storage of a tensor is."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     try:
         return getattr(tensor.untyped_storage(), _NOTE, "host")
     except (NotImplementedError, RuntimeError):  # it has none

@@ -52,7 +52,7 @@ class Listener:
         for them in this one.
         """
 
-    def asked(self, requests: Sequence[Request]) -> Sequence[Request]:
+    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Requests are asked for, before any of them waits for a slot; return those that are to be away first.
 
         They stay away until a later answer lets them ``go_on``, for example after an environment has been reset, whose

@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
         *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
         "environments",
     },
-    "environments": {"types", "limits", "process", "plugins", "scheduling", "rollout", "rewards", "data"},
+    "environments": {"types", "limits", "plugins", "process", "scheduling", "rollout", "rewards", "data"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "rollout.vllm": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},
     "update.prefix": {*UTILITIES, "policy"},

@@ -210,7 +210,7 @@ def test_requests_may_be_away_before_they_begin(points: tuple[int, ...], make: A
     class Opening(Listener):
         waiting: Sequence[Request] = ()
 
-        def asked(self, requests: Sequence[Request]) -> Sequence[Request]:
+        def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
             self.waiting = requests
             return requests
 

@@ -44,7 +44,7 @@ def keys(path: str, function: str) -> set[str]:
     tree = ast.parse((VLLM / path).read_text())
     (node,) = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == function)
     dicts = (each for each in ast.walk(node) if isinstance(each, ast.Dict))
-    return {key.value for each in dicts for key in each.keys if isinstance(key, ast.Constant)}
+    return {str(key.value) for each in dicts for key in each.keys if isinstance(key, ast.Constant)}
 
 
 def methods(path: str, name: str) -> set[str]:
@@ -67,8 +67,8 @@ def test_the_engines_methods_take_what_they_are_given(used: Any) -> None:
     """Every call of the engine in our source, with as many values and with those names."""
     made = calls("engine.py", OF_ENGINE)
     assert {"add_request", "abort_request", "sleep", "wake_up", "collective_rpc", "add_lora", "step"} == {
-        call.func.attr
-        for call in made  # pyright: ignore
+        call.func.attr  # pyright: ignore
+        for call in made
     }
     for call in made:
         takes = used["LLMEngine"][call.func.attr]  # pyright: ignore

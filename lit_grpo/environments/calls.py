@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lit_grpo.environments.tools import Tool
 
@@ -108,6 +108,7 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OBJECT = re.compile(
     r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z|\A\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\".*)\Z", re.DOTALL
 )
+CallFormatName = Literal["qwen", "hermes", "llama", "json"]
 FORMATS: Mapping[str, CallFormat] = {
     "qwen": CallFormat(_TAGGED, _xml_call, "<function="),
     "hermes": CallFormat(_TAGGED, _json_call, "<tool_call>"),

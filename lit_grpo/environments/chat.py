@@ -40,7 +40,10 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None, form: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any] | None = None,
+        form: str | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError("The policy's tokenizer has no chat template, which turns need; choose a chat model.")

@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
 from lit_grpo.environments.session import Limits, Outcome, Session
@@ -58,14 +59,14 @@ class Environments(Plugin):
 
     factory: Factory | Mapping[str, Factory] | None = None
     tools: Sequence[str | Callable[..., Any]] = field(default_factory=tuple)
-    max_turns: Annotated[int | None, Limit(least=1)] = None
+    max_turns: Count | None = None
     max_answer_tokens: Annotated[int, Limit(least=16)] = 512
     tool_timeout_s: Seconds = 60.0
     reset_timeout_s: Seconds = 60.0
     trajectory_timeout_s: Seconds = 600.0
     retries: Number = 2
     num_threads: Count = 64
-    calls: Literal["qwen", "hermes", "llama", "json"] | None = None
+    calls: CallFormatName | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -201,7 +202,7 @@ class EnvironmentWorker(Worker):
         self._waited_s = self._lasted_s = 0.0
         self._num_turns = self._num_ended = self._num_restarted = 0
 
-    def asked(self, requests: Sequence[Request]) -> list[Request]:
+    def requested(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
         held = [self._held(request) for request in requests]
         return [request for request in held if request is not None]

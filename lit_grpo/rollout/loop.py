@@ -188,7 +188,7 @@ class _Rollout:
         asked = [*requests, *away]
         if not asked:
             return
-        held = {request.key: request for listener in self._listeners for request in listener.asked(asked)}
+        held = {request.key: request for listener in self._listeners for request in listener.requested(asked)}
         leaving = {request.key: request for request in away} | held
         for request in held.values():
             self._buffer.hold(request)

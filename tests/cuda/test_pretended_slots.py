@@ -28,7 +28,7 @@ def make(kind: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == "plain":
-            return tf.Gemma2ForCausalLM(tf.Gemma2Config(**(SIZES | {"sliding_window": 8}))).eval()
+            return tf.Gemma2ForCausalLM(tf.Gemma2Config(**SIZES, sliding_window=8)).eval()
         if kind == "window":
             return tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=8)).eval()
         if kind == "lora":
