@@ -15,6 +15,7 @@ of: what the allocator says is given.
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -430,7 +431,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         torch.autocast: {"__init__": _autocast_init(torch.autocast.__init__)},
         torch: {
             **{name: _as_cpu(getattr(torch, name)) for name in ("is_autocast_enabled", "get_autocast_dtype")},
-            **{name: _by_way_of_the_host(getattr(torch, name)) for name in ("tensor", "as_tensor")},
+            **{name: _by_way_of_the_host(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")},
         },
         torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},  # pyright: ignore
         torch._C: {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)},
@@ -438,6 +439,8 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         sharing: {"flex_prefix_attention": _dense_attention},
     }
     with ExitStack() as stack:
+        # transformers would load weights in threads of its own, in which the mode is not
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         for owner, members in patched.items():
             for name, member in members.items():
                 stack.enter_context(mock.patch.object(owner, name, member))

@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None, float]] = {
     "float32": (torch.float32, None, 1e-5),
     "bf16-mixed": (torch.float32, torch.bfloat16, 0.05),
-    "bf16-true": (torch.bfloat16, None, 0.05),
+    "bf16-true": (torch.bfloat16, None, 0.01),
 }
 """By name, the dtype of weights, of autocast, and how far the gradient may be off: attention is rounded elsewhere."""
 QUICK = {"plain": {*PRECISIONS}, "lora": {"bf16-mixed"}, "checkpointing": {"bf16-mixed"}, "split prompts": {"float32"}}
@@ -75,7 +75,13 @@ def test_the_gradient_is_the_cpus(kind: str, precision: str) -> None:
         steps_there = KeepsGradients(there, autocast)
         _, actual = learn(there, steps_there, **KINDS[kind])
         assert {weight.device for weight in there.parameters()} == {GPU}
-    assert relative_error(steps_there.gradients[0].float(), steps.gradients[0].float()) < tolerance
+    gradient, its = (each.gradients[0].float() for each in (steps, steps_there))
+    if precision == "bf16-true":  # both are rounded; the one is no further from float32 than the other
+        exact = KeepsGradients(make(kind, dtype).float())
+        learn(exact.policy, exact, **KINDS[kind])
+        assert relative_error(its, exact.gradients[0]) < 1.5 * relative_error(gradient, exact.gradients[0]) + tolerance
+    else:
+        assert relative_error(its, gradient) < tolerance
     assert actual.keys() == expected.keys()
     if precision == "float32":
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
