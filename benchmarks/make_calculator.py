@@ -30,10 +30,12 @@ CHARACTERS = "0123456789+-*="
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}"
     "{{ '<tool_response>' + message.content + '</tool_response>' }}"
-    "{% elif message.role == 'assistant' %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{% elif message.role == 'assistant' %}{{ '=' if loop.previtem and loop.previtem.role == 'user' }}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
     '{{ \'<tool_call>{"name": "calculate", "arguments": {"expression": "\' }}'
     "{{ call.function.arguments.expression }}{{ '\"}}</tool_call>' }}{% endfor %}{{ '<eos>' }}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{{ '=' if add_generation_prompt and messages[-1].role == 'user' }}"
 )
 RECIPE = TinyRecipe(
     hidden_size=96,

@@ -86,7 +86,7 @@ class RolloutScheduler(pl.Callback):
             num_generations=pl_module.num_generations,
             max_tokens=pl_module.sampling.max_tokens,
             updates_per_batch=pl_module.settings.updates_per_batch,
-            max_observed=pl_module.sampling.max_observed,
+            max_observed=min(pl_module.sampling.max_observed, pl_module.eval_sampling.max_observed),
         )
         if stage == "fit":
             self.session.check(facts, self._other_parts(data, pl_module))

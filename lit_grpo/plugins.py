@@ -157,7 +157,7 @@ class RunFacts:
         num_generations: ``model.num_generations``.
         max_tokens: The most tokens of a completion.
         updates_per_batch: Optimizer steps on one batch.
-        max_observed: The most tokens of a completion that are observed.
+        max_observed: The most tokens of a completion that are observed, in training or in validation: the smaller.
     """
 
     def __init__(

@@ -620,6 +620,12 @@ def test_environments_are_closed_once_they_have_been_scored() -> None:
     worker.close()
 
 
+def test_the_end_of_a_run_closes_environments() -> None:
+    worker = worker_of(Kept)
+    completion = only(play(worker))  # which closes the worker
+    assert completion.episode is not None and completion.episode.environment.closed
+
+
 def _until(so: Callable[[], bool]) -> None:
     end = time.monotonic() + 5
     while not so() and time.monotonic() < end:
@@ -705,7 +711,9 @@ def test_fields_that_cannot_be_are_refused(options: dict[str, Any], message: str
 
 
 def test_a_run_without_room_for_answers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"need room, and model\.sampling\.max_observed is 0; set it to"):
+    with pytest.raises(
+        ValueError, match=r"need room, and max_observed of model\.sampling or model\.eval_sampling is 0; set"
+    ):
         Environments(factory=Guess).check(RunFacts(4, 8, 64, 1))
     Environments(factory=Guess).check(RunFacts(4, 8, 64, 1, max_observed=9))
 

@@ -21,7 +21,7 @@ from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.kv_budget import KVBudget
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.scheduling.plans.plan import PLANS
-from lit_grpo.types import Completion, Key, Prompt, Request, Rollout, SamplingParams
+from lit_grpo.types import EMPTY, Completion, Key, Prompt, Request, Rollout, SamplingParams
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", (9,), ""), Prompt("c", tuple(range(2, 30)), "")]
 SAMPLING = SamplingParams(max_tokens=24, max_observed=12)
@@ -201,6 +201,50 @@ def test_what_is_away_can_be_finished_aborted_and_dropped(make: Any) -> None:
     over, stopped = [rollout.completion for rollout in group.rollouts]
     assert (over.request.path, over.text, over.num_observed, over.finish_reason) == ((0,), "over", 2, "stop")
     assert (stopped.request.path, stopped.finish_reason) == ((1,), "abort") and stopped.num_sampled > 0
+
+
+@pytest.mark.parametrize("points", [(), (2, 5)])
+def test_requests_may_be_away_before_they_begin(points: tuple[int, ...], make: Any) -> None:
+    """They go on after what they observe first, as one with that prefix does; with a probe too."""
+
+    class Opening(Listener):
+        waiting: Sequence[Request] = ()
+
+        def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+            self.waiting = requests
+            return requests
+
+        def idle(self) -> Answer:
+            opened = [each.after(EMPTY.followed_by([5, 6, each.path[0] + 2])) for each in self.waiting]
+            self.waiting = ()
+            return Answer(go_on=opened)
+
+    loop = RolloutLoop(make(), listeners=[Opening()], plan="lpt" if points else "fcfs", points=points)
+    groups, stats = loop.collect(PROMPTS, GROUP, SAMPLING, seed=0)
+    alone = make(1)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        completion = rollout.completion
+        begun = EMPTY.followed_by([5, 6, completion.request.path[0] + 2])
+        alone.submit([completion.request.after(begun)])
+        while not (finished := alone.step().finished):
+            pass
+        assert completion.token_ids_T.tolist() == finished[0].token_ids_T.tolist()
+        assert completion.num_observed == 3 and completion.segments[0].version is None
+    assert sum(stats.lengths) == sum(each.completion.num_sampled for group in groups for each in group.rollouts)
+
+
+def test_a_request_may_begin_again(make: Any) -> None:
+    def act(held: list[Completion]) -> Answer:
+        return Answer(again=[each.request.after(EMPTY) for each in held])
+
+    holder = Holder(act)
+    groups, stats = RolloutLoop(make(), listeners=[holder]).collect(PROMPTS, 1, SAMPLING, seed=0)
+    plain, _ = RolloutLoop(make()).collect(PROMPTS, 1, SAMPLING, seed=0)
+    for group, other in zip(groups, plain, strict=True):
+        ids = [each.rollouts[0].completion.token_ids_T.tolist() for each in (group, other)]
+        assert ids[0] == ids[1]
+    assert stats.num_discarded == sum(completion.num_sampled for completion in holder.held) > 0
+    assert sum(stats.lengths) == sum(group.rollouts[0].completion.num_sampled for group in groups)
 
 
 @pytest.mark.parametrize(

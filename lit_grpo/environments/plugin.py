@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from lit_grpo.scheduling.flight import Flight
 
 logger = logging.getLogger(__name__)
-
+CLOSING_S = 10.0
+"""How long the end of a run waits for environments that are closed."""
 Seconds = Annotated[float, Limit(above=0, finite=True)]
 
 
@@ -79,8 +81,9 @@ class Environments(Plugin):
         """
         if run.max_observed < 1:
             raise ValueError(
-                "answers of tools and environments need room, and model.sampling.max_observed is 0; set it to the "
-                "tokens that a trajectory may observe, such as 512. They do not count in max_tokens."
+                "answers of tools and environments need room, and max_observed of model.sampling or "
+                "model.eval_sampling is 0; set it to the tokens that a trajectory may observe, such as 512. They do "
+                "not count in max_tokens."
             )
 
     def worker(self) -> EnvironmentWorker:
@@ -346,8 +349,9 @@ class EnvironmentWorker(Worker):
 
     def close(self) -> None:
         """End all environments, and what calls them."""
-        for session in [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]:
-            session.close()
+        sessions = [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]
+        closing = [future for session in sessions if (future := session.close()) is not None]
+        wait(closing, timeout=CLOSING_S)
         self.sessions.clear()
         self._before, self._ended = [], []
         if self._calls is not None:

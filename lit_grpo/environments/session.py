@@ -6,6 +6,7 @@ import inspect
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +114,12 @@ class Session:
         self.num_tokens, self._has_sampled = completion.num_tokens, True
         self._do(self._answered(completion))
 
-    def close(self) -> None:
-        """Let go of the environment."""
+    def close(self) -> Future[None] | None:
+        """Let go of the environment; return what it is closed by, where it has a ``close``."""
         environment, self.environment = self.environment, None
-        if environment is not None and "close" in self.kind.methods:
-            self.calls.start(self._closed(environment))
+        if environment is None or "close" not in self.kind.methods:
+            return None
+        return self.calls.start(self._closed(environment))
 
     def episode(self, reward: float | None = None) -> Episode:
         """Return what there is to say of it so far."""

@@ -113,7 +113,7 @@ class Calls:
 
     def stop(self) -> None:
         """Cancel what waits, and end the threads; one whose call goes on is left alone."""
-        self._keeper.close()
+        self._keeper.close(wait_s=_BLOCKED_S)
         self._coroutines.close(wait_s=_BLOCKED_S)
         for thread in self._idle:
             thread.end()

@@ -1,6 +1,6 @@
 """A task for a tool: arithmetic that a policy cannot do by itself, and a calculator.
 
-``37*48-95=`` asks for a number. Who calls the tool ``calculate`` with the whole expression is told it.
+``37*48-95`` asks for a number. A policy that calls the tool ``calculate`` with the whole expression is told it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def draw_expression(rng: random.Random, split: Split) -> str:
 class CalculatorRows(DrawnRows):
     """Expressions of three numbers, each once, none in both splits.
 
-    A row has the columns ``prompt`` (``37*48-95=``) and ``answer`` (``1681``). The embedded policy ``tiny_calculator``
+    A row has the columns ``prompt`` (``37*48-95``) and ``answer`` (``1681``). The embedded policy ``tiny_calculator``
     has been warm-started on the train split.
 
     Args:
@@ -108,4 +108,4 @@ class CalculatorRows(DrawnRows):
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Draw an expression."""
         expression = draw_expression(rng, self.split)
-        return {"prompt": f"{expression}=", "answer": calculate(expression)}
+        return {"prompt": expression, "answer": calculate(expression)}

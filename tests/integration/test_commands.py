@@ -120,6 +120,10 @@ NOT_RUN = {
         "takes minutes",
         "test_tiny_knights.py::test_the_script_warm_starts_a_policy_and_says_how_good_it_is",
     ),
+    "benchmarks.turns": (
+        "takes minutes",
+        "integration/test_benchmarks.py::test_the_other_benchmarks_run",
+    ),
     "benchmarks.demo": (
         "takes minutes",
         "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",

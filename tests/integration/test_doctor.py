@@ -472,6 +472,7 @@ ON_THE_DEMO = [
 CONFIGS = {
     "arithmetic": [],
     "budget": [],
+    "calculator": [],
     "infinite_sampling": [],
     "knights": ["--model.max_tokens_per_micro_batch", "700"],
     "own_task": [],

@@ -120,7 +120,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "policy")
 
 
-def train(folder: str, rows: list[dict[str, Any]], rewards: Any, **environments: Any) -> list[dict[str, str]]:
+def train(
+    folder: str, rows: list[dict[str, Any]], rewards: Any, *further: str, **environments: Any
+) -> list[dict[str, str]]:
     run = lit_grpo.train(
         folder,
         rows,
@@ -130,7 +132,7 @@ def train(folder: str, rows: list[dict[str, Any]], rewards: Any, **environments:
         num_generations=3,
         validation=rows[:2],
         sampling={"max_tokens": 60, "max_observed": 400},
-        callbacks={"rollout": {"plugins": [{"environments": environments}]}},
+        callbacks={"rollout": {"plugins": [{"environments": environments}, *further]}},
         trainer={"accelerator": "cpu", "val_check_interval": 2, "enable_progress_bar": False},
     )
     with (run.folder / "metrics.csv").open() as file:
@@ -153,6 +155,26 @@ def test_2048_catch_and_sqlite_train(folder: str) -> None:
         assert max(logged(rows, "environments/turns")) > 1 and min(logged(rows, "environments/tool_calls")) > 0
         assert logged(rows, "environments/dropped") == [0, 0]
         assert logged(rows, "reward")
+
+
+def test_turns_of_a_game_get_credit_of_their_own(folder: str) -> None:
+    prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
+    rows = train(folder, prompts, [], "gigpo", factory=Catch)
+    assert max(logged(rows, "grad_norm")) > 0  # by what turns earned, whatever became of the ball
+
+
+def test_validation_needs_room_for_answers_too(folder: str) -> None:
+    with pytest.raises(ValueError, match=r"max_observed of model\.sampling or model\.eval_sampling is 0; set it"):
+        lit_grpo.train(
+            folder,
+            [{"prompt": "Play.", "seed": 1}],
+            [],
+            max_steps=1,
+            batch_size=1,
+            sampling={"max_tokens": 9, "max_observed": 9},
+            eval_sampling={"max_tokens": 9},
+            callbacks={"rollout": {"plugins": [{"environments": {"factory": Catch}}]}},
+        )
 
 
 def test_several_environments_are_routed_by_a_column(folder: str) -> None:

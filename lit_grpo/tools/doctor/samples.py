@@ -97,7 +97,7 @@ def check_ends(patient: Patient) -> Iterator[Finding]:
         for batch in micro_batches
         for row, ids_N in zip(batch.rows, batch.target_ids_N.split(batch.lengths_C.tolist()), strict=True)
     }
-    whole = [learnt[row].tolist() == one.completion.token_ids_T.tolist() for row, one in enumerate(rollouts)]
+    whole = [learnt[row].tolist() == one.completion.sampled_ids for row, one in enumerate(rollouts)]
     pad = "; padding has the same id, and masks come from lengths" if tokenizer.pad_token_id in ends else ""
     if not all(whole):
         yield Finding(
