@@ -226,7 +226,7 @@ def check_prompt_lengths(
     sampling: SamplingParams,
     eval_sampling: SamplingParams,
     context: int,
-) -> None:
+) -> int:
     """Check that every prompt leaves room for its completion, before anything is sampled.
 
     Args:
@@ -235,9 +235,13 @@ def check_prompt_lengths(
         eval_sampling: For all else.
         context: The most tokens that the model takes.
 
+    Returns:
+        The most tokens of a prompt and what may follow it.
+
     Raises:
         ValueError: A prompt is too long for the model's context.
     """
+    most = 0
     for split, rows in prompts.items():
         room = (sampling if split == "train" else eval_sampling).room
         longest = max(rows, key=lambda prompt: len(prompt.token_ids))
@@ -247,6 +251,8 @@ def check_prompt_lengths(
             raise ValueError(
                 f"{said}, but the model's context is {context}; lower sampling.max_tokens or data.max_prompt_tokens."
             )
+        most = max(most, total)
+    return most
 
 
 def check_token_ids(prompts: Mapping[str, Sequence[Prompt]], num_embeddings: int) -> None:

@@ -194,6 +194,7 @@ class GRPOModule(EvaluationModule):
         self.policy_version = 0
         self._rewarded, self._collapse = RewardWatch(self.rewards, on_reward_error), CollapseWatch()
         self._lessons = LessonWatch()
+        self._longest_row: int | None = None
         self._told, self._told_before = Told(), Told()  # in this run, in the checkpoint's
         self._names_logged: dict[str, set[str]] = {}
         self.keep_special_tokens, self._told_of_unseen_tokens = keep_special_tokens, False
@@ -321,7 +322,8 @@ class GRPOModule(EvaluationModule):
         if self.on_reward_error == "raise":
             check_prompts(prompts, self.rewards)
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
-        check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context_length(self.policy))
+        context = context_length(self.policy)
+        self._longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
         max_tokens = self.settings.max_tokens_per_micro_batch
         if "train" in prompts and max_tokens != "auto":
             check_micro_batch(prompts["train"], self.sampling, max_tokens, self.settings.shares_prefix)
@@ -414,7 +416,7 @@ class GRPOModule(EvaluationModule):
     @property
     def spec(self) -> PolicySpec:
         """The policy for those who decode with it."""
-        return PolicySpec(self.policy, self.tokenizer, self.keep_special_tokens)
+        return PolicySpec(self.policy, self.tokenizer, self.keep_special_tokens, longest_row=self._longest_row)
 
     # ---- training ---------------------------------------------------------------------------------
 

@@ -132,6 +132,25 @@ def test_arguments_are_checked_when_they_are_given(make: Any, said: str) -> None
         make()
 
 
+def test_keys_and_values_get_no_more_than_the_slots_can_use(
+    monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    monkeypatch.setattr(vllm_engine, "free_bytes", lambda device: 2**40)
+    policy: Any = random_policy()  # its context is 256
+    tokenizer = load_tokenizer(str(policy_folder))
+    of_token = kv_bytes_per_token(policy.config, torch.float32)
+    assert of_token is not None
+
+    def tokens(longest_row: int | None, **arguments: Any) -> float:
+        generator = VLLMGenerator(num_slots=9, **arguments)
+        return generator._kv_bytes(PolicySpec(policy, tokenizer, longest_row=longest_row)) / of_token
+
+    assert tokens(None) == 10 * 256
+    assert tokens(40) == 10 * 40
+    assert tokens(20) == 256  # vLLM wants room for a row as long as the context
+    assert tokens(20, engine_args={"max_model_len": 64}) == 10 * 20
+
+
 def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
     monkeypatch: pytest.MonkeyPatch, policy_folder: Path
 ) -> None:

@@ -33,12 +33,14 @@ class PolicySpec:
         keep_special_tokens: Whether the text of a completion keeps its special tokens, except those at its end.
         keeps_kv: Whether requests that are stopped before a sync go on after it with the keys and values of the old
             weights, as far as the generator still has them.
+        longest_row: The most tokens of a prompt of the run and what may follow it; None where that is not known.
     """
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     keep_special_tokens: bool = False
     keeps_kv: bool = False
+    longest_row: int | None = None
 
     @property
     def name(self) -> str:

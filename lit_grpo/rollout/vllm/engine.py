@@ -160,7 +160,8 @@ class VLLMGenerator(EngineGenerator):
         allowed = self.kv_memory.bytes(free, policy.update_bytes + weights)
         if self.kv_memory.kind == "auto" and (of_token := kv_bytes_per_token(config, dtype)) is not None:
             context = self.arguments.get("max_model_len") or policy.context_length
-            allowed = min(allowed, (self.num_slots + 1) * context * of_token)
+            rows = (self.num_slots + 1) * min(policy.longest_row or context, context)
+            allowed = min(allowed, max(rows, context) * of_token)  # vLLM wants room for a row as long as the context
         if allowed < 1:
             raise ValueError(
                 f"kv_memory is {self.kv_memory.text}, which leaves nothing for keys and values: {free / 2**30:.1f} GiB "
