@@ -55,7 +55,7 @@ def test_panels_and_sections_and_axes_without_data_are_left_out(tmp_path: Path) 
         (run / name).unlink()
     content = content_of(run)
     assert [[panel["title"] for panel in each["panels"]] for each in content["sections"]] == [
-        ["Reward"], [], [], [], ["Loss"],
+        ["Reward"], [], [], [], ["Loss"], [],
     ]  # fmt: skip
     assert content["axes"] == {} and content["lengths"] is None and not content["timelines"] + content["samples"]
     assert [fact[0] for fact in content["head"]["facts"]] == ["Updates", "Best reward", "Last reward"]
