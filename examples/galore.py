@@ -31,10 +31,9 @@ class GaLore(GaLoreAdamW):
         weights = list(params)
         low_rank = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": 0.25, "proj_type": "std"}
         is_low_rank = [weight.ndim == 2 and min(weight.shape) > rank for weight in weights]
-        groups = [
-            {"params": [weight for weight, low in zip(weights, is_low_rank, strict=True) if low], **low_rank},
-            {"params": [weight for weight, low in zip(weights, is_low_rank, strict=True) if not low]},
-        ]
+        of_low_rank = [weight for weight, low in zip(weights, is_low_rank, strict=True) if low]
+        others = [weight for weight, low in zip(weights, is_low_rank, strict=True) if not low]
+        groups = [{"params": of_low_rank, **low_rank}, {"params": others}]
         given = [group for group in groups if group["params"]]
         super().__init__(given, lr=lr, weight_decay=weight_decay, no_deprecation_warning=True)
 

@@ -54,6 +54,10 @@ def digits(completion, log_metric):
     log_metric("mine/digits", sum(c.isdigit() for c in completion))
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 """
+ENVIRONMENTS = (
+    *("turns", "waiting_share", "tool_calls", "tool_failures", "tool_timeouts", "broken_calls", "cut_short"),
+    *("shortened_answers", "failures", "timeouts", "retries", "restarted", "dropped"),
+)
 ONLY_ELSEWHERE = {
     "memory/reserved_gib": "a GPU",
     **dict.fromkeys(("vllm/sleep_s", "vllm/freed_gib", "vllm/device_in_use_asleep_gib"), "vLLM in process on a GPU"),
@@ -75,6 +79,7 @@ ONLY_ELSEWHERE = {
         ),
         "rollout.plugins arrol",
     ),
+    **dict.fromkeys((f"environments/{name}" for name in ENVIRONMENTS), "rollout.plugins environments"),
     **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.plugins with rounds"),
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.plugins that divide completions"),
     "budget/replaced_groups": "rollout.plugins replace_flat",
@@ -214,7 +219,7 @@ def test_tensorboard_begins_with_the_reward(folder: Path) -> None:
     patterns = [name for c in layout.category for chart in c.chart for name in chart.multiline.tag]
     assert {EXPERIMENT_TAG, SESSION_START_INFO_TAG} <= files[0].PluginTagToContent("hparams").keys()
     assert sorted(tags)[0] == tag("reward") == "1 Learning/reward"
-    assert "6 Own/mine/digits" in tags
+    assert "7 Own/mine/digits" in tags
     in_panels = {name for name in tags if any(re.match(pattern, name) for pattern in patterns)}
     assert {tag(name) for name in ("val/pass@1", "time/update_s", "rewards/digits/mean")} <= in_panels
 

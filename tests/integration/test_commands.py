@@ -124,6 +124,7 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_benchmarks.py::test_the_other_benchmarks_run",
     ),
+    "benchmarks.what_fits": ("prints a page", "test_what_fits.py::test_the_page_has_the_table"),
     "benchmarks.demo": (
         "takes minutes",
         "integration/test_benchmarks.py::test_the_demo_is_measured_by_update_and_run_again",
