@@ -124,6 +124,10 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_benchmarks.py::test_the_other_benchmarks_run",
     ),
+    "benchmarks.gpu --device cuda": (
+        "needs a GPU",
+        "integration/test_gpu_benchmarks.py::test_the_stages_for_a_gpu_run_at_a_tiny_size_under_the_pretended_one",
+    ),
     "benchmarks.what_fits": ("prints a page", "test_what_fits.py::test_the_page_has_the_table"),
     "benchmarks.demo": (
         "takes minutes",
