@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 import random
 import sqlite3
+import subprocess
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from lit_grpo.environments.chat import Chat
 from lit_grpo.tasks import Catch
 
 pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
 SIZE = 4
 
 
@@ -183,3 +187,19 @@ def test_several_environments_are_routed_by_a_column(folder: str) -> None:
     rows = train(folder, prompts, [], factory={"game": Game2048, "catch": Catch})
     assert logged(rows, "rewards/Game2048/mean") or logged(rows, "rewards/Catch/mean")
     assert all(value >= 0 for value in logged(rows, "val/reward"))
+
+
+@pytest.mark.nightly
+def test_vllm_decodes_turns_too(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    words = ["fit", "--config", "calculator", "--config", "generators/vllm", "--trainer.max_steps", "1"]
+    words += ["--data.batch_size", "4", "--trainer.limit_val_batches", "0"]
+    command = [sys.executable, "-m", "lit_grpo", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "runs" / "calculator" / "metrics.csv").open(newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    assert float(row["environments/tool_calls"]) > 0 and float(row["environments/turns"]) > 1
+    assert float(row["sampling/logprob_gap_mean"]) < 1e-4  # of the tokens of all turns
