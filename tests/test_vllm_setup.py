@@ -146,9 +146,10 @@ def test_keys_and_values_get_no_more_than_the_slots_can_use(
         return generator._kv_bytes(PolicySpec(policy, tokenizer, longest_row=longest_row)) / of_token
 
     assert tokens(None) == 10 * 256
-    assert tokens(40) == 10 * 40
-    assert tokens(20) == 256  # vLLM wants room for a row as long as the context
-    assert tokens(20, engine_args={"max_model_len": 64}) == 10 * 20
+    assert tokens(40) == tokens(128) == 10 * 128  # whole blocks
+    assert tokens(40, engine_args={"block_size": 16}) == 10 * 48
+    assert tokens(16, engine_args={"block_size": 16}) == 256 + 16  # vLLM wants room for a row as long as the context
+    assert tokens(16, engine_args={"block_size": 16, "max_model_len": 64}) == 10 * 16
 
 
 def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(

@@ -44,6 +44,7 @@ _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
+_LARGEST_BLOCK = 128  # tokens of keys and values that vLLM gives a row at a time, on CPUs
 """Of a machine's memory, for keys and values of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
 _warned_of: set[str] = set()
 
@@ -159,6 +160,23 @@ def engine_arguments(dtype: str, num_slots: int, on_gpu: bool) -> dict[str, Any]
         "weight_transfer_config": {"backend": "lit_grpo"},
         "worker_extension_cls": "lit_grpo.rollout.vllm.worker.WorkerExtension",
     }
+
+
+def kv_bytes_of_slots(
+    policy: PolicySpec, dtype: torch.dtype, num_slots: int, arguments: Mapping[str, Any]
+) -> int | None:
+    """Return the bytes of keys and values that all slots can use at once, and at least those of a whole context.
+
+    vLLM wants room for a row as long as its ``max_model_len``, an entry of ``arguments`` or the policy's context. None
+    where what a token takes is not known.
+    """
+    of_token = kv_bytes_per_token(policy.config.get_text_config(), dtype)
+    if of_token is None:
+        return None
+    context = arguments.get("max_model_len") or policy.context_length
+    block = arguments.get("block_size") or _LARGEST_BLOCK
+    row = -(-min(policy.longest_row or context, context) // block) * block
+    return max((num_slots + 1) * row, context + block) * of_token
 
 
 def server_arguments(dtype: str, num_slots: int, num_servers: int = 1) -> dict[str, Any]:

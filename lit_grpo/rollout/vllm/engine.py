@@ -25,7 +25,7 @@ from lit_grpo.rollout.vllm.arguments import (
     check_on_cpu,
     engine_arguments,
     import_vllm,
-    kv_bytes_per_token,
+    kv_bytes_of_slots,
     quiet_start,
     require_vllm,
     start_failure,
@@ -155,13 +155,11 @@ class VLLMGenerator(EngineGenerator):
             ValueError: It comes to nothing, which vLLM would take for "all that is free".
         """
         free = free_bytes(policy.device)
-        config, dtype = policy.config.get_text_config(), self.weights_dtype or policy.dtype
+        dtype = self.weights_dtype or policy.dtype
         weights = sum(weight.nbytes for weight in policy.weights(dtype=dtype).outline.values())
         allowed = self.kv_memory.bytes(free, policy.update_bytes + weights)
-        if self.kv_memory.kind == "auto" and (of_token := kv_bytes_per_token(config, dtype)) is not None:
-            context = self.arguments.get("max_model_len") or policy.context_length
-            rows = (self.num_slots + 1) * min(policy.longest_row or context, context)
-            allowed = min(allowed, max(rows, context) * of_token)  # vLLM wants room for a row as long as the context
+        if self.kv_memory.kind == "auto":
+            allowed = min(allowed, kv_bytes_of_slots(policy, dtype, self.num_slots, self.arguments) or allowed)
         if allowed < 1:
             raise ValueError(
                 f"kv_memory is {self.kv_memory.text}, which leaves nothing for keys and values: {free / 2**30:.1f} GiB "
