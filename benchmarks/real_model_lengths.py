@@ -48,7 +48,7 @@ class Size:
     slots: tuple[int, ...]
 
 
-FULL, QUICK = Size(16, 4, 8, 96, (8, 16)), Size(2, 1, 2, 10, (2,))
+FULL, QUICK = Size(8, 4, 8, 96, (8,)), Size(2, 1, 2, 10, (2,))
 
 
 def main(options: Options) -> int:
