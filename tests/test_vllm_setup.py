@@ -28,6 +28,7 @@ from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     check_family,
     check_on_cpu,
+    cpu_kv_arguments,
     kv_bytes_per_token,
     require_vllm,
     sampling_fields,
@@ -150,6 +151,20 @@ def test_keys_and_values_get_no_more_than_the_slots_can_use(
     assert tokens(40, engine_args={"block_size": 16}) == 10 * 48
     assert tokens(16, engine_args={"block_size": 16}) == 256 + 16  # vLLM wants room for a row as long as the context
     assert tokens(16, engine_args={"block_size": 16, "max_model_len": 64}) == 10 * 16
+
+
+def test_servers_on_cpus_get_no_more_than_their_slots_can_use_or_their_share(
+    monkeypatch: pytest.MonkeyPatch, policy_folder: Path
+) -> None:
+    policy: Any = random_policy()
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)), longest_row=40)
+    needed = 10 * 128 * (kv_bytes_per_token(policy.config, torch.float32) or 0)
+    monkeypatch.setattr(vllm_setup, "free_bytes", lambda device: 5 * needed)
+    assert cpu_kv_arguments(spec, 9, 2, {}) == {"kv_cache_memory_bytes": needed}
+    assert cpu_kv_arguments(spec, 9, 2, {"dtype": "bfloat16"}) == {"kv_cache_memory_bytes": needed // 2}
+    assert cpu_kv_arguments(spec, 9, 2, {"gpu_memory_utilization": 0.1}) == {}
+    monkeypatch.setattr(vllm_setup, "free_bytes", lambda device: int(4.9 * needed))
+    assert cpu_kv_arguments(spec, 9, 2, {}) == {}  # vLLM takes the share, and says what it lacks
 
 
 def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(

@@ -22,6 +22,7 @@ class EventLoop:
 
     def __init__(self, name: str = "lit_grpo-loop") -> None:
         self._name = name
+        self._begins = threading.Lock()  # begin may be called from several threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closes: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -31,13 +32,14 @@ class EventLoop:
         self._closes.append(close)
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine; the future gets its result."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            arguments = self._loop, self._closes
-            self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run a coroutine, from any thread; the future gets its result."""
+        with self._begins:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                arguments = self._loop, self._closes
+                self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine and wait for its result."""

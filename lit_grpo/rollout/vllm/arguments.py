@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lit_grpo.memory import free_bytes
 from lit_grpo.rollout.sampling import request_key
 from lit_grpo.types import FinishReason, Request
 
@@ -44,8 +45,8 @@ _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
-_LARGEST_BLOCK = 128  # tokens of keys and values that vLLM gives a row at a time, on CPUs
 """Of a machine's memory, for keys and values of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
+_LARGEST_BLOCK = 128  # tokens of keys and values that vLLM gives a row at a time, on CPUs
 _warned_of: set[str] = set()
 
 
@@ -177,6 +178,21 @@ def kv_bytes_of_slots(
     block = arguments.get("block_size") or _LARGEST_BLOCK
     row = -(-min(policy.longest_row or context, context) // block) * block
     return max((num_slots + 1) * row, context + block) * of_token
+
+
+def cpu_kv_arguments(
+    policy: PolicySpec, num_slots: int, num_servers: int, server_args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the memory for keys and values of a server on a CPU: what its slots can use, where that is known.
+
+    It is left to :func:`server_arguments` where the slots could use more than the server's share of what is free, and
+    where ``server_args`` give a share.
+    """
+    kv_bytes = kv_bytes_of_slots(policy, dtype_of(server_args) or policy.dtype, num_slots, server_args)
+    share = free_bytes(torch.device("cpu")) * _CPU_SHARE / num_servers
+    if kv_bytes is None or kv_bytes > share or "gpu_memory_utilization" in server_args:
+        return {}
+    return {"kv_cache_memory_bytes": kv_bytes}
 
 
 def server_arguments(dtype: str, num_slots: int, num_servers: int = 1) -> dict[str, Any]:

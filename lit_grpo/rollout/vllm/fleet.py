@@ -22,7 +22,7 @@ from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
     check_on_cpu,
     check_version,
-    kv_bytes_of_slots,
+    cpu_kv_arguments,
     require_vllm,
     server_arguments,
     server_environment,
@@ -382,9 +382,8 @@ class Fleet:
         on_gpu = torch.cuda.is_available() if self.ray is None else bool(self.ray.get("num_gpus"))
         if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), server_args)
-            kv_bytes = kv_bytes_of_slots(policy, policy.dtype, self.num_slots, server_args)
-            if kv_bytes is not None and "gpu_memory_utilization" not in server_args:
-                server_args = {"kv_cache_memory_bytes": kv_bytes, **server_args}
+            own = cpu_kv_arguments(policy, self.num_slots, self.num_servers, server_args)
+            server_args = own | dict(server_args)
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
