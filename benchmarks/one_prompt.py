@@ -133,7 +133,8 @@ class Runner:
         loop = RolloutLoop(self.generator, None, self.system.plan, self._lengths(prompts, known), points=points)
         groups, stats = loop.collect(prompts, self.group_size, SamplingParams(max_tokens=self.limit), seed=0)
         if self.system.lengths == "predicted" and self.told is None:
-            self.choice.learn(self.predictor.outcome(), self.limit, self.num_slots, self.predictor.informative)
+            kept = self.generator.capacity().kept_share * self.num_slots * self.limit
+            self.choice.learn(self.predictor.outcome(), self.limit, self.num_slots, self.predictor.informative, kept)
             self.predictor.end(commit=True)
         figures.add(stats, groups, points)
 

@@ -1,8 +1,10 @@
 """What the order of requests, predicted lengths and a probe save on the completions of a pretrained chat model.
 
 SmolLM2-135M-Instruct answers the word problems of its configuration, at temperature 1 and with a limit that lets it
-talk, over three visits of the same prompts; its weights move by a little between two visits, as in training. All
-systems decode the same completions in the same slots, on one thread, and in turn: first come; the default plan without
+talk, over three visits of the same prompts; its weights move by a little between two visits, as in training. Each
+rollout is sampled once, which is not counted; then all systems decode completions of these lengths (with other
+neighbours in a batch a token or two of a thousand comes out another one, and so may a length), in the same slots, on
+one thread, and in turn: first come; the default plan without
 a probe, with a probe after 8 or 32 tokens, and as shipped, where it chooses by what has saved most so far; and the
 default plan that knows every length. The real predictor learns from each rollout, and the third visit is counted. Its
 rank correlation is that of the last completions before decoding and at each point, "within" that of the differences
@@ -61,8 +63,10 @@ def main(options: Options) -> int:
         torch.manual_seed(0)
         policy, tokenizer = load(options.policy or task.policy, options.device)
         prompts = task.prompts(tokenizer, task.rows("train", size.prompts))
-        runners = [Runner(system, policy, tokenizer, num_slots, size.group, size.limit) for system in SYSTEMS]
-        found = _decoded(policy, runners, prompts, size, num_slots)
+        sampler = Runner(SYSTEMS[0], policy, tokenizer, num_slots, size.group, size.limit)
+        lengths: dict[Key, int] = {}
+        runners = [Runner(system, policy, tokenizer, num_slots, size.group, size.limit, lengths) for system in SYSTEMS]
+        found = _decoded(policy, sampler, lengths, runners, prompts, size)
         rows += [_row(runner, found[runner.system.name], num_slots) for runner in runners]
         claims += _claims(found, num_slots)
     settings: Row = {"threads": 1, "prompts": size.prompts, "per_rollout": size.per_rollout, "G": size.group}
@@ -71,21 +75,35 @@ def main(options: Options) -> int:
 
 
 def _decoded(
-    policy: torch.nn.Module, runners: Sequence[Runner], prompts: Sequence[Prompt], size: Size, num_slots: int
+    policy: torch.nn.Module,
+    sampler: Runner,
+    lengths: dict[Key, int],
+    runners: Sequence[Runner],
+    prompts: Sequence[Prompt],
+    size: Size,
 ) -> dict[str, Figures]:
-    """Decode all visits, each rollout by all systems in turn; return what the last visit took."""
+    """Decode all visits, each rollout by all systems in turn; return what the last visit took.
+
+    Args:
+        policy: Moves a little between visits.
+        sampler: Decides how long completions are.
+        lengths: Takes them; all runners read it.
+        runners: One for each system.
+        prompts: Of each visit.
+        size: Of a rollout.
+    """
     figures = {runner.system.name: Figures() for runner in runners}
     for visit in range(VISITS):
         if visit:
             drift(policy, DRIFT, visit)
         for first in range(0, len(prompts), size.per_rollout):
             part = [replace(prompt, visit=visit) for prompt in prompts[first : first + size.per_rollout]]
-            known: dict[Key, int] = {}
+            sampled = Figures()
+            sampler.run(part, sampled, {})
+            lengths |= {key: len(tokens) for key, tokens in sampled.samples.items()}
             for runner in runners:
-                count = figures[runner.system.name] if visit == VISITS - 1 else Figures()
-                runner.run(part, count, known)
-                known = known or {key: len(tokens) for key, tokens in count.samples.items()}
-        note(f"{num_slots} slots, visit {visit}")
+                runner.run(part, figures[runner.system.name] if visit == VISITS - 1 else Figures(), lengths)
+        note(f"visit {visit}")
     return figures
 
 
@@ -102,15 +120,11 @@ def _row(runner: Runner, figures: Figures, num_slots: int) -> Row:
 
 
 def _claims(found: dict[str, Figures], num_slots: int) -> list[Claim]:
-    first, *others = found.values()
-    differing = max(sum(first.samples[key] != other.samples[key] for key in first.samples) for other in others)
-
     def over_first_come(name: str, what: str) -> float:
         return getattr(found[name], what) / getattr(found[FIRST_COME], what)
 
     where = f"{num_slots} slots"
     return [
-        Claim(f"{where}: completions that differ between systems, at most", float(differing), "<=", 0),
         Claim(f"{where}: default: steps over first come's", over_first_come(DEFAULT, "steps"), "<=", 1.0),
         Claim(f"{where}: default: seconds over first come's", over_first_come(DEFAULT, "seconds"), "<=", 1.0),
     ]

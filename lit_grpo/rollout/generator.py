@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -29,7 +30,9 @@ class Capacity:
     At most ``slots`` completions are decoded at a time; ``free_slots`` more can be submitted now. ``kv_tokens`` is the
     memory for keys and values in tokens, ``None`` where it is not a limit, ``kv_tokens_in_use`` how much of it is
     taken, and ``layout`` how it is divided among completions. A generator that ``evicts`` makes room by itself when
-    memory becomes scarce; from any other the loop takes requests away before a step that would not fit.
+    memory becomes scarce; from any other the loop takes requests away before a step that would not fit. Of completions
+    that have left their slots it keeps keys and values of so many tokens: ``kept_share`` of what slots of full length
+    hold. It computes those of others again.
     """
 
     slots: int
@@ -38,6 +41,7 @@ class Capacity:
     kv_tokens_in_use: int = 0
     layout: KVLayout = Blocks()  # noqa: RUF009 (frozen)
     evicts: bool = False
+    kept_share: float = math.inf
 
 
 @dataclass

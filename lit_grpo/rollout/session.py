@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -138,7 +139,7 @@ class RolloutSession:
         self._rounds: Rounds | None = None
         self._predicted: dict[Key, float] = {}  # tokens of completions whose groups are open between two batches
         self._sizes: list[int] = []
-        self._num_slots = 0
+        self._num_slots, self._kept_share = 0, math.inf
         self._num_prompts: int | None = None  # of a batch, on each rank
         self._told_of_flat_groups = False
 
@@ -231,7 +232,8 @@ class RolloutSession:
         if self.lengths is not None:
             self.lengths.end(commit=False)  # of a rollout whose update was interrupted
         self._choose_points()
-        self._num_slots = run.generator.capacity().slots
+        capacity = run.generator.capacity()
+        self._num_slots, self._kept_share = capacity.slots, capacity.kept_share
         if self.mode.carries:
             batch.prompts = self._open_prompts(run)
         sizes = self._group_sizes(batch.prompts, run.num_generations)
@@ -294,7 +296,13 @@ class RolloutSession:
         if self.lengths is not None:
             if self._choice is not None:
                 outcome = self.lengths.outcome()
-                self._choice.learn(outcome, run.sampling.max_tokens, self._num_slots, self.lengths.informative)
+                self._choice.learn(
+                    outcome,
+                    run.sampling.max_tokens,
+                    self._num_slots,
+                    self.lengths.informative,
+                    kept_tokens=self._kept_share * self._num_slots * run.sampling.room,
+                )
                 learnt |= self._choice.metrics()
             self.lengths.end(commit=True)
             learnt |= self.lengths.metrics()

@@ -32,7 +32,7 @@ from lit_grpo.scheduling.layouts import prompt_room
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams
 
-KEPT_SHARE = 4
+KEPT_SHARE = 1 / 4
 
 
 class SlotGenerator(Versioned):
@@ -160,10 +160,11 @@ class SlotGenerator(Versioned):
         """Slots and KV memory, and how much of them is free."""
         slots = self.num_slots, self.num_slots - self._num_in_flight
         if self.budget is None:
-            return Capacity(*slots)
+            return Capacity(*slots, kept_share=KEPT_SHARE)
         if not self._num_in_flight:
             self.budget.measure(self._shape_now().bytes_per_token)
-        return Capacity(*slots, self.budget.tokens, self._allocated_tokens, self._shape_now().pieces)
+        layout = self._shape_now().pieces
+        return Capacity(*slots, self.budget.tokens, self._allocated_tokens, layout, kept_share=KEPT_SHARE)
 
     @property
     def _allocated_tokens(self) -> int:
@@ -233,7 +234,7 @@ class SlotGenerator(Versioned):
     def _room_to_keep(self, cache: SlotCache) -> int:
         """KV tokens of completions without a row that may be kept."""
         assert self.budget is not None
-        return min(self.budget.tokens - cache.allocated_tokens, self.num_slots * cache.max_tokens // KEPT_SHARE)
+        return min(self.budget.tokens - cache.allocated_tokens, int(KEPT_SHARE * self.num_slots * cache.max_tokens))
 
     # ---- one step ---------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ NUM_SLICES = 16  # of the limit
 SMALLEST_SLICE = 16
 PARK_STEPS = 0.08
 """What taking a completion out of its slot and back costs, in decode steps: measured on the smallest of policies."""
+COMPUTE_STEPS = 1.0
+"""What it costs where its keys and values are computed again: a pass of the policy, which reads all weights as a step."""
 WORTH_IT = 0.01
 
 Points = tuple[int, ...]
@@ -59,7 +63,14 @@ class ProbeChoice:
         }
         return max(worth, key=worth.__getitem__, default=())
 
-    def learn(self, outcome: PredictedRollout, max_tokens: int, num_slots: int, follows: bool) -> None:
+    def learn(
+        self,
+        outcome: PredictedRollout,
+        max_tokens: int,
+        num_slots: int,
+        follows: bool,
+        kept_tokens: float = math.inf,
+    ) -> None:
         """Take what was said in a rollout, and what came.
 
         Args:
@@ -67,17 +78,19 @@ class ProbeChoice:
             max_tokens: The most tokens of a completion.
             num_slots: Slots that it was decoded in.
             follows: Whether what is said before decoding is followed.
+            kept_tokens: Tokens of completions without a slot whose keys and values the generator keeps; those of others
+                are computed again.
         """
         done = np.flatnonzero(outcome.totals > 0)[:MOST_JOBS]
         if len(done) <= num_slots:
             return
         totals, said, nothing = outcome.totals[done], outcome.said[done], np.full(len(done), np.nan)
-        usual, _ = count_steps(totals, said[:, 0] if follows else nothing, (), num_slots)
+        usual = count_steps(totals, said[:, 0] if follows else nothing, (), num_slots).steps
         candidates = [((point,), of_point) for point, of_point in zip(outcome.points[1:], said.T[1:], strict=True)]
         for points, foretold in [*candidates, (time_slices(max_tokens), nothing)]:
             if points:
-                steps, num_parked = count_steps(totals, foretold, points, num_slots)
-                saving = 1 - (steps + PARK_STEPS * num_parked) / usual
+                count = count_steps(totals, foretold, points, num_slots, kept_tokens)
+                saving = 1 - (count.steps + PARK_STEPS * count.parked + COMPUTE_STEPS * count.computed_again) / usual
                 self.savings[points] = saving + FORGETTING * (self.savings.get(points, saving) - saving)
 
     def metrics(self) -> dict[str, float]:
@@ -94,8 +107,19 @@ class ProbeChoice:
         self.savings = {tuple(points): saving for points, saving in state["savings"]}
 
 
-def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num_slots: int) -> tuple[int, int]:
-    """Return the steps of a rollout that waits at points, longest predicted first, and how often a job is parked.
+@dataclass(frozen=True)
+class Count:
+    """What a rollout takes: decode steps, how often a job is parked, and how often what it had is computed again."""
+
+    steps: int
+    parked: int
+    computed_again: int
+
+
+def count_steps(
+    totals: np.ndarray, said: np.ndarray, points: Sequence[int], num_slots: int, kept_tokens: float = math.inf
+) -> Count:
+    """Return what a rollout takes that waits at points, longest predicted first.
 
     Args:
         totals: Tokens of each job, in the order of arrival, shape (jobs,).
@@ -103,6 +127,7 @@ def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num
             which nothing is, NaN, come last, as they have arrived.
         points: Numbers of tokens, ascending, as for :class:`Probing`.
         num_slots: Slots that decode.
+        kept_tokens: Tokens of parked jobs that are kept; a job that finds no more room loses its own.
     """
     stops = [point + 1 for point in points]  # a job is looked at when it has a token more
     rank = np.argsort(np.argsort(-np.nan_to_num(said, nan=0.0), kind="stable")).tolist()
@@ -111,10 +136,17 @@ def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num
     heapq.heapify(waiting)
     active: list[tuple[int, int, int]] = []  # the step at which it stops, its stage, and the job
     has = [0] * len(lengths)
-    step = num_parked = 0
+    kept: set[int] = set()
+    step = num_parked = num_again = 0
+    room = kept_tokens
     while waiting or active:
         while waiting and len(active) < num_slots:
             stage, _, job = heapq.heappop(waiting)
+            if job in kept:
+                kept.remove(job)
+                room += has[job]
+            elif has[job]:
+                num_again += 1
             heapq.heappush(active, (step + _until(lengths[job], stops, stage) - has[job], stage, job))
         step = active[0][0]
         while active and active[0][0] == step:
@@ -125,9 +157,12 @@ def count_steps(totals: np.ndarray, said: np.ndarray, points: Sequence[int], num
             if (waiting and waiting[0][0] <= stage + 1) or (active and active[0][0] == step):
                 heapq.heappush(waiting, (stage + 1, rank[job], job))
                 num_parked += 1
+                if has[job] <= room:
+                    kept.add(job)
+                    room -= has[job]
             else:
                 heapq.heappush(active, (step + _until(lengths[job], stops, stage + 1) - has[job], stage + 1, job))
-    return step, num_parked
+    return Count(step, num_parked, num_again)
 
 
 def _until(length: int, stops: Sequence[int], stage: int) -> int:
