@@ -159,7 +159,7 @@ def test_steps_with_points_are_those_of_the_simulated_rollout(seed: int, points:
 def test_what_is_parked_without_room_is_computed_again_and_takes_a_pass() -> None:
     totals, said = np.array([20, 20, 20, 20]), np.array([4.0, 3.0, 2.0, 1.0])
     assert count_steps(totals, said, (8,), 1) == Count(80, 4, 0)
-    assert count_steps(totals, said, (8,), 1, kept_tokens=18) == Count(80, 4, 2)  # nine tokens each
+    assert count_steps(totals, said, (8,), 1, kept_tokens=16) == Count(80, 4, 2)  # keys of eight tokens each
     assert count_steps(totals, said, (8,), 1, kept_tokens=0) == Count(80, 4, 4)
     with_room, without = learned(noise=0.1), learned(noise=0.1, kept_tokens=0)
     assert with_room.savings[8,] - without.savings[8,] > 0.05  # some 24 passes over some 350 steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lit_grpo.rollout.generator import Generator
 from lit_grpo.rollout.listeners import Stepped
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import generator as slots_module
+from lit_grpo.rollout.slots import prompts as slot_prompts
 from lit_grpo.rollout.slots.attention import ATTENTION_NAME
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.cache import SlotCache
@@ -714,6 +716,24 @@ def test_after_a_rollout_no_keys_and_values_are_held(make: Any, num_slots: int) 
     decode(generator, requests(PROMPTS, 8, SAMPLING))
     generator.release(PROMPTS)
     assert generator.capacity().kv_tokens_in_use == 0
+
+
+def test_what_is_kept_of_completions_is_not_dropped_when_they_come_back(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make(4)
+    todo = requests(PROMPTS[:1], 4, replace(SAMPLING, max_tokens=64))
+    generator.submit(todo)
+    for _ in range(9):
+        generator.step()
+    stopped = generator.abort([request.key for request in todo])
+    assert [request.prefix.num_tokens for request in stopped] == [9] * 4  # a quarter of the slots holds twice as many
+    computed: list[int] = []
+    monkeypatch.setattr(slot_prompts, "prefill", lambda policy, sequences, *_: computed.append(len(sequences)))
+    generator.submit(stopped)
+    generator.step()
+    assert computed == []
+    generator.close()
 
 
 def test_after_an_abort_no_keys_and_values_are_held(make: Any) -> None:

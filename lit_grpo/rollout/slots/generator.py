@@ -231,10 +231,11 @@ class SlotGenerator(Versioned):
                 self._rows.remove(row)
         return requests[::-1]
 
-    def _room_to_keep(self, cache: SlotCache) -> int:
-        """KV tokens of completions without a row that may be kept."""
+    def _room_to_keep(self, cache: SlotCache, entering: int = 0) -> int:
+        """KV tokens of completions without a row that may be kept, where rows with so many enter."""
         assert self.budget is not None
-        return min(self.budget.tokens - cache.allocated_tokens, int(KEPT_SHARE * self.num_slots * cache.max_tokens))
+        free = self.budget.tokens - cache.allocated_tokens - entering
+        return min(free, int(KEPT_SHARE * self.num_slots * cache.max_tokens))
 
     # ---- one step ---------------------------------------------------------------------------------
 
@@ -334,7 +335,7 @@ class SlotGenerator(Versioned):
         """Where the step would pass the budget, give back what nobody needs: idle prompts, and room ahead of need."""
         assert self.budget is not None
         entering = sum(cache.tokens_of(request.prefix.num_tokens) for request in self._incoming)
-        self._kept.fit(self._room_to_keep(cache) - entering)
+        self._kept.fit(self._room_to_keep(cache, entering))
         if self._is_roomy(cache):
             cache.allow_slack(True)
             return

@@ -19,7 +19,7 @@ SMALLEST_SLICE = 16
 PARK_STEPS = 0.08
 """What taking a completion out of its slot and back costs, in decode steps: measured on the smallest of policies."""
 COMPUTE_STEPS = 1.0
-"""What it costs where its keys and values are computed again: a pass of the policy, which reads all weights as a step."""
+"""What it costs where keys and values are computed again: a pass of the policy, which reads all weights as a step does."""
 WORTH_IT = 0.01
 
 Points = tuple[int, ...]
@@ -144,7 +144,7 @@ def count_steps(
             stage, _, job = heapq.heappop(waiting)
             if job in kept:
                 kept.remove(job)
-                room += has[job]
+                room += has[job] - 1  # the last token has no keys yet
             elif has[job]:
                 num_again += 1
             heapq.heappush(active, (step + _until(lengths[job], stops, stage) - has[job], stage, job))
@@ -157,9 +157,9 @@ def count_steps(
             if (waiting and waiting[0][0] <= stage + 1) or (active and active[0][0] == step):
                 heapq.heappush(waiting, (stage + 1, rank[job], job))
                 num_parked += 1
-                if has[job] <= room:
+                if has[job] - 1 <= room:
                     kept.add(job)
-                    room -= has[job]
+                    room -= has[job] - 1
             else:
                 heapq.heappush(active, (step + _until(lengths[job], stops, stage + 1) - has[job], stage + 1, job))
     return Count(step, num_parked, num_again)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 
 def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: int) -> BlockMask:
@@ -29,7 +33,8 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
         near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return same_group & same_segment & near
 
-    return create_block_mask(sees, None, None, num_tokens, len(group_T), device=device, _compile=device == "cuda")
+    create = _compiled_mask() if device == "cuda" else create_block_mask
+    return create(sees, None, None, num_tokens, len(group_T), device=device)
 
 
 def flex_prefix_attention(
@@ -48,9 +53,22 @@ def flex_prefix_attention(
         scaling: Scores are multiplied by it.
     """
     attend = _compiled() if query.device.type == "cuda" else flex_attention
-    output = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    output = attend(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=_ONE_KERNEL,
+    )  # fmt: skip
     assert isinstance(output, torch.Tensor)
     return output
+
+
+_ONE_KERNEL: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
+"""For rows below 128 tokens torch would take a kernel that is made for decoding, which it cannot build where queries,
+times those that share a KV head, are more than 128."""
+
+
+@cache
+def _compiled_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask, dynamic=True)
 
 
 @cache
