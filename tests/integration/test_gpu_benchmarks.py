@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from quick_runs import check_result, run_quick
 
 from benchmarks import gpu
+from benchmarks.compile_only import SHARED_MEMORY
 from benchmarks.gpu_stages import STAGES
 from benchmarks.report import Options
 
@@ -55,3 +57,16 @@ def test_counts_are_within_their_budgets(tmp_path: Path) -> None:
     result, _ = run_quick("device_counts", tmp_path / "result.json")
     check_result(result, "device_counts")
     assert len(result["claims"]) == 16 and all(claim["holds"] for claim in result["claims"])
+
+
+@pytest.mark.nightly
+def test_the_attention_of_gpus_compiles_for_them_and_its_code_computes_what_it_should(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    result, _ = run_quick("triton_code", tmp_path / "result.json")
+    check_result(result, "triton_code")
+    assert [row["gpu"] for row in result["rows"]] == ["sm_89 (RTX 40, L4)"] * len(result["rows"])
+    assert {"flex_attention_0", "flex_attention_backward_1"} <= {row["kernel"] for row in result["rows"]}
+    assert all(row["shared_bytes"] <= SHARED_MEMORY[8, 9] for row in result["rows"])
+    assert [claim["text"] for claim in result["claims"] if not claim["holds"]] == []

@@ -1,0 +1,188 @@
+"""Attention of packed groups compiled for a GPU that is not there, or run in Triton's interpreter; a process each.
+
+Run by :mod:`benchmarks.triton_code`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.compile_only import Twins, begin
+from benchmarks.processes import read_case, tell
+
+NUM_HEADS, NUM_KV_HEADS = 4, 2
+PROMPT, RESPONSES = 60, (50, 3, 61)  # two blocks of 128 tokens, the second one not full
+CARRIED = 30  # tokens of a prompt whose keys and values follow the row
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compiled or run.
+
+    Args:
+        capability: Of the GPU: major and minor.
+        head_size: Of queries, keys and values.
+        dtype: Theirs, by its name in torch.
+        window: How many tokens back a token sees; None for all.
+        interpreted: Run in the interpreter, with numbers, and compare them; or else compile to binaries.
+        rows: Packed rows of other shapes that are attended in forward afterwards, to count compilations.
+    """
+
+    capability: tuple[int, int]
+    head_size: int
+    dtype: str
+    window: int | None
+    interpreted: bool = False
+    rows: int = 0
+
+
+def main() -> None:
+    """Compile or run forward and backward, and tell what came of it."""
+    told: dict[str, Any] = read_case()
+    major, minor = told.pop("capability")
+    case = Case((major, minor), **told)
+    if case.interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
+    twins, kernels = begin(case.capability)
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
+    from lit_grpo.update.prefix.layout import PackedGroup, key_labels
+
+    first = PackedGroup(0, PROMPT, RESPONSES)
+    row = PROMPT + sum(RESPONSES)
+    second = PackedGroup(row, CARRIED, (20,), carried_at=row + 20)
+    num_tokens, labels_3K = row + 20, key_labels([first, second])
+    torch.manual_seed(0)
+    shape, dtype = (1, NUM_HEADS, num_tokens, case.head_size), getattr(torch, case.dtype)
+    keys = (1, NUM_KV_HEADS, labels_3K.shape[1], case.head_size)
+    real = [torch.randn(each, dtype=dtype, requires_grad=True) for each in (shape, keys, keys)]
+    weights, scaling = torch.randn(shape, dtype=dtype), case.head_size**-0.5
+    plain_mask = prefix_block_mask(labels_3K, case.window, num_tokens) if case.interpreted else None
+    with FakeTensorMode():
+        query, key, value = inputs = [twins.fake(each) for each in real]
+        labels = twins.fake(labels_3K)
+        mask = prefix_block_mask(labels, case.window, num_tokens) if plain_mask is None else _on_gpu(plain_mask, twins)
+        if plain_mask is not None:
+            mask.mask_mod = _sees_by(labels, case.window)
+        output = flex_prefix_attention(query, key, value, mask, scaling)
+        gradients = torch.autograd.grad(output, inputs, twins.fake(weights))
+        found = [twins.real(each) for each in (output, *gradients)] if case.interpreted else []
+    figures: dict[str, Any] = {"kernels": [asdict(kernel) for kernel in kernels]}
+    if case.interpreted:
+        expected = _row_by_row(first, second, [each.detach().double() for each in real], weights, scaling, case.window)
+        names = ("output", "query", "key", "value")
+        figures["gaps"] = {
+            name: float((one.double() - other).abs().max())
+            for name, one, other in zip(names, found, expected, strict=True)
+        }
+    if case.rows:
+        with FakeTensorMode():
+            figures["compilations"] = _compilations(case, twins)
+    tell(figures)
+
+
+def _compilations(case: Case, twins: Twins) -> dict[str, int]:
+    """Return how often masks and attention are compiled over packed rows of many shapes."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
+    from lit_grpo.update.prefix.layout import key_labels
+
+    torch._dynamo.reset()
+    count = {"masks": 0, "attention": 0}
+    dtype, graphs = getattr(torch, case.dtype), lambda: counters["stats"]["unique_graphs"]
+    for groups in _layouts(case.rows):
+        labels_3K = key_labels(groups)
+        num_tokens = groups[-1].response_start + sum(groups[-1].response_tokens)
+        query = torch.empty((1, NUM_HEADS, num_tokens, case.head_size), dtype=dtype, device="cuda", requires_grad=True)
+        keys = (1, NUM_KV_HEADS, labels_3K.shape[1], case.head_size)
+        key = torch.empty(keys, dtype=dtype, device="cuda", requires_grad=True)
+        labels = twins.fake(labels_3K)
+        for window in (None, 16):
+            before = graphs()
+            mask = prefix_block_mask(labels, window, num_tokens)
+            between = graphs()
+            flex_prefix_attention(query, key, key, mask, 0.3)
+            count["masks"] += between - before
+            count["attention"] += graphs() - between
+    return count
+
+
+def _layouts(num_rows: int) -> Iterator[list[Any]]:
+    """First a short row, then rows of one to four groups of one to six responses; some have a carried prompt."""
+    from lit_grpo.update.prefix.layout import PackedGroup
+
+    yield [PackedGroup(0, 60, (20, 20))]
+    rng = random.Random(0)
+    for number in range(1, num_rows):
+        groups, start = list[PackedGroup](), 0
+        for _ in range(rng.randint(1, 4)):
+            group = PackedGroup(start, rng.randint(1, 60), tuple(rng.randint(0, 40) for _ in range(rng.randint(1, 6))))
+            start = group.response_start + sum(group.response_tokens)
+            groups.append(group)
+        if number % 5 == 4:
+            groups.append(PackedGroup(start, 7, (3, 5), carried_at=start + 8))
+        yield groups
+
+
+def _on_gpu(mask: Any, twins: Twins) -> Any:
+    """Return a block mask that was made on the CPU, for it is made of integers alone, as one on the GPU."""
+    import copy
+
+    import torch
+
+    moved = copy.copy(mask)
+    for name, each in vars(mask).items():
+        if isinstance(each, torch.Tensor):
+            setattr(moved, name, twins.fake(each.contiguous()))
+    return moved
+
+
+def _sees_by(labels: Any, window: int | None) -> Any:
+    """Return the mask of the product with other labels."""
+    from unittest import mock
+
+    from lit_grpo.update.prefix import flex
+
+    with mock.patch.object(flex, "create_block_mask", lambda sees, *_, **__: sees):
+        return flex.prefix_block_mask(labels, window, 0)
+
+
+def _row_by_row(
+    first: Any, second: Any, inputs: list[Any], weights: Any, scaling: float, window: int | None
+) -> list[Any]:
+    """Return output and gradients of each response with its prompt by itself, in float64, without any packing."""
+    import torch
+
+    query, key, value = (each.requires_grad_() for each in inputs)
+    output = torch.zeros_like(query)
+    for group in (first, second):
+        begin = group.response_start
+        for length in (0, *group.response_tokens):
+            ours = torch.arange(begin, begin + length)
+            prompt = torch.arange(group.prompt_start, group.prompt_start + group.prompt_tokens)
+            seen = torch.cat([prompt, ours])
+            asking = ours if length else (prompt if group.carried_at is None else ours)
+            distance = torch.arange(len(seen))[-len(asking) :, None] - torch.arange(len(seen)) if len(asking) else None
+            if distance is not None:
+                sees = (distance >= 0) & (distance < (window or len(seen)))
+                output = output.index_add(
+                    2,
+                    asking,
+                    torch.nn.functional.scaled_dot_product_attention(
+                        query[:, :, asking], key[:, :, seen], value[:, :, seen], sees, scale=scaling, enable_gqa=True
+                    ),
+                )
+            begin += length
+    return [output.detach(), *torch.autograd.grad(output, (query, key, value), weights.double())]
+
+
+if __name__ == "__main__":
+    main()
