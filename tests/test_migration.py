@@ -72,6 +72,14 @@ def test_the_page_is_made_of_the_table() -> None:
     assert PAGE.read_text() == migration_page()
 
 
+def test_a_note_of_the_page_does_not_begin_with_the_field_beside_it() -> None:
+    lines = [line for line in migration_page().splitlines() if line.startswith("| `")]
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines]
+    notes = {tuple(row[1:3]): row[3] for row in rows if len(row) == 5}
+    assert notes["adam_beta1", "model.optimizer.betas"] == "the first" and notes["project", "run.wandb_project"] == ""
+    assert not [row for row, note in notes.items() if note.startswith(row[1])]
+
+
 def test_batches_keep_their_completions_and_steps() -> None:
     config = convert(
         per_device_train_batch_size=4, gradient_accumulation_steps=8, num_generations=8, steps_per_generation=16
@@ -106,6 +114,7 @@ REFUSED = {
     "divisibility": ({"num_generations": 3}, "8 completions, which make no whole number of prompts"),
     "half a prompt": ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, "a step is made of whole prompts"),
     "a weight below one": ({"loss_type": "cispo"}, "largest weight is epsilon_high; give it"),
+    "turns of tools": ({"max_tool_calling_iterations": 3}, "set max_turns of the plug-in environments"),
     "a model of rewards": ({"reward_model_name_or_path": "a/b"}, "write a reward function"),
     "a reward by no name": ({"reward_funcs": ["mine"]}, "reward_funcs has 'mine'"),
     "an optimizer": ({"optim": "lomo"}, "optim is 'lomo'"),

@@ -1,6 +1,6 @@
 """Budgets of completions or tokens, divided evenly or by the variance of a prompt's rewards.
 
-Evidence: docs/budgets.md has the curves of both beside ``knapsack`` on the demo's task.
+Evidence: docs/measurements.md has the curves of both beside ``knapsack`` on the demo's task.
 """
 
 from __future__ import annotations

@@ -54,7 +54,15 @@ class Hint(Rewriting):
     hint. After a visit with a hint that somebody passed, the share falls by ``step``, and after one that nobody passed
     it rises by ``step``, up to ``most``. Where it has fallen to 0 the prompt is asked without a hint, and ``after``
     further visits that nobody passes bring the hint back. All completions of a visit have the same hint, so that groups
-    compare like with like. A rule of your own is a dataclass that derives from it, and gives the text.
+    compare like with like.
+
+    A rule of your own is a dataclass that derives from it, and gives the text. For example, an idea first, and a whole
+    plan where that was not enough::
+
+        @dataclass(frozen=True)
+        class Tiers(Hint):
+            def text(self, prompt, share):
+                return prompt.columns["plan" if share > 0.5 else "idea"]
 
     Args:
         after: Visits one after another that nobody passed, before hints begin.

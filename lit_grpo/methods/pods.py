@@ -70,7 +70,14 @@ class Subset(Selection):
 
 @dataclass(frozen=True)
 class Members(Subset):
-    """The members of each group with some property, compared within their group.
+    """The ``keep`` members of each group with the largest values of some kind, compared within their group.
+
+    A choice of your own gives the values. For example, the shortest members of each group::
+
+        @dataclass(frozen=True)
+        class Shorter(Members):
+            def values(self, rewards_N, rollouts, entropies):
+                return -torch.tensor([rollout.completion.num_tokens for rollout in rollouts]).double()
 
     Args:
         statistics: What an advantage's mean and deviation are of: all members of the ``group``, or those ``kept``.

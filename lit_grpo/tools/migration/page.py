@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lit_grpo.tools.migration.table import TRL, VERL, Counterpart
 
@@ -45,7 +46,13 @@ def _table(title: str, trainer: str, rows: Mapping[str, Counterpart]) -> Iterato
     alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for name, row in rows.items():
         alike.setdefault((row.fields, row.note), []).append(name)
-    yield from (f"| {_codes(names)} | {_codes(fields)} | {note} |" for (fields, note), names in alike.items())
+    for (fields, note), names in alike.items():
+        yield f"| {_codes(names)} | {_codes(fields)} | {_beside(fields, note)} |"
+
+
+def _beside(fields: Sequence[str], note: str) -> str:
+    """Return a note without the field that it begins with, which stands beside it."""
+    return re.sub(rf"^(?:{'|'.join(map(re.escape, fields))})(?:[:,;] |$)", "", note)
 
 
 def _codes(names: Iterable[str]) -> str:
