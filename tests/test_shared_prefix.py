@@ -295,6 +295,15 @@ def test_the_attention_of_gpus_is_the_same_softmax(window: int | None) -> None:
     torch.testing.assert_close(actual, dense_attention(query, key, value, groups, window), rtol=0, atol=1e-5)
 
 
+def test_a_short_row_is_filled_up_to_two_blocks_which_nobody_sees() -> None:
+    groups = [PackedGroup(0, 4, (3, 2)), PackedGroup(9, 5, (2,), carried_at=11)]
+    query, key, value = torch.randn(1, 2, 11, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16)
+    mask = prefix_block_mask(key_labels(groups), None, 11)
+    assert mask.seq_lengths == (129, 129) and mask.kv_num_blocks.shape[-1] == 2
+    actual = flex_prefix_attention(query, key, value, mask, 0.3)
+    torch.testing.assert_close(actual, dense_attention(query, key, value, groups, None), rtol=0, atol=1e-5)
+
+
 def test_the_pieces_of_a_group_repeat_no_key_and_pad_no_query() -> None:
     group = PackedGroup(10, 4, (2, 0, 3))
     pieces = [(piece.queries, piece.keys, piece.causal, piece.merges) for piece in group_pieces(group, None)]

@@ -12,10 +12,10 @@ import torch
 from on_gpu import check_slots, check_update
 
 from lit_grpo.rollout.slots import generator as generator_module
+from lit_grpo.rollout.slots.copies import LoweredWeights
 from lit_grpo.rollout.slots.fused import FusedDecoder
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kv import cache as cache_module
-from lit_grpo.rollout.slots.lowered import LoweredWeights
 from lit_grpo.update import loss as loss_module
 from lit_grpo.update.batches import layout, step
 from lit_grpo.update.objective import policy_loss

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
-from lit_grpo.rollout.slots.lowered import LoweredWeights
+from lit_grpo.rollout.slots.copies import LoweredWeights, PackedWeights, WeightCopies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,14 +23,13 @@ class DecodingMode:
 
     Args:
         policy: A model that the slots can decode.
-        keeps_copies: Keep the copies of its weights in autocast's dtype when the policy is given back, because
-            recordings read them.
+        keeps_copies: Keep the copies of its weights when the policy is given back, because recordings read them.
     """
 
     def __init__(self, policy: PreTrainedModel, keeps_copies: bool = False) -> None:
         self._policy, self._keeps_copies = policy, keeps_copies
         self._attention: str | None = None
-        self._lowered: LoweredWeights | None = None
+        self._copies: WeightCopies | None = None
         self._casts = False
 
     def begin(self) -> None:
@@ -41,15 +40,15 @@ class DecodingMode:
             self._attention = use_slot_attention(self._policy)
             kind = self._policy.device.type
             self._casts = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind)
-            if self._casts and (self._lowered is None or self._lowered.dtype != dtype):
-                self._lowered = LoweredWeights(self._policy, dtype)
+            dtype = torch.get_autocast_dtype(kind) if self._casts else None
+            if self._copies is None or self._copies.dtype != dtype:
+                self._copies = PackedWeights(self._policy) if dtype is None else LoweredWeights(self._policy, dtype)
 
     def refresh(self) -> None:
         """Note that the weights have changed: copies of them are those of the weights as they were."""
         torch.clear_autocast_cache()
-        if self._lowered is not None:
-            self._lowered.refresh()
+        if self._copies is not None:
+            self._copies.refresh()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -59,13 +58,17 @@ class DecodingMode:
         Linear layers have copies (:class:`LoweredWeights`), because the cache takes no frozen weights, and a recording
         no cache; it is there for trained weights of other kinds, such as fused experts.
         """
-        if not self._casts or self._lowered is None:
+        if self._copies is None:
             with torch.inference_mode():
+                yield
+            return
+        if not self._casts:
+            with torch.inference_mode(), self._copies.in_place():
                 yield
             return
         kind = self._policy.device.type
         dtype, lowers = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True), self._lowered.in_place():
+        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True), self._copies.in_place():
             yield
 
     def end(self) -> None:
@@ -76,7 +79,7 @@ class DecodingMode:
             self._attention = None
             torch.clear_autocast_cache()
             if not self._keeps_copies:
-                self._lowered = None
+                self._copies = None
 
 
 def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ SMALLEST_SLICE = 16
 PARK_STEPS = 0.08
 """What taking a completion out of its slot and back costs, in decode steps: measured on the smallest of policies."""
 COMPUTE_STEPS = 1.0
-"""What it costs where keys and values are computed again: a pass of the policy, which reads all weights as a step does."""
+"""What it costs where keys and values are computed again: a pass of the policy, which reads all weights as a step."""
 WORTH_IT = 0.01
 
 Points = tuple[int, ...]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
 def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: int) -> BlockMask:
     """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself.
 
-    On a GPU the mask is made by a compiled kernel, block by block, never token by token.
+    On a GPU the mask is made by a compiled kernel, block by block, never token by token. It has room for two blocks of
+    queries and of keys at least: torch compiles all over again for a single one.
 
     Args:
         labels_3K: What :func:`lit_grpo.update.prefix.layout.key_labels` tells of the row, on its device.
         window: How many tokens back a token sees, itself among them; ``None`` for all.
         num_tokens: Of the row; carried prompts follow it.
     """
-    group_T, segment_T, position_T = labels_3K
+    num_keys = max(labels_3K.shape[1], _TWO_BLOCKS)
+    group_T, segment_T, position_T = pad(labels_3K, (0, num_keys - labels_3K.shape[1]), value=-1)
     device = labels_3K.device.type
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -34,7 +37,7 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
         return same_group & same_segment & near
 
     create = _compiled_mask() if device == "cuda" else create_block_mask
-    return create(sees, None, None, num_tokens, len(group_T), device=device)
+    return create(sees, None, None, max(num_tokens, _TWO_BLOCKS), num_keys, device=device)
 
 
 def flex_prefix_attention(
@@ -53,14 +56,22 @@ def flex_prefix_attention(
         scaling: Scores are multiplied by it.
     """
     attend = _compiled() if query.device.type == "cuda" else flex_attention
+    num_tokens, (num_queries, num_keys) = query.shape[2], mask.seq_lengths
     output = attend(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options=_ONE_KERNEL,
+        _filled_up(query, num_queries), _filled_up(key, num_keys), _filled_up(value, num_keys), block_mask=mask,
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1], kernel_options=_ONE_KERNEL,
     )  # fmt: skip
     assert isinstance(output, torch.Tensor)
-    return output
+    return output[:, :, :num_tokens]
 
 
+def _filled_up(heads: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return heads, shape (1, heads, T, head size), with zeros up to so many tokens."""
+    missing = num_tokens - heads.shape[2]
+    return pad(heads, (0, 0, 0, missing)) if missing else heads
+
+
+_TWO_BLOCKS = 129  # tokens; torch's blocks have 128
 _ONE_KERNEL: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 """For rows below 128 tokens torch would take a kernel that is made for decoding, which it cannot build where queries,
 times those that share a KV head, are more than 128."""
