@@ -95,6 +95,7 @@ class Runner:
         limit: The most tokens of one.
         lengths: Tokens that completions are forced to, by key; by default the policy decides.
         told: What is predicted of them, where there is nothing that could be learned; by default a predictor learns.
+        packed_weights: As in SlotGenerator.
     """
 
     def __init__(
@@ -107,10 +108,11 @@ class Runner:
         limit: int,
         lengths: dict[Key, int] | None = None,
         told: dict[Key, float] | None = None,
+        packed_weights: bool = False,
     ) -> None:
         self.system, self.group_size, self.limit, self.told = system, group_size, limit, told
         self.num_slots = group_size if system.plan == FULL_GROUP else num_slots
-        self.generator = slots(policy, tokenizer, self.num_slots, lengths)
+        self.generator = slots(policy, tokenizer, self.num_slots, lengths, packed_weights=packed_weights)
         self.predicted_at = [point for point in POINTS if point < limit]
         self.predictor = LengthPredictor(self.predicted_at, num_scalars=2, max_tokens=limit)
         self.choice = ProbeChoice()

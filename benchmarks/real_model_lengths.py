@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct answers the word problems of its configuration, at tempera
 talk, over three visits of the same prompts; its weights move by a little between two visits, as in training. Each
 rollout is sampled once, which is not counted; then all systems decode completions of these lengths (with other
 neighbours in a batch a token or two of a thousand comes out another one, and so may a length), in the same slots, on
-one thread, and in turn: first come; the default plan without
+one thread, from packed weights, and in turn: first come; the default plan without
 a probe, with a probe after 8 or 32 tokens, and as shipped, where it chooses by what has saved most so far; and the
 default plan that knows every length. The real predictor learns from each rollout, and the third visit is counted. Its
 rank correlation is that of the last completions before decoding and at each point, "within" that of the differences
@@ -63,9 +63,11 @@ def main(options: Options) -> int:
         torch.manual_seed(0)
         policy, tokenizer = load(options.policy or task.policy, options.device)
         prompts = task.prompts(tokenizer, task.rows("train", size.prompts))
-        sampler = Runner(SYSTEMS[0], policy, tokenizer, num_slots, size.group, size.limit)
         lengths: dict[Key, int] = {}
-        runners = [Runner(system, policy, tokenizer, num_slots, size.group, size.limit, lengths) for system in SYSTEMS]
+        sampler, *runners = (
+            Runner(system, policy, tokenizer, num_slots, size.group, size.limit, forced, packed_weights=True)
+            for system, forced in [(SYSTEMS[0], None), *((system, lengths) for system in SYSTEMS)]
+        )
         found = _decoded(policy, sampler, lengths, runners, prompts, size)
         rows += [_row(runner, found[runner.system.name], num_slots) for runner in runners]
         claims += _claims(found, num_slots)

@@ -31,10 +31,11 @@ class ForcedGenerator(SlotGenerator):
     Args:
         lengths: The tokens of each completion.
         num_slots: As in SlotGenerator.
+        packed_weights: Likewise.
     """
 
-    def __init__(self, lengths: dict[Key, int], num_slots: int) -> None:
-        super().__init__(num_slots)
+    def __init__(self, lengths: dict[Key, int], num_slots: int, packed_weights: bool = False) -> None:
+        super().__init__(num_slots, packed_weights=packed_weights)
         self.lengths = lengths
 
     def _stopped(self, rows: TokenRows) -> np.ndarray:
@@ -60,6 +61,7 @@ def slots(
     num_slots: int,
     lengths: dict[Key, int] | None = None,
     feature_points: tuple[int, ...] = (),
+    packed_weights: bool = False,
 ) -> SlotGenerator:
     """Return a SlotGenerator that holds the policy's weights.
 
@@ -69,8 +71,13 @@ def slots(
         num_slots: As in SlotGenerator.
         lengths: The tokens after which each completion ends, whatever is sampled; by default its policy decides.
         feature_points: As in SlotGenerator.
+        packed_weights: Likewise.
     """
-    generator = SlotGenerator(num_slots) if lengths is None else ForcedGenerator(lengths, num_slots)
+    generator = (
+        SlotGenerator(num_slots, packed_weights=packed_weights)
+        if lengths is None
+        else ForcedGenerator(lengths, num_slots, packed_weights)
+    )
     generator.feature_points = feature_points
     generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)

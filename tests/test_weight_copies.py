@@ -49,7 +49,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def started(policy: Any, tokenizer: Any) -> SlotGenerator:
-    generator = SlotGenerator(4)
+    generator = SlotGenerator(4, packed_weights=True)
     generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     return generator
@@ -92,19 +92,37 @@ def test_new_weights_are_packed_with_requests_in_flight_too(policy: Any, tokeniz
         torch.testing.assert_close(torch.as_tensor(completion.logprobs_T)[1:], expected, atol=2e-5, rtol=0)
 
 
-def test_small_frozen_low_and_foreign_weights_are_left_alone(policy: Any) -> None:
+def test_small_and_foreign_weights_are_left_alone(policy: Any) -> None:
     def packed(model: Any) -> set[str]:
         layers = {id(layer) for layer in copies.PackedWeights(model).layers}
         return {name.rpartition(".")[2] for name, module in model.named_modules() if id(module) in layers}
 
     assert packed(policy) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # the others are small
     assert packed(policy.requires_grad_(False)) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert packed(copy.deepcopy(policy).bfloat16()) == set()
 
     class Own(torch.nn.Linear): ...
 
     policy.model.layers[0].mlp.up_proj = Own(384, 512, bias=False)
     assert "up_proj" not in packed(policy)
+
+
+def test_a_policy_of_another_kind_is_refused_and_autocast_takes_its_own_copies(policy: Any, tokenizer: Any) -> None:
+    spec = PolicySpec(copy.deepcopy(policy).bfloat16(), tokenizer)
+    with pytest.raises(
+        ValueError, match="is for float32 policies on a CPU, and this one is bfloat16 on cpu; set it to"
+    ):
+        SlotGenerator(4, packed_weights=True).start(spec)
+    generator = started(policy, tokenizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        generator.submit(requests(PROMPTS[:1], 2, SAMPLING))
+    assert generator._mode is not None and isinstance(generator._mode._copies, copies.LoweredWeights)
+    generator.close()
+    plain = SlotGenerator(4)
+    plain.start(PolicySpec(policy, tokenizer))
+    plain.load_weights(policy.named_parameters(), 0)
+    plain.submit(requests(PROMPTS[:1], 2, SAMPLING))
+    assert plain._mode is not None and plain._mode._copies is None
+    plain.close()
 
 
 def test_copies_are_let_go_when_nothing_is_in_flight(policy: Any, tokenizer: Any) -> None:

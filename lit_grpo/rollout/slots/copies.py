@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _CAST = ("weight", "bias")
 _LEAST_NUMBERS = 2**17
@@ -81,15 +84,14 @@ class PackedWeights(WeightCopies):
     """Copies of the larger float32 weights of a model on a CPU, in the layout that oneDNN reads fastest.
 
     Products of a few rows with them take about two thirds of the time of those with the weights as they are, and differ
-    in their last digits. On a GPU, without oneDNN and for sharded weights there are none.
+    in their last digits. Sharded weights have none.
 
     Args:
         model: The policy.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        layers = _linear_layers(model) if torch.backends.mkldnn.is_available() else []
-        super().__init__([layer for layer in layers if _is_worth_packing(layer.weight)], None)
+        super().__init__([layer for layer in _linear_layers(model) if _is_worth_packing(layer.weight)], None)
 
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
         return {"weight": _Packed.of(layer.weight.detach())}
@@ -118,8 +120,24 @@ class _Packed(torch.Tensor):
             return function(*args, **kwargs or {})
 
 
+def check_packing(model: PreTrainedModel) -> None:
+    """Check that weights can be packed.
+
+    Raises:
+        ValueError: They are not float32, or on another device than a CPU, or torch comes without oneDNN.
+    """
+    if not torch.backends.mkldnn.is_available():
+        raise ValueError("packed_weights needs oneDNN, which this build of torch comes without; set it to false.")
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        kind = str(model.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"packed_weights is for float32 policies on a CPU, and this one is {kind} on {model.device}; set it to "
+            "false."
+        )
+
+
 def _is_worth_packing(weight: torch.Tensor) -> bool:
-    return type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.numel() >= _LEAST_NUMBERS
+    return type(weight) is torch.nn.Parameter and weight.numel() >= _LEAST_NUMBERS
 
 
 def _linear_layers(model: torch.nn.Module) -> list[torch.nn.Linear]:

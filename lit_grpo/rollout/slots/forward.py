@@ -24,10 +24,11 @@ class DecodingMode:
     Args:
         policy: A model that the slots can decode.
         keeps_copies: Keep the copies of its weights when the policy is given back, because recordings read them.
+        packs: Decode from copies in oneDNN's layout (:class:`PackedWeights`), unless autocast lowers weights.
     """
 
-    def __init__(self, policy: PreTrainedModel, keeps_copies: bool = False) -> None:
-        self._policy, self._keeps_copies = policy, keeps_copies
+    def __init__(self, policy: PreTrainedModel, keeps_copies: bool = False, packs: bool = False) -> None:
+        self._policy, self._keeps_copies, self._packs = policy, keeps_copies, packs
         self._attention: str | None = None
         self._copies: WeightCopies | None = None
         self._casts = False
@@ -40,9 +41,11 @@ class DecodingMode:
             self._attention = use_slot_attention(self._policy)
             kind = self._policy.device.type
             self._casts = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind) if self._casts else None
-            if self._copies is None or self._copies.dtype != dtype:
-                self._copies = PackedWeights(self._policy) if dtype is None else LoweredWeights(self._policy, dtype)
+            dtype = torch.get_autocast_dtype(kind)
+            if not self._casts:
+                self._copies = PackedWeights(self._policy) if self._packs else None
+            elif self._copies is None or self._copies.dtype != dtype:
+                self._copies = LoweredWeights(self._policy, dtype)
 
     def refresh(self) -> None:
         """Note that the weights have changed: copies of them are those of the weights as they were."""

@@ -26,7 +26,9 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
         num_tokens: Of the row; carried prompts follow it.
     """
     num_keys = max(labels_3K.shape[1], _TWO_BLOCKS)
-    group_T, segment_T, position_T = pad(labels_3K, (0, num_keys - labels_3K.shape[1]), value=-1)
+    if missing := num_keys - labels_3K.shape[1]:
+        labels_3K = pad(labels_3K, (0, missing), value=-1)
+    group_T, segment_T, position_T = labels_3K
     device = labels_3K.device.type
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
