@@ -275,6 +275,21 @@ def test_rewards_are_named_after_classes_and_apply_to_their_own_rows() -> None:
     assert [message["role"] for message in completions[0]][:2] == ["assistant", "tool"]
 
 
+def test_rewards_may_read_environments_alone() -> None:
+    """As those of TRL's examples do (``reward_func(environments, **kwargs)``); an episode is of one completion."""
+
+    def tries(environments: list[Any], **kwargs: Any) -> list[float]:
+        return [float(each.tries) for each in environments]
+
+    def turns(episode: Any) -> float:
+        return float(len(episode.messages))
+
+    runner = RewardRunner([RewardFunction.of(tries, "tries"), RewardFunction.of(turns, "turns")])
+    (group,) = play(worker_of(Guess), num_generations=2, listeners=[Rewarding(runner)])
+    runner.close()
+    assert [each.rewards for each in group.rollouts] == [{"tries": 3.0, "turns": 7.0}] * 2
+
+
 def test_only_a_rows_own_tools_are_shown() -> None:
     worker = worker_of({"guess": Guess, "talk": Talk})
     names = [[tool["function"]["name"] for tool in worker.tools(row)] for row in _rows("guess", "talk")]
