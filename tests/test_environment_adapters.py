@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from test_environments import call, only, play, text_of, worker_of
 
+from lit_grpo.data import RowSource
 from lit_grpo.environments.adapters import OpenEnv, SkyRL, Taskset, TextArena
 from lit_grpo.environments.contract import make_kinds
+from lit_grpo.rewards.function import RewardFunction, RewardSpec
 from lit_grpo.types import Completion
 
 # ---- skyrl-gym ----------------------------------------------------------------------------------------
@@ -426,9 +430,45 @@ def double(n: int) -> int:
     return 2 * n
 
 
-def test_a_task_without_a_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="SimpleNamespace: task 0 has no prompt, and nobody else asks; give it one"):
-        list(Taskset(SimpleNamespace(load=lambda: [SumTask(None, "1")])).rows())
+class InContainer(SumTask):
+    NEEDS_CONTAINER = True
+
+
+class WithTools(SumTask):
+    config = None
+
+    @classmethod
+    def toolsets(cls, config: Any) -> list[Any]:
+        return ["search"]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (SumTask(None, "1"), "has no prompt, and nobody else asks; give it one"),
+        (InContainer("?", "1"), "needs a container, and none is started; take a taskset without"),
+        (WithTools("?", "1"), "has tool servers, and none is started; take a taskset without, and give functions"),
+    ],
+)
+def test_a_task_that_cannot_be_asked_is_refused(task: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^SimpleNamespace: task 0 {message}"):
+        list(Taskset(SimpleNamespace(load=lambda: [task])).rows())
+
+
+def test_a_file_of_ones_own_names_rows_and_reward(
+    verifiers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a config does: ``data.train`` by class path, the reward by file and name."""
+    (tmp_path / "my_sums.py").write_text(
+        "from test_environment_adapters import Sums\nfrom lit_grpo.environments.adapters import Taskset\n"
+        "class Rows(Taskset):\n    def __init__(self):\n        super().__init__(Sums(), most=2)\n"
+        "right = Rows().reward\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    source = importlib.import_module("my_sums").Rows()
+    assert isinstance(source, RowSource) and [row["task"] for row in source.rows()] == [0, 1]
+    function = RewardFunction.load(RewardSpec(f"{tmp_path / 'my_sums.py'}:right"))
+    assert function.name == "right" and function.on_group and function.is_async and function.needs == ["task"]
 
 
 def test_a_taskset_of_the_package_verifiers() -> None:

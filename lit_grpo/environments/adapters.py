@@ -69,6 +69,8 @@ class _Earning:
 class SkyRL(_Earning):
     """An environment of skyrl-gym: ``init(prompt)``, ``step(action)``, ``close()`` of its ``BaseTextEnv``.
 
+    Its ``postprocessed_action`` is not used: a turn stays as it was sampled.
+
     Args:
         make: Makes one for a row of the data, such as ``lambda row: skyrl_gym.make("gsm8k", extras=row)``.
     """
@@ -219,11 +221,11 @@ class Taskset(RowSource):
         """Yield a row for each task.
 
         Raises:
-            ValueError: A task has no prompt.
+            ValueError: A task has no prompt, or needs what takes no part here.
         """
         for number, task in enumerate(self._tasks):
-            if task.data.prompt is None:
-                raise ValueError(f"{self._name}: task {number} has no prompt, and nobody else asks; give it one.")
+            if (why := _refusal(task)) is not None:
+                raise ValueError(f"{self._name}: task {number} {why}.")
             yield {"prompt": _prompt(task.data), "task": number}
 
     def describe(self) -> str:
@@ -247,6 +249,18 @@ class Taskset(RowSource):
             trace.nodes.append(MessageNode(parent=place - 1 if place else None, message=message, sampled=sampled))
         await task.score(trace)
         return float(trace.reward)
+
+
+def _refusal(task: Any) -> str | None:
+    """Why a task cannot be asked here; None where it can."""
+    if task.data.prompt is None:
+        return "has no prompt, and nobody else asks; give it one"
+    if getattr(task, "NEEDS_CONTAINER", False):
+        return "needs a container, and none is started; take a taskset without"
+    toolsets = getattr(type(task), "toolsets", None)
+    if toolsets is not None and toolsets(task.config):
+        return "has tool servers, and none is started; take a taskset without, and give functions as tools"
+    return None
 
 
 def _prompt(data: Any) -> list[dict[str, Any]]:
