@@ -44,7 +44,7 @@ _RANDOMNESS = threading.Lock()
 
 
 class _Earning:
-    """What all have whose every step earns something: a reward by turn, and their sum for the whole."""
+    """A reward for each step, and their sum for the episode."""
 
     done = False
 
@@ -149,8 +149,8 @@ class OpenEnv(_Earning):
 class TextArena:
     """A game of TextArena for one player; the column ``seed`` decides which.
 
-    Its games draw from Python's global random numbers. Here each game has a state of its own of them, which is put in
-    place for the time of a call, so that a seed gives the same game whatever else is played meanwhile.
+    Its games draw from Python's global random numbers. Here each game keeps a state of its own, which is set for the
+    time of each call. So a seed gives the same game whatever else is played meanwhile, and others' numbers stay theirs.
 
     Args:
         make: Makes the game, such as ``lambda: textarena.make("TowerOfHanoi-v0")``.

@@ -19,16 +19,16 @@ from lit_grpo.process.packages import require
 
 require("pydantic_monty", "The tool python needs pydantic-monty; install the extra lit_grpo[python-tool].")
 
-SECONDS = 5.0
-"""A call computes for so long at most."""
-WALL_SECONDS = 10.0
-"""And lasts so long, with what it sleeps."""
-MEMORY = 64 * 2**20
-"""Bytes."""
+COMPUTING_S = 5.0
+"""The most seconds that a call computes."""
+LASTING_S = 10.0
+"""The most seconds of a call, those that it sleeps among them."""
+MEMORY_BYTES = 64 * 2**20
+"""The most memory of a call."""
 DEPTH = 200
-"""Of recursion."""
-MOST_PRINTED = 2**16
-"""Bytes."""
+"""The deepest recursion."""
+PRINTED_BYTES = 2**16
+"""The most that is kept of what a call prints."""
 _making = threading.Lock()
 _pools: list[Any] = []
 
@@ -41,8 +41,8 @@ def python(code: str) -> str:
     """
     from pydantic_monty import CollectString, MontyError  # pyright: ignore[reportMissingImports]
 
-    printed = CollectString(max_bytes=MOST_PRINTED)
-    limits = {"max_feed_duration_secs": SECONDS, "max_memory": MEMORY, "max_recursion_depth": DEPTH}
+    printed = CollectString(max_bytes=PRINTED_BYTES)
+    limits = {"max_feed_duration_secs": COMPUTING_S, "max_memory": MEMORY_BYTES, "max_recursion_depth": DEPTH}
     try:
         with _pool().checkout(limits=limits) as session:
             value = session.feed_run(code, print_callback=printed)
@@ -57,6 +57,6 @@ def _pool() -> Any:
 
     with _making:
         if not _pools:
-            _pools.append(Monty(request_timeout=WALL_SECONDS).__enter__())
+            _pools.append(Monty(request_timeout=LASTING_S).__enter__())
             atexit.register(_pools[0].__exit__, None, None, None)
     return _pools[0]
