@@ -137,6 +137,15 @@ def test_the_environment_of_the_page_is_one(tmp_path: Path) -> None:
     assert [reward.name for reward in worker.rewards] == ["Guess"]
 
 
+def test_the_command_line_names_an_environment_in_one_word(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
+    plugins = make_plugins([f"environments:factory={tmp_path / 'my_env.py'}:Guess,max_turns=2"])
+    worker: Any = plugins["environments"].worker()
+    worker.prepare(chat_tokenizer(), {})
+    assert len(only(play(worker)).turns) == 2 and worker.kinds[None].name == "Guess"
+
+
 def test_what_was_sampled_is_learnt_from_and_what_was_observed_is_not() -> None:
     completion = only(play(worker_of(Guess)))
     learnt = chat_tokenizer().decode(completion.token_ids_T[completion.trained_T].tolist())
