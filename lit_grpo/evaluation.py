@@ -27,10 +27,7 @@ class EvaluationModule(pl.LightningModule):
         rewards: Reward functions.
         pass_at_k: The k of the pass@k reported.
         pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
-        pass_reward: The name of the function that decides who passes; by default the first.
-
-    Raises:
-        ValueError: No function has the name ``pass_reward``.
+        pass_reward: The name of the function that decides who passes; by default the first. A plug-in may bring it.
 
     Attributes:
         reward_curves: The reward functions in training.
@@ -55,11 +52,7 @@ class EvaluationModule(pl.LightningModule):
         self.score_with(rewards)
 
     def score_with(self, rewards: Sequence[RewardFunction]) -> None:
-        """Score with these reward functions from now on, before anything has been scored.
-
-        Raises:
-            ValueError: No function has the name ``pass_reward``.
-        """
+        """Score with these reward functions from now on, before anything has been scored."""
         self.rewards = rewards
         names = [function.name for function in rewards]
         self.pass_rule = PassRule.among(names, self._pass_reward, self._pass_threshold)

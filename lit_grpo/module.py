@@ -93,7 +93,8 @@ class GRPOModule(EvaluationModule):
         eval_sampling: How completions are sampled in validation, test and predict; as in training by default.
         pass_at_k: The k of the pass@k reported in validation; each at most ``eval_num_generations``.
         pass_threshold: A completion passes when the function of ``pass_reward`` gives at least this.
-        pass_reward: The name of the reward function that decides who passes; by default the first of ``rewards``.
+        pass_reward: The name of the reward function that decides who passes, which may be an environment's own; by
+            default the first of ``rewards``.
         advantages: How rewards become advantages.
         objective: What an optimizer step minimises.
         num_iterations: How often a rollout batch is gone through.
@@ -236,6 +237,7 @@ class GRPOModule(EvaluationModule):
         wait_without_spinning()
         if not self.rewards and stage != "predict":
             raise ValueError("model.rewards is empty; name at least one, such as lit_grpo.rewards.exact_match.")
+        self.pass_rule.check([function.name for function in self.rewards])
         if stage == "fit":
             check_training_sampling(self.sampling)
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]

@@ -90,6 +90,11 @@ class Listener:
         While requests are away it is asked every millisecond.
         """
 
+    @property
+    def waits_in_time(self) -> bool:
+        """Whether it waits for something with a time limit that has not passed: then nothing has come to a stop."""
+        return False
+
     def end(self, failed: bool) -> None:
         """The rollout is over, or has ``failed``: what was told of it is void."""
 

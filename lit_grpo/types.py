@@ -339,18 +339,21 @@ class PassRule:
 
     @classmethod
     def among(cls, names: Sequence[str], chosen: str | None, threshold: float) -> PassRule:
-        """Return the rule of the chosen one of all reward functions' names, or of the first.
+        """Return the rule of the chosen one, or of the first of all reward functions' names."""
+        return cls(next(iter(names), "") if chosen is None else chosen, threshold)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Check that its reward function is one of those that there are, once plug-ins have brought theirs.
 
         Raises:
-            ValueError: The chosen one is none of them.
+            ValueError: It is none of them.
         """
-        if chosen is not None and chosen not in names:
+        if self.reward and self.reward not in names:
             known = f"the names are {', '.join(names)}" if names else "model.rewards has none"
             raise ValueError(
-                f"model.pass_reward {chosen!r} names no reward function: {known}; write one of them, or leave it out "
-                "for the first."
+                f"model.pass_reward {self.reward!r} names no reward function: {known}; write one of them, or leave it "
+                "out for the first."
             )
-        return cls(next(iter(names), "") if chosen is None else chosen, threshold)
 
     def passes(self, rewards: Mapping[str, float | None]) -> bool:
         """Whether a completion with these values of reward functions, by name, passes; not where none is given."""

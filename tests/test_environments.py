@@ -137,6 +137,15 @@ def test_the_environment_of_the_page_is_one(tmp_path: Path) -> None:
     assert [reward.name for reward in worker.rewards] == ["Guess"]
 
 
+def test_the_command_line_names_an_environment_in_one_word(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "my_env.py").write_text(page.split("```python\n")[1].split("```")[0])
+    plugins = make_plugins([f"environments:factory={tmp_path / 'my_env.py'}:Guess,max_turns=2"])
+    worker: Any = plugins["environments"].worker()
+    worker.prepare(chat_tokenizer(), {})
+    assert len(only(play(worker)).turns) == 2 and worker.kinds[None].name == "Guess"
+
+
 def test_what_was_sampled_is_learnt_from_and_what_was_observed_is_not() -> None:
     completion = only(play(worker_of(Guess)))
     learnt = chat_tokenizer().decode(completion.token_ids_T[completion.trained_T].tolist())
@@ -273,6 +282,21 @@ def test_rewards_are_named_after_classes_and_apply_to_their_own_rows() -> None:
     completions, environments, names = max(seen, key=lambda each: each[2][0] == "guess")
     assert isinstance(environments[0], Guess) and names == ["guess"]
     assert [message["role"] for message in completions[0]][:2] == ["assistant", "tool"]
+
+
+def test_rewards_may_read_environments_alone() -> None:
+    """As those of TRL's examples do (``reward_func(environments, **kwargs)``); an episode is of one completion."""
+
+    def tries(environments: list[Any], **kwargs: Any) -> list[float]:
+        return [float(each.tries) for each in environments]
+
+    def turns(episode: Any) -> float:
+        return float(len(episode.messages))
+
+    runner = RewardRunner([RewardFunction.of(tries, "tries"), RewardFunction.of(turns, "turns")])
+    (group,) = play(worker_of(Guess), num_generations=2, listeners=[Rewarding(runner)])
+    runner.close()
+    assert [each.rewards for each in group.rollouts] == [{"tries": 3.0, "turns": 7.0}] * 2
 
 
 def test_only_a_rows_own_tools_are_shown() -> None:

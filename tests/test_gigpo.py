@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.methods.gigpo import GiGPO, discounted_returns, states
+from lit_grpo.methods.gigpo import GiGPO, states
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams
 
 PROMPT = Prompt("a", (1, 2), "")
@@ -30,11 +30,6 @@ def episode(sample: int, reward: float, observed: Sequence[Sequence[int]], rewar
 
 def group(*rollouts: Rollout) -> RolloutGroup:
     return RolloutGroup(PROMPT, list(rollouts))
-
-
-def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
-    assert discounted_returns([1.0, 0.0, 2.0], 0.5) == [1.5, 1.0, 2.0]
-    assert discounted_returns([], 0.5) == []
 
 
 def test_the_state_of_a_turn_is_what_was_observed_right_before_it() -> None:

@@ -55,8 +55,10 @@ class PlainSteps:
         return 0.0
 
 
-def make_learner(lr: float = 0.0, double: bool = True, **changes: Any) -> tuple[Learner, PlainSteps]:
-    policy: Any = random_policy().train()
+def make_learner(
+    lr: float = 0.0, double: bool = True, policy: Any = None, **changes: Any
+) -> tuple[Learner, PlainSteps]:
+    policy = (policy or random_policy()).train()
     policy = policy.double() if double else policy
     defaults: dict[str, Any] = {
         "objective": Objective(),

@@ -36,6 +36,7 @@ from lit_grpo import module as module_file
 from lit_grpo.callbacks import RunSummary
 from lit_grpo.module import GRPOModule
 from lit_grpo.rewards import RewardError, RewardSpec
+from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Rollout, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
 from lit_grpo.update.advantages.functions import Scale, group_advantages
@@ -772,12 +773,21 @@ def test_the_named_reward_decides_who_passes_and_every_reward_is_logged(policy_f
         assert logs["val/rewards/two_rewards/mean"] == pytest.approx(1 / 3)  # where it applies
 
 
-def test_a_reward_that_is_to_decide_and_is_not_there_is_refused(policy_folder: Path) -> None:
+def test_a_reward_that_is_to_decide_and_is_not_there_is_refused_before_anything_is_loaded(policy_folder: Path) -> None:
     names = r"^model\.pass_reward 'corect' names no reward function: the names are format_match, two_rewards; write one"
     with pytest.raises(ValueError, match=names):
-        make_module(policy_folder, rewards=TWO, pass_reward="corect")
+        make_module(policy_folder, rewards=TWO, pass_reward="corect").setup("validate")
     with pytest.raises(ValueError, match=r"^model\.pass_reward 'corect' names no .*: model\.rewards has none; "):
-        make_module(policy_folder, rewards=[], pass_reward="corect")
+        make_module(policy_folder, rewards=[], pass_reward="corect").setup("predict")
+
+
+@pytest.mark.parametrize("own", [TWO, []])
+def test_a_reward_that_a_plug_in_brings_may_decide(policy_folder: Path, own: list[Any]) -> None:
+    module = make_module(policy_folder, rewards=own, pass_reward="solved", pass_threshold=0.5)
+    module.join_rewards([RewardFunction.of(lambda completion: 1.0, "solved")])
+    module.pass_rule.check([function.name for function in module.rewards])
+    assert str(module.pass_rule) == str(module.settings.pass_rule) == "solved >= 0.5"
+    assert module.pass_rule.passes({"solved": 0.5}) and not module.pass_rule.passes({"format_match": 1.0})
 
 
 def test_predict_returns_a_row_for_each_completion(policy_folder: Path) -> None:

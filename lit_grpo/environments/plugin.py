@@ -252,6 +252,11 @@ class EnvironmentWorker(Worker):
         """Do the same."""
         return self._answer() if self._outcomes else None
 
+    @property
+    def waits_in_time(self) -> bool:
+        """Whether an environment is at work within its limits."""
+        return self._calls is not None and self._calls.is_in_time
+
     def _answer(self) -> Answer:
         """Take what has come of trajectories of this rollout, and leave what is of another one to that."""
         go_on: list[Request] = []

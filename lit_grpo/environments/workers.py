@@ -40,12 +40,18 @@ class Calls:
         self._keeper = EventLoop("lit_grpo-environments")
         self._coroutines = EventLoop("lit_grpo-async-tools")
         self._free = asyncio.Semaphore(num_threads)
+        self._ends: dict[object, float] = {}  # of calls that are being made
         self._idle: list[_CallThread] = []
         self._lost: set[_CallThread] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
         """Start a coroutine that makes calls, from any thread."""
         return self._keeper.begin(coroutine)
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether a call is being made that has time left; asked from any thread."""
+        return any(end > time.monotonic() for end in list(self._ends.values()))
 
     async def call(
         self, function: Callable[[], Any], is_async: bool, timeout_s: float, took: Callable[[float], None]
@@ -58,17 +64,18 @@ class Calls:
             BaseException: Whatever the function raised.
         """
         if is_async:
-            began = time.monotonic()
-            try:
-                return await self._await(function, timeout_s)
-            finally:
-                took(time.monotonic() - began)
+            return await self._timed(self._await(function, timeout_s), timeout_s, took)
         async with self._free:
-            began = time.monotonic()
-            try:
-                return await self._run(function, timeout_s)
-            finally:
-                took(time.monotonic() - began)
+            return await self._timed(self._run(function, timeout_s), timeout_s, took)
+
+    async def _timed(self, call: Coroutine[Any, Any, Any], timeout_s: float, took: Callable[[float], None]) -> Any:
+        began, mark = time.monotonic(), object()
+        self._ends[mark] = began + timeout_s
+        try:
+            return await call
+        finally:
+            del self._ends[mark]
+            took(time.monotonic() - began)
 
     async def _run(self, function: Callable[[], Any], timeout_s: float) -> Any:
         thread = self._idle.pop() if self._idle else _CallThread()

@@ -18,13 +18,11 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Annotated
 
 from lit_grpo.limits import Limit, NotNegative
-from lit_grpo.types import Completion, Rollout, RolloutGroup
-from lit_grpo.update.advantages.functions import EPSILON
-from lit_grpo.update.credit import Credit
+from lit_grpo.types import Completion, RolloutGroup
+from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
 
 
 @dataclass(frozen=True)
@@ -53,31 +51,18 @@ class GiGPO(Credit):
             ValueError: An environment has given another number of rewards than there are turns.
         """
         turns = [
-            list(zip(states(each.completion), discounted_returns(_turn_rewards(each), self.gamma), strict=True))
+            list(zip(states(each.completion), discounted_returns(rewards_of_turns(each), self.gamma), strict=True))
             for each in group.rollouts
         ]
-        compared: dict[Hashable, list[float]] = defaultdict(list)
+        by_state: dict[Hashable, list[float]] = defaultdict(list)
         for rollout, its_turns in zip(group.rollouts, turns, strict=True):
             for state, value in its_turns:
                 if not math.isnan(rollout.reward):
-                    compared[state].append(value)
+                    by_state[state].append(value)
         return [
-            [advantage + self.weight * self._of_turn(value, compared[state]) for state, value in its_turns]
+            [advantage + self.weight * compared(value, by_state[state], self.scale) for state, value in its_turns]
             for advantage, its_turns in zip(advantages, turns, strict=True)
         ]
-
-    def _of_turn(self, value: float, others: Sequence[float]) -> float:
-        if len(others) < 2:
-            return 0.0
-        return (value - fmean(others)) / (stdev(others) + EPSILON if self.scale else 1.0)
-
-
-def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
-    """Return each turn's return ``sum_k gamma**k r_(t + k)`` to the end of its episode (eq. 6)."""
-    returns: list[float] = []
-    for reward in reversed(rewards):
-        returns.append(reward + gamma * (returns[-1] if returns else 0.0))
-    return returns[::-1]
 
 
 def states(completion: Completion) -> list[tuple[int, ...]]:
@@ -93,19 +78,6 @@ def states(completion: Completion) -> list[tuple[int, ...]]:
             found.append(observed)
         begin, in_turn = end, segment.version is not None
     return found
-
-
-def _turn_rewards(rollout: Rollout) -> Sequence[float]:
-    """What each turn earned: without an environment's word, the last one all of the rollout's reward."""
-    turns = len(rollout.completion.turns)
-    if not rollout.turn_rewards:
-        return [0.0] * (turns - 1) + [rollout.reward] if turns else []
-    if len(rollout.turn_rewards) != turns:
-        raise ValueError(
-            f"Sample {rollout.completion.request.path} of prompt {rollout.prompt.prompt_id!r} has {turns} turns and "
-            f"{len(rollout.turn_rewards)} rewards of turns; the environment has to give one for each."
-        )
-    return rollout.turn_rewards
 
 
 PLUGINS = {"gigpo": GiGPO()}

@@ -117,7 +117,8 @@ Reward = RewardSpec | str | Mapping[str, Any] | Callable[..., Any]
 class RewardFunction:
     """A loaded reward function: what to call, with which arguments, and the weight of its value.
 
-    There are two forms. One scores a rollout, the other (``on_group``) the whole group of a prompt:
+    There are two forms. One scores a rollout, the other (``on_group``) the whole group of a prompt. Where there are
+    environments, ``episode``, or ``episodes`` or ``environments``, will do for ``completion`` or ``completions``:
 
     .. code-block:: text
 
@@ -199,9 +200,10 @@ class RewardFunction:
         named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         free = [one for one in named if one.name not in args]
         names = frozenset(one.name for one in free)
-        if ("completion" in names) == ("completions" in names):
+        of_one, of_group = ({"completion"}, {"completions"}) if names & {"completion", "completions"} else OF_EPISODES
+        if bool(names & of_one) == bool(names & of_group):
             listed = ", ".join(one.name for one in free) or "none"
-            which = "both" if "completion" in names else "neither"
+            which = "both" if names & of_one else "neither"
             raise ValueError(
                 f"reward function {path!r} must take 'completion' (to score one rollout) or 'completions' "
                 f"(to score a group), but has {which} among its parameters ({listed}); name one of them so."
@@ -220,7 +222,7 @@ class RewardFunction:
             required=required,
             takes_columns=takes_columns,
             declared=declared,
-            on_group="completions" in names,
+            on_group=bool(names & of_group),
             bound=frozenset(args),
         )
 
@@ -268,7 +270,7 @@ class RewardFunction:
         if self.takes_columns:
             others = (columns.keys() - NOT_IN_TRL) | TRL_INPUTS if self.on_group else columns.keys()
             names = (names | others) - self.bound
-        absent = dict.fromkeys(name for name in OF_EPISODES if name in self.names)
+        absent = dict.fromkeys(name for these in OF_EPISODES for name in these if name in self.names)
         if self.on_group:
             lists = {name: [value] * len(group.rollouts) for name, value in columns.items()}
             rows = iter([{**absent, **lists, **group_inputs(group, surroundings)}])

@@ -23,8 +23,8 @@ GROUP_INPUTS = (
     *("episodes", "environments"),
     *OF_THE_RUN,
 )
-OF_EPISODES = ("episode", "episodes", "environments")
-"""Arguments of completions that an environment has taken part in; None where none has."""
+OF_EPISODES = (frozenset({"episode"}), frozenset({"episodes", "environments"}))
+"""Arguments of a completion, and of a group, that an environment has taken part in; None where none has."""
 TRL_INPUTS = frozenset({"prompts", "completions", "completion_ids", "environments", *OF_THE_RUN})
 """Arguments that TRL gives to every reward function, and so to its ``**kwargs``."""
 NOT_IN_TRL = frozenset({"prompt", "completion", "completion_ids"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from lit_grpo.plugins import Listener
@@ -10,6 +10,7 @@ from lit_grpo.plugins import Listener
 if TYPE_CHECKING:
     import numpy as np
 
+    from lit_grpo.faults import Phases
     from lit_grpo.rewards import RewardRunner
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
@@ -17,18 +18,37 @@ if TYPE_CHECKING:
 
 
 class Stepped(Listener):
-    """Calls a function with the number of tokens after each step, for displays, and another at the end."""
+    """Calls a function with the number of tokens after each step, for displays."""
 
-    def __init__(self, call: Callable[[int], None], at_end: Callable[[], None] = lambda: None) -> None:
-        self._call, self._at_end = call, at_end
-
-    def end(self, failed: bool) -> None:
-        """Call the other."""
-        self._at_end()
+    def __init__(self, call: Callable[[int], None]) -> None:
+        self._call = call
 
     def step(self, events: StepEvents) -> None:
         """Pass the number on."""
         self._call(events.num_tokens)
+
+
+class Moving(Listener):
+    """Tells the phases of a run that a rollout moves, and that rewards are waited for at its end.
+
+    It moves at each step, and, while nothing can be decoded, as long as one of ``others`` waits within its time limits.
+    """
+
+    def __init__(self, phases: Phases, others: Iterable[Listener]) -> None:
+        self._phases, self._others = phases, list(others)
+
+    def step(self, events: StepEvents) -> None:
+        """A step is a movement."""
+        self._phases.move()
+
+    def idle(self) -> None:
+        """So is waiting in time."""
+        if any(other.waits_in_time for other in self._others):
+            self._phases.move()
+
+    def end(self, failed: bool) -> None:
+        """Rewards are left."""
+        self._phases.begin("reward")
 
 
 class Rewarding(Listener):

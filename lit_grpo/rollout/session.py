@@ -15,7 +15,7 @@ from lit_grpo.budgets.rewriting import Rewriter
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.plugins import Listener, Plugin, RunFacts, Worker, join_all
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
-from lit_grpo.rollout.listeners import Rewarding, Stepped
+from lit_grpo.rollout.listeners import Moving, Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.pump import RolloutPump
 from lit_grpo.rollout.rounds import Rounds
@@ -241,12 +241,13 @@ class RolloutSession:
         if self.mode.overlap != "none":
             self._begin_beside(run, batch, requests, listeners)
             return
+        workers = self.workers.values()
         loop = RolloutLoop(
             run.generator,
             self.buffer,
             self.plan,
             self.lengths,
-            [_moving(run.phases), *listeners, *self.workers.values(), *self._scoring(run.pass_rule)],
+            [Moving(run.phases, workers), *listeners, *workers, *self._scoring(run.pass_rule)],
             self._points,
         )
         self.buffer.open(requests)
@@ -276,7 +277,8 @@ class RolloutSession:
     ) -> None:
         """Fill a batch that is not learnt from: only plug-ins act that say so, and nothing is remembered."""
         scoring = [] if self.rewards is None else [Rewarding(self.rewards)]
-        loop = RolloutLoop(run.generator, listeners=[_moving(run.phases), *listeners, *self.evaluating, *scoring])
+        moving = Moving(run.phases, self.evaluating)
+        loop = RolloutLoop(run.generator, listeners=[moving, *listeners, *self.evaluating, *scoring])
         with run.phases.of(phase), context():
             batch.groups, stats = loop.collect(batch.prompts, num_generations, sampling, run.sampling_seed)
         self._describe(batch, stats)
@@ -507,8 +509,3 @@ class RolloutSession:
         """The mode as the user has set it, for messages."""
         found = [name for name, plugin in self.plugins.items() if plugin is self.mode]
         return f"rollout.plugins {found[0]}" if found else "no plug-in that keeps prompts open"
-
-
-def _moving(phases: Phases) -> Listener:
-    """Return what tells displays that a rollout moves, and that rewards are waited for at its end."""
-    return Stepped(lambda _: phases.move(), lambda: phases.begin("reward"))

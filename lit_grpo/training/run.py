@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_grpo.data.sources import RowSource
+    from lit_grpo.environments.contract import Factory
     from lit_grpo.rewards.function import Reward
 
     Source = str | RowSource | Iterable[Any]
+
+
+_ENVIRONMENTS = "environments"
+_ARGUMENTS = {"factory": "environment", "tools": "tools"}
+"""The arguments of :func:`train` by the fields of the plug-in that they are for."""
 
 
 class Run(NamedTuple):
@@ -38,10 +44,12 @@ class Run(NamedTuple):
 def train(
     policy: str | PreTrainedModel,
     train: Source,
-    rewards: Reward | Sequence[Reward],
+    rewards: Reward | Sequence[Reward] = (),
     *,
     max_steps: int,
     batch_size: int = 8,
+    environment: Factory | Mapping[str, Factory] | None = None,
+    tools: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     validation: Source | None = None,
     name: str = "grpo",
@@ -57,9 +65,14 @@ def train(
     Args:
         policy: ``tiny``, a folder, a Hugging Face id, or a loaded model, which is trained in place.
         train: Training prompts: a file, folder or id, a RowSource, a ``datasets.Dataset`` or a list of dicts.
-        rewards: One reward or a list: functions, paths (``file.py:name`` or an import path) or RewardSpecs.
+        rewards: One reward or a list: functions, paths (``file.py:name`` or an import path) or RewardSpecs. Those that
+            an environment brings join them.
         max_steps: Optimizer steps of the run.
         batch_size: Prompts of one training iteration.
+        environment: What turns are answered by: a class, or its path (``my_env.py:Game``), or several by the names that
+            rows have in their column ``environment``. Further settings of it stand in ``callbacks``:
+            ``{"rollout": {"plugins": [{"environments": {"max_turns": 8}}]}}``.
+        tools: Functions that the policy may call, or their paths.
         tokenizer: The tokenizer of a loaded model; by default that of the place the model was loaded from.
         validation: Validation prompts, in the forms of ``train``.
         name: The run's folder is ``dir/name``, where a name may have several parts (``exp1/seed0``). An earlier run
@@ -93,6 +106,8 @@ def train(
     options: dict[str, Any] = {"max_steps": max_steps, **(trainer or {})}
     of_every_run = callbacks if isinstance(callbacks, Mapping) else {}
     own = [*_listed(options.pop("callbacks", None)), *([] if of_every_run else _listed(callbacks))]
+    turns = {"factory": environment, "tools": _listed(tools)}
+    of_every_run = _with_turns(of_every_run, {name: one for name, one in turns.items() if one not in (None, [])})
     made = default_callbacks(of_every_run, [*own, *_displays(options)])
     with quiet(), RunFolder() as run_folder:
         run = _opened(run_folder, RunConfig(name, dir))
@@ -109,6 +124,30 @@ def _listed(given: Any) -> list[Any]:
     if given is None or given == {}:
         return []
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+
+
+def _with_turns(
+    callbacks: Mapping[str, Mapping[str, Any] | None], turns: Mapping[str, Any]
+) -> Mapping[str, Mapping[str, Any] | None]:
+    """Return the settings of callbacks in which the plug-in ``environments`` has the fields ``turns`` too.
+
+    Raises:
+        ValueError: It has one of them already.
+    """
+    if not turns:
+        return callbacks
+    rollout = dict(callbacks.get("rollout") or {})
+    plugins = _listed(rollout.get("plugins"))
+    given = next((one for one in plugins if isinstance(one, Mapping) and _ENVIRONMENTS in one), {_ENVIRONMENTS: {}})
+    fields = given[_ENVIRONMENTS] or {}
+    if twice := [name for name in turns if name in fields]:
+        raise ValueError(
+            f"{twice[0]} of the plug-in {_ENVIRONMENTS} is set in callbacks, and given as "
+            f"{_ARGUMENTS[twice[0]]} too; leave one of them out."
+        )
+    others = [one for one in plugins if one is not given]
+    rollout["plugins"] = [*others, {_ENVIRONMENTS: {**fields, **turns}}]
+    return {**callbacks, "rollout": rollout}
 
 
 def _opened(run_folder: RunFolder, run: RunConfig) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import random
 import sqlite3
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 from conversations import chat_tokenizer, chatty_policy
+from test_environment_adapters import Counting, Die, Higher
 
 import lit_grpo
+from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.tasks import Catch
@@ -100,8 +103,9 @@ def structured(completions: Any, **kwargs: Any) -> list[float]:
     return [float(sum(message["role"] == "tool" for message in each)) for each in completions]
 
 
+MOVES = [{"direction": each} for each in ("left", "right", "up", "down", "stay")]
 ARGUMENTS = {
-    "move": [{"direction": each} for each in ("left", "right", "up", "down", "stay")],
+    **{"move": MOVES, "paddle": MOVES, "slide": MOVES},
     "query": [{"sql_command": each} for each in ("select * from genes", "select nothing")],
 }
 
@@ -125,13 +129,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def train(
-    folder: str, rows: list[dict[str, Any]], rewards: Any, *further: str, **environments: Any
+    folder: str, rows: list[dict[str, Any]], rewards: Any, *further: str, max_steps: int = 2, **environments: Any
 ) -> list[dict[str, str]]:
     run = lit_grpo.train(
         folder,
         rows,
         rewards,
-        max_steps=2,
+        max_steps=max_steps,
         batch_size=2,
         num_generations=3,
         validation=rows[:2],
@@ -149,11 +153,12 @@ def logged(rows: list[dict[str, str]], name: str) -> list[float]:
 
 def test_2048_catch_and_sqlite_train(folder: str) -> None:
     prompts = [{"prompt": [{"role": "user", "content": "Play."}], "seed": number} for number in range(4)]
-    for environments, rewards, name in (
+    cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"factory": Game2048}, [], "Game2048"),
         ({"factory": Catch, "max_turns": 4}, [], "Catch"),
         ({"tools": [query]}, [structured], "structured"),
-    ):
+    ]
+    for environments, rewards, name in cases:
         rows = train(folder, prompts, rewards, **environments)
         assert logged(rows, f"rewards/{name}/mean") and logged(rows, f"val/rewards/{name}/mean")
         assert max(logged(rows, "environments/turns")) > 1 and min(logged(rows, "environments/tool_calls")) > 0
@@ -161,10 +166,54 @@ def test_2048_catch_and_sqlite_train(folder: str) -> None:
         assert logged(rows, "reward")
 
 
-def test_turns_of_a_game_get_credit_of_their_own(folder: str) -> None:
+@pytest.mark.parametrize("rule", ["gigpo", "mt_grpo", "return_to_go"])
+def test_turns_of_a_game_get_credit_of_their_own(rule: str, folder: str) -> None:
     prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
-    rows = train(folder, prompts, [], "gigpo", factory=Catch)
+    rows = train(folder, prompts, [], rule, factory=Catch)
     assert max(logged(rows, "grad_norm")) > 0  # by what turns earned, whatever became of the ball
+
+
+def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes(folder: str) -> None:
+    """Without a list of rewards, and with further settings of the plug-in."""
+    rows = [{"prompt": "Play.", "seed": number} for number in range(4)]
+    run = lit_grpo.train(
+        folder,
+        rows,
+        max_steps=1,
+        batch_size=2,
+        environment=Catch,
+        tools=query,
+        num_generations=3,
+        validation=rows[:2],
+        pass_reward="Catch",
+        pass_threshold=-1.0,
+        sampling={"max_tokens": 60, "max_observed": 400},
+        callbacks={"rollout": {"plugins": [{"environments": {"max_turns": 3}}, "mt_grpo"]}},
+        trainer={"accelerator": "cpu", "enable_progress_bar": False},
+    )
+    assert [function.name for function in run.module.rewards] == ["Catch"]
+    with (run.folder / "metrics.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert logged(table, "val/pass@1")[0] == 1.0  # each has at least -1
+    assert max(logged(table, "environments/turns")) <= 3
+    config = (run.folder / "config.yaml").read_text() if (run.folder / "config.yaml").exists() else ""
+    assert not config or "Catch" in config
+
+
+def test_a_reward_that_no_environment_brings_decides_nothing(folder: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"model\.pass_reward 'Chess' names no reward function: the names are Catch; wr"
+    ):
+        lit_grpo.train(
+            folder,
+            [{"prompt": "Play.", "seed": 1}],
+            max_steps=1,
+            batch_size=1,
+            environment=Catch,
+            pass_reward="Chess",
+            sampling={"max_tokens": 9, "max_observed": 400},
+            trainer={"accelerator": "cpu"},
+        )
 
 
 def test_validation_needs_room_for_answers_too(folder: str) -> None:
@@ -179,6 +228,76 @@ def test_validation_needs_room_for_answers_too(folder: str) -> None:
             eval_sampling={"max_tokens": 9},
             callbacks={"rollout": {"plugins": [{"environments": {"factory": Catch}}]}},
         )
+
+
+class Both:
+    """As in TRL's ``multi_env``: one class for two games, of which a row says one in ``env``."""
+
+    def reset(self, env: str, **kwargs: Any) -> str | None:
+        """Begin the row's game."""
+        self.active, self.reward = env, 0.0
+        self.catch, self.game = Catch(), Game2048()
+        return self.catch.reset(**kwargs) if env == "catch" else self.game.reset(**kwargs)
+
+    def paddle(self, direction: str) -> str:
+        """Move the paddle of catch.
+
+        Args:
+            direction: left, right or stay.
+        """
+        if self.active != "catch":
+            raise ValueError("This is not the active game.")
+        board = self.catch.move(direction)
+        self.reward = self.catch.get_reward()
+        return board
+
+    def slide(self, direction: str) -> str:
+        """Slide the tiles of 2048.
+
+        Args:
+            direction: up, down, left or right.
+        """
+        if self.active != "2048":
+            raise ValueError("This is not the active game.")
+        board = self.game.move(direction)
+        self.reward = self.game.get_reward()
+        return board
+
+
+def catch_reward(environments: list[Any], **kwargs: Any) -> list[float | None]:
+    """What catch gave; None for the other game."""
+    return [each.reward if each.active == "catch" else None for each in environments]
+
+
+def game_reward(environments: list[Any], **kwargs: Any) -> list[float | None]:
+    """What 2048 gave; None for the other game."""
+    return [each.reward if each.active == "2048" else None for each in environments]
+
+
+def test_one_class_for_two_games_with_rewards_that_are_none_for_the_other(folder: str) -> None:
+    games = ("catch", "2048", "2048", "catch")
+    prompts = [{"prompt": "Play.", "seed": number, "env": game} for number, game in enumerate(games)]
+    rows = train(folder, prompts, [catch_reward, game_reward], max_steps=3, factory=Both)
+    for name in ("catch_reward", "game_reward"):
+        assert logged(rows, f"rewards/{name}/mean"), name
+    assert max(logged(rows, "environments/tool_failures")) > 0  # tools of the inactive game
+    assert all(math.isfinite(value) for value in logged(rows, "reward")) and logged(rows, "frac_no_reward")[0] == 0
+
+
+class Turns(OpenEnv):
+    """A client of OpenEnv that counts turns."""
+
+    def __init__(self) -> None:
+        super().__init__(Counting(), act=lambda _: 1, show=lambda seen: f"The sum is {seen.total}.")
+
+
+@pytest.mark.parametrize("environment", [Higher, Turns, Die])
+def test_environments_of_other_libraries_train(environment: type, folder: str) -> None:
+    """By stand-ins of skyrl-gym, OpenEnv and TextArena."""
+    prompts = [{"prompt": "Play.", "seed": number, "answer": 2} for number in range(4)]
+    rows = train(folder, prompts, [], factory=environment)
+    assert logged(rows, f"rewards/{environment.__name__}/mean") and logged(rows, "environments/dropped") == [0, 0]
+    assert max(logged(rows, "environments/turns")) > 1
 
 
 def test_several_environments_are_routed_by_a_column(folder: str) -> None:

@@ -79,6 +79,16 @@ def test_train_takes_a_loaded_model_rows_functions_and_dicts(
         ),
         ({"callbacks": ["mine"]}, "callbacks holds 'mine', which is no Lightning Callback; give callbacks, or"),
         ({"callbacks": MemoryMonitor}, "callbacks holds <class '"),
+        (
+            {"tools": digits, "callbacks": {"rollout": {"plugins": [{"environments": {"tools": [digits]}}]}}},
+            "tools of the plug-in environments is set in callbacks, and given as tools too; leave one of them out.",
+        ),
+        (
+            {"environment": "a.py:A", "callbacks": {"rollout": {"plugins": {"environments": {"factory": "a.py:B"}}}}},
+            "factory of the plug-in environments is set in callbacks, and given as environment too; leave one of",
+        ),
+        ({"environment": "a.py:A"}, "rollout.plugins environments: environment 'a.py:A': there is no file a.py"),
+        ({"environment": {}}, "rollout.plugins environments: factory is an empty mapping; give at least one"),
         ({"rewards": [3]}, "the reward 3 is no function, path or RewardSpec; give one of these."),
         ({"policy": 3}, "policy is of type int; give a name, a folder or a PreTrainedModel."),
         ({"tokenizer": object()}, "tokenizer belongs to a loaded model; leave it out"),

@@ -48,10 +48,9 @@ OLD = {
     "warmup_ratio": "give warmup_steps, a share of the run where it is below 1, such as warmup_steps: 0.1",
     "max_prompt_length": "leave it out, and give fit --data.max_prompt_tokens; rows with longer prompts are refused, "
     "or left out with --data.unusable_rows drop, and no prompt is cut",
-    **dict.fromkeys(
-        ("environment_factory", "rollout_func", "tools"),
-        "environments, tools and user-defined rollouts are not supported from the command line",
-    ),
+    "environment_factory": "leave it out, and give fit --rollout.plugins environments:factory=my_env.py:Game",
+    "tools": "leave it out, and set rollout.plugins to [{environments: {tools: [my_tools.py:search]}}]",
+    "rollout_func": "user-defined rollouts are not supported; write an environment, which has respond(text) for a turn",
     **dict.fromkeys(
         ("max_staleness", "max_inflight_tasks", "weight_sync_steps", "queue_maxsize"),
         "it is one of AsyncGRPO, which is not converted; convert the rest, and set rollout.plugins to asynchronous",

@@ -1,0 +1,55 @@
+"""A turn is learnt from with what it and later turns earned, against all turns of the group (Kevin, arXiv 2507.11948).
+
+The return of a turn is ``R_t = sum_k gamma**k r_(t + k)`` over what the turns earned (``Rollout.turn_rewards``; where
+the environment says nothing, the last turn earned the reward of the rollout). Its advantage is R_t less the mean over
+all turns of all completions of the same visit of the prompt (m completions of n turns in the paper), divided by their
+standard deviation plus 1e-4. It takes the place of the advantage of the rollout.
+
+In the paper each turn is a row of its own, whose context leaves out the reasoning of earlier turns. Here the turns of a
+completion are one row, whose context keeps it.
+
+Evidence: worked examples, in ``tests/test_turn_credit.py``; nothing was trained with it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from lit_grpo.limits import Limit
+from lit_grpo.types import RolloutGroup
+from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
+
+
+@dataclass(frozen=True)
+class ReturnToGo(Credit):
+    """Compares discounted returns of all turns of a group.
+
+    Args:
+        gamma: What a turn's return makes of rewards of later turns, for each turn in between; the paper's best is 0.4.
+        scale: Divide by the standard deviation of the returns.
+    """
+
+    gamma: Annotated[float, Limit(least=0, most=1)] = 0.4
+    scale: bool = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """All members of a group, for they are compared."""
+        return frozenset({"whole_groups"})
+
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+        """Return an advantage for each turn.
+
+        Raises:
+            ValueError: An environment has given another number of rewards than there are turns.
+        """
+        returns = [discounted_returns(rewards_of_turns(rollout), self.gamma) for rollout in group.rollouts]
+        counted = zip(group.rollouts, returns, strict=True)
+        values = [value for rollout, its in counted if not math.isnan(rollout.reward) for value in its]
+        return [[compared(value, values, self.scale) for value in its] for its in returns]
+
+
+PLUGINS = {"return_to_go": ReturnToGo()}

@@ -1,0 +1,67 @@
+"""What a turn earned by itself counts beside the outcome (MT-GRPO, arXiv 2505.11821).
+
+The t-th turn of a completion has ``A_t = A_outcome + weight A_turn``. A_outcome is the advantage of its rollout, as the
+run's estimator makes it (the paper's is ``grpo``). A_turn is what the turn earned (``Rollout.turn_rewards``), less the
+mean over the t-th turns of all completions of the same visit of the prompt, divided by their standard deviation plus
+1e-4; a t-th turn that no other completion has gives 0. A completion without rewards by turn has A_outcome for all.
+
+The paper has two turns, of which the first one alone has a reward of its own. Here there is any number, and each of
+them that an environment rewards counts.
+
+Evidence: worked examples, in ``tests/test_turn_credit.py``; nothing was trained with it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lit_grpo.limits import NotNegative
+from lit_grpo.types import Rollout, RolloutGroup
+from lit_grpo.update.credit import Credit, compared, rewards_of_turns
+
+
+@dataclass(frozen=True)
+class MTGRPO(Credit):
+    """Compares what turns earned with what turns of the same number earned.
+
+    Args:
+        weight: Weight of a turn's own advantage beside that of its rollout (the paper's lambda).
+        scale: Divide by the standard deviation of the turns that are compared.
+    """
+
+    weight: NotNegative = 0.5
+    scale: bool = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """All members of a group, for they are compared."""
+        return frozenset({"whole_groups"})
+
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+        """Return an advantage for each turn.
+
+        Raises:
+            ValueError: An environment has given another number of rewards than there are turns.
+        """
+        by_number: dict[int, list[float]] = defaultdict(list)
+        for rollout in group.rollouts:
+            if rollout.turn_rewards and not math.isnan(rollout.reward):
+                for number, reward in enumerate(rewards_of_turns(rollout)):
+                    by_number[number].append(reward)
+        return [
+            [advantage + self.weight * own for own in self._own(rollout, by_number)]
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+        ]
+
+    def _own(self, rollout: Rollout, by_number: Mapping[int, Sequence[float]]) -> list[float]:
+        """Return each turn's own advantage; 0 where the environment has said nothing of the completion."""
+        if not rollout.turn_rewards:
+            return [0.0] * len(rollout.completion.turns)
+        rewards = rewards_of_turns(rollout)
+        return [compared(reward, by_number.get(number, ()), self.scale) for number, reward in enumerate(rewards)]
+
+
+PLUGINS = {"mt_grpo": MTGRPO()}

@@ -1,0 +1,180 @@
+"""MT-GRPO and returns to go: by worked examples, by brute force in float64, and where they are plain GRPO."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_gigpo import KEY, START, episode, group
+from test_learner import make_learner, ragged_groups
+
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.kevin import ReturnToGo
+from lit_grpo.methods.mt_grpo import MTGRPO
+from lit_grpo.types import RolloutGroup
+from lit_grpo.update.advantages.functions import group_advantages
+from lit_grpo.update.credit import Credit, discounted_returns
+
+EPSILON = 1e-4
+
+
+def episodes(*rewards: Sequence[float], outcomes: Sequence[float] | None = None) -> RolloutGroup:
+    """A group whose turns earned these rewards."""
+    return group(
+        *(
+            episode(n, 0.0 if outcomes is None else outcomes[n], [START, *[KEY] * (len(its) - 1)], its)
+            for n, its in enumerate(rewards)
+        )
+    )
+
+
+def close(found: Any, expected: Sequence[Sequence[float]]) -> bool:
+    return [len(turns) for turns in found] == [len(turns) for turns in expected] and all(
+        turns == pytest.approx(wanted, abs=1e-12) for turns, wanted in zip(found, expected, strict=True)
+    )
+
+
+def test_returns_are_discounted_to_the_end_of_the_episode() -> None:
+    assert discounted_returns([1.0, 0.0, 2.0], 0.5) == [1.5, 1.0, 2.0]
+    assert discounted_returns([], 0.5) == []
+
+
+# ---- MT-GRPO ------------------------------------------------------------------------------------------
+
+
+def test_turns_of_one_number_are_compared_and_the_outcome_is_added() -> None:
+    members = episodes([1.0, 4.0, 9.0], [3.0, 2.0])  # the third turn has none to be compared with
+    credit = MTGRPO(scale=False).credit(members, [0.7, -0.7])
+    assert close(credit, [[0.7 - 0.5, 0.7 + 0.5, 0.7], [-0.7 + 0.5, -0.7 - 0.5]])
+    deviation = math.sqrt(2) + EPSILON  # of 1 and 3, and of 4 and 2
+    credit = MTGRPO(weight=2.0).credit(members, [0.0, 0.0])
+    assert close(credit, [[-2 / deviation, 2 / deviation, 0], [2 / deviation, -2 / deviation]])
+
+
+def test_without_weight_or_rewards_by_turn_it_is_plain_grpo() -> None:
+    members = episodes([1.0, 4.0], [3.0, 2.0])
+    assert MTGRPO(weight=0.0).credit(members, [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
+    silent = [episode(0, 1.0, [START, KEY], ()), episode(1, 0.0, [START, KEY], ())]
+    assert MTGRPO().credit(group(*silent), [0.7, -0.7]) == [[0.7, 0.7], [-0.7, -0.7]]
+
+
+def test_a_completion_that_the_environment_says_nothing_of_takes_no_part() -> None:
+    """As one that was stopped in the middle."""
+    members = group(*episodes([1.0], [3.0]).rollouts, episode(2, 1.0, [START], ()))
+    assert MTGRPO(scale=False).credit(members, [0.0, 0.0, 0.2]) == [[-0.5], [0.5], [0.2]]
+
+
+@pytest.mark.parametrize("credit", [MTGRPO(weight=0.0), MTGRPO()])
+def test_the_gradient_is_then_that_of_plain_grpo(credit: Credit) -> None:
+    """Without weight where turns have rewards, and with it where they have none."""
+    gradients = []
+    for rule in (credit, Credit()):
+        groups = ragged_groups()
+        for rollout in (each for members in groups for each in members.rollouts if credit.weight == 0):  # pyright: ignore
+            rollout.turn_rewards = tuple(range(len(rollout.completion.turns)))
+        learner, steps = make_learner(credit=rule)
+        learner.learn(groups)
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients) and gradients[0].norm() > 0
+
+
+# ---- returns to go ------------------------------------------------------------------------------------
+
+
+def test_returns_of_all_turns_of_a_group_are_compared() -> None:
+    members = episodes([0.0, 2.0], [4.0])  # returns 1 and 2, and 4, of mean 7/3 and variance 7/3
+    mean, deviation = 7 / 3, math.sqrt(7 / 3) + EPSILON
+    expected = [[(1 - mean) / deviation, (2 - mean) / deviation], [(4 - mean) / deviation]]
+    assert close(ReturnToGo(gamma=0.5).credit(members, [9.0, 9.0]), expected)  # which those of rollouts are not in
+    expected = [[1 - mean, 2 - mean], [4 - mean]]
+    assert close(ReturnToGo(gamma=0.5, scale=False).credit(members, [9.0, 9.0]), expected)
+
+
+def test_of_an_outcome_alone_and_undiscounted_all_turns_have_the_outcomes_advantage() -> None:
+    """Without scale exactly; the deviation is over all turns, not over the rollouts."""
+    rewards = [1.0, 0.0, 0.25]
+    members = group(*(episode(n, reward, [START, KEY], ()) for n, reward in enumerate(rewards)))
+    credit = ReturnToGo(gamma=1.0, scale=False).credit(members, [0.0] * 3)
+    expected = group_advantages(
+        torch.tensor(rewards, dtype=torch.float64), torch.zeros(3, dtype=torch.long), "none"
+    ).tolist()
+    assert close(credit, [[value, value] for value in expected])
+
+
+def test_with_one_turn_each_it_is_grpo() -> None:
+    rewards = [1.0, 0.0, 0.25, 0.5]
+    members = group(*(episode(n, reward, [START], ()) for n, reward in enumerate(rewards)))
+    expected = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(4, dtype=torch.long)).tolist()
+    assert close(ReturnToGo().credit(members, [0.0] * 4), [[value] for value in expected])
+
+
+def test_without_later_rewards_a_turn_has_its_own() -> None:
+    members = episodes([3.0, 1.0], [2.0, 6.0])
+    assert ReturnToGo(gamma=0.0, scale=False).credit(members, [0.0, 0.0]) == [[0.0, -2.0], [-1.0, 3.0]]
+
+
+# ---- both ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_they_are_their_formulas(seed: int) -> None:
+    """In float64, turn by turn."""
+    rng = random.Random(seed)
+    rewards = [[rng.random() for _ in range(rng.randint(1, 5))] for _ in range(6)]
+    advantages = [rng.random() for _ in rewards]
+    members = episodes(*rewards)
+
+    def normal(value: float, others: list[float]) -> float:
+        all_of = torch.tensor(others, dtype=torch.float64)
+        return 0.0 if len(others) == 1 else float((value - all_of.mean()) / (all_of.std() + EPSILON))
+
+    expected = [
+        [
+            advantage + 0.5 * normal(reward, [other[t] for other in rewards if t < len(other)])
+            for t, reward in enumerate(its)
+        ]
+        for its, advantage in zip(rewards, advantages, strict=True)
+    ]
+    found = MTGRPO().credit(members, advantages)
+    for turns, wanted in zip(found, expected, strict=True):
+        assert turns == pytest.approx(wanted, rel=1e-12)
+    returns = [[sum(0.4**k * reward for k, reward in enumerate(its[t:])) for t in range(len(its))] for its in rewards]
+    expected = [[normal(value, sum(returns, [])) for value in its] for its in returns]  # noqa: RUF017
+    for turns, wanted in zip(ReturnToGo().credit(members, advantages), expected, strict=True):
+        assert turns == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("credit", [MTGRPO(scale=False), ReturnToGo(scale=False, gamma=0.0)])
+def test_an_episode_without_a_reward_takes_no_part(credit: Credit) -> None:
+    members = episodes([4.0], [9.0], [2.0], outcomes=[1.0, math.nan, 0.0])
+    credited: Any = credit.credit(members, [0.0, math.nan, 0.0])
+    first, _, third = credited
+    weight = getattr(credit, "weight", 1.0)
+    assert (first, third) == ([weight], [-weight])
+
+
+@pytest.mark.parametrize("credit", [MTGRPO(), ReturnToGo()])
+def test_rewards_that_are_not_one_a_turn_are_refused(credit: Credit) -> None:
+    with pytest.raises(ValueError, match=r"Sample \(3,\) of prompt 'a' has 2 turns and 1 rewards of turns; the envir"):
+        credit.credit(group(episode(3, 1.0, [START, KEY], [1.0])), [0.0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mt_grpo:weight=-1", "weight must be at least 0"),
+        ("return_to_go:gamma=1.5", "gamma must be from 0 to 1, not 1.5"),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plugins([spec])
+
+
+def test_one_rule_of_credit_is_enough() -> None:
+    with pytest.raises(ValueError, match=r"has gigpo and mt_grpo, which both decide what each turn is learnt from"):
+        make_plugins(["gigpo", "mt_grpo"])
