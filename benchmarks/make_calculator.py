@@ -8,6 +8,7 @@ parts are tokens of their own, so that a call takes a dozen tokens.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,13 @@ CALCULATOR = Task(
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer: a token a character, and one for each of ``PIECES``."""
-    pieces = [*CHARACTERS, *PIECES.values()]
-    tokenizer = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *pieces])}, unk_token=UNKNOWN)
-    )
-    written = "|".join(piece.replace("{", r"\{").replace("}", r"\}") for piece in PIECES.values())
+def make_tokenizer(
+    characters: str = CHARACTERS, pieces: Sequence[str] = tuple(PIECES.values()), template: str = TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with a token for each of ``characters`` and of ``pieces``, by default the calculator's."""
+    tokens = [PAD, EOS, UNKNOWN, *characters, *pieces]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    written = "|".join(re.sub(r"([{}().])", r"\\\1", piece) for piece in pieces)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{written}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     made: Any = PreTrainedTokenizerFast(
@@ -86,7 +87,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = TEMPLATE
+    made.chat_template = template
     return made
 
 

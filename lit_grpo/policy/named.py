@@ -21,19 +21,22 @@ class NamedPolicy:
     remedy: str
 
 
-TINY, TINY_KNIGHTS, TINY_CALCULATOR, SMOLLM2 = "tiny", "tiny_knights", "tiny_calculator", "smollm2"
+TINY, TINY_KNIGHTS, SMOLLM2 = "tiny", "tiny_knights", "smollm2"
+TINY_CALCULATOR, TINY_CATCH = "tiny_calculator", "tiny_catch"
 _WITH_THE_PACKAGE = "install lit_grpo again"
 NAMED = {
     TINY: NamedPolicy(Path(__file__).parent / TINY, _WITH_THE_PACKAGE),
     TINY_KNIGHTS: NamedPolicy(Path(__file__).parent / TINY_KNIGHTS, _WITH_THE_PACKAGE),
     TINY_CALCULATOR: NamedPolicy(Path(__file__).parent / TINY_CALCULATOR, _WITH_THE_PACKAGE),
+    TINY_CATCH: NamedPolicy(Path(__file__).parent / TINY_CATCH, _WITH_THE_PACKAGE),
     SMOLLM2: NamedPolicy(
         cache_folder() / "policies" / "SmolLM2-135M-Instruct", f"make it with python -m lit_grpo {SMOLLM2}"
     ),
 }
 """The policies by name.
 
-``python -m benchmarks.make_tiny``, ``make_knights`` and ``make_calculator`` make the folders in the package.
+``python -m benchmarks.make_tiny``, ``make_knights``, ``make_calculator`` and ``make_catch`` make the folders in the
+package.
 """
 
 

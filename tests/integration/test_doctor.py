@@ -473,6 +473,7 @@ CONFIGS = {
     "arithmetic": [],
     "budget": [],
     "calculator": [],
+    "catch": [],
     "infinite_sampling": [],
     "knights": ["--model.max_tokens_per_micro_batch", "700"],
     "own_task": [],
