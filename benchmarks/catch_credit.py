@@ -31,7 +31,7 @@ from lit_grpo.cli.command_line import run as lit_grpo
 GRPO = "grpo"
 RULES = (GRPO, "gigpo", "mt_grpo", "return_to_go")
 SEEDS = (0, 1, 2)
-UPDATES, EVERY = 15, 5
+UPDATES, EVERY = 12, 6
 ENVIRONMENT = {"environments": {"factory": "lit_grpo.tasks.Catch", "tool_timeout_s": 10}}
 QUICK = ("--data.batch_size", "2", "--data.validation.init_args.num_rows", "8", "--model.num_generations", "4")
 
@@ -93,11 +93,11 @@ def _claims(by_rule: dict[str, list[Curves]]) -> list[Claim]:
     claims: list[Claim] = []
     for what, measure in measures.items():
         of_seeds = {rule: [measure(each) for each in curves] for rule, curves in by_rule.items()}
-        claims += [_as_found(rule, what, of_seeds[rule], of_seeds[GRPO]) for rule in RULES if rule != GRPO]
+        claims += [as_found(rule, what, of_seeds[rule], of_seeds[GRPO]) for rule in RULES if rule != GRPO]
     return claims
 
 
-def _as_found(rule: str, what: str, found: Sequence[float], grpo: Sequence[float]) -> Claim:
+def as_found(rule: str, what: str, found: Sequence[float], grpo: Sequence[float]) -> Claim:
     """Say by how much a rule is above GRPO, and whether that is more than seeds differ by."""
     difference = float(np.mean(found) - np.mean(grpo))
     spread = max(float(np.ptp(found)), float(np.ptp(grpo)))

@@ -1,7 +1,7 @@
 """Makes ``tiny_catch``, an embedded policy that plays a game: ``python -m benchmarks.make_catch [FOLDER]``.
 
 As :mod:`benchmarks.make_calculator`: first whole games of :class:`lit_grpo.tasks.Catch` in which every move is right,
-then games in which most moves are drawn at random. What comes out writes calls of ``move`` and mostly misses the ball.
+then games most of whose players move at random. What comes out writes calls of ``move`` and mostly misses the ball.
 The prompt, the directions and the unchanging parts of a call are tokens of their own, and so is each square.
 """
 
@@ -43,9 +43,9 @@ RECIPE = TinyRecipe(
     num_heads=4,
     num_kv_heads=2,
     max_positions=320,
-    num_steps=300,
+    num_steps=250,
     batch_tokens=3072,
-    crowd_steps=80,
+    crowd_steps=40,
     hasty=0.7,
     sharpness=1.0,
 )
@@ -55,9 +55,9 @@ def draw(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]
     """Draw a game of the train split: its prompt, and the turns with what each was told."""
     game = Catch()
     begin = game.reset(**CatchRows().draw(rng))
+    at_random = not whole and rng.random() < recipe.hasty
     turns: list[str] = []
     while True:
-        at_random = not whole and rng.random() < recipe.hasty
         direction = rng.choice(("left", "right", "stay")) if at_random else right_move(game)
         turns.append(f"c{direction[0]}x")
         board = game.move(direction)

@@ -53,6 +53,11 @@ CONFIGS = {
         "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
         "--data.validation.init_args.num_rows 8",
     ),
+    "catch": (
+        "catch",
+        "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
+        "--data.validation.init_args.num_rows 8",
+    ),
     "budget": (
         "budget",
         "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1 "
@@ -123,6 +128,10 @@ NOT_RUN = {
     "benchmarks.turns": (
         "takes minutes",
         "integration/test_benchmarks.py::test_the_other_benchmarks_run",
+    ),
+    "benchmarks.catch_credit": (
+        "takes minutes",
+        "integration/test_learning_benchmarks.py::test_rules_of_credit_are_trained_beside_grpo_on_the_same_games",
     ),
     "benchmarks.gpu --device cuda": (
         "needs a GPU",
