@@ -31,7 +31,7 @@ from lit_grpo.cli.command_line import run as lit_grpo
 GRPO = "grpo"
 RULES = (GRPO, "gigpo", "mt_grpo", "return_to_go")
 SEEDS = (0, 1, 2)
-UPDATES, EVERY = 12, 6
+UPDATES, EVERY = 16, 8
 ENVIRONMENT = {"environments": {"factory": "lit_grpo.tasks.Catch", "tool_timeout_s": 10}}
 QUICK = ("--data.batch_size", "2", "--data.validation.init_args.num_rows", "8", "--model.num_generations", "4")
 
