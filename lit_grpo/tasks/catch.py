@@ -66,6 +66,9 @@ class Catch:
 class CatchRows(DrawnRows):
     """Games of :class:`Catch`: a row has the columns ``prompt`` and ``seed``.
 
+    The embedded policy ``tiny_catch`` has been warm-started on the train split. There are 25 different beginnings, so
+    games of the splits differ by their seeds alone.
+
     Args:
         num_rows: How many rows.
         split: ``train`` or ``validation``.
