@@ -508,6 +508,23 @@ def test_waiting_for_a_thread_or_for_the_policy_is_no_hanging() -> None:
     assert len(group.rollouts) == 6 and worker.metrics()["environments/failures"] == 0
 
 
+def test_an_agent_at_work_within_its_limit_is_no_standstill() -> None:
+    in_time: dict[str, bool] = {}
+
+    def solve(base_url: str, api_key: str, **columns: Any) -> None:
+        Client(base_url, api_key).say(ASKED)
+        time.sleep(0.2)
+        in_time["working"] = worker.waits_in_time
+
+    def says(request: Request, turn: int) -> str:
+        in_time["waiting"] = worker.waits_in_time
+        return "turn"
+
+    worker = worker_of(solve)
+    play(worker, says)
+    assert in_time == {"working": True, "waiting": False}
+
+
 def test_an_agent_that_has_been_given_up_is_answered_no_more() -> None:
     said: list[Any] = []
     gone = threading.Event()
