@@ -47,7 +47,8 @@ class Agent(Plugin):
         trajectory_timeout_s: The most seconds of an agent in all. Waiting for the policy counts in neither.
         retries: How often a trajectory begins again after its agent has failed. After that it is left out of its
             group: a failure is no reward of 0.
-        num_threads: How many agents that are not async run at a time.
+        num_threads: How many agents that are not async run at a time, and so how many of their completions are decoded
+            at a time. Many threads with HTTP clients hold each other up: an async agent scales further.
         calls: How the policy writes calls; see the plug-in ``environments``.
     """
 
@@ -57,7 +58,7 @@ class Agent(Plugin):
     timeout_s: Seconds = 60.0
     trajectory_timeout_s: Seconds = 600.0
     retries: Number = 2
-    num_threads: Count = 256
+    num_threads: Count = 64
     calls: CallFormatName | None = None
 
     @property
