@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -167,7 +168,18 @@ def test_a_server_of_openenv_that_is_gone_is_no_reward_of_0() -> None:
     assert group.rollouts == [] and worker.metrics()["environments/failures"] == 2
 
 
-def test_a_server_of_openenv_on_loopback() -> None:
+def test_a_text_that_is_no_action_is_answered_by_its_error() -> None:
+    """A policy at the beginning writes many; they are no failures of the server."""
+    worker = worker_of(Count)
+    (group,) = play(worker, lambda _, turn: "2" if turn else "two", [{"prompt": "Count."}])
+    assert group.rollouts[0].turn_rewards == (0.0, 1.0, 1.0) and worker.metrics()["environments/failures"] == 0
+    told = said(group.rollouts[0].completion)[1]
+    assert told == {"role": "user", "content": "invalid literal for int() with base 10: 'two'"}
+
+
+@contextmanager
+def adding_server() -> Iterator[type]:
+    """A server of OpenEnv on loopback; yields an environment that adds with it."""
     pytest.importorskip("openenv")
     from openenv.core.env_client import EnvClient, StepResult  # pyright: ignore[reportMissingImports]
     from openenv.core.env_server import create_fastapi_app  # pyright: ignore[reportMissingImports]
@@ -210,7 +222,7 @@ def test_a_server_of_openenv_on_loopback() -> None:
 
     server = uvicorn.Server(
         uvicorn.Config(
-            create_fastapi_app(Adding, Add, Total, max_concurrent_envs=8), host="127.0.0.1", port=0, log_level="error"
+            create_fastapi_app(Adding, Add, Total, max_concurrent_envs=16), host="127.0.0.1", port=0, log_level="error"
         )
     )
     thread = threading.Thread(target=server.run, daemon=True)
@@ -224,9 +236,16 @@ def test_a_server_of_openenv_on_loopback() -> None:
             client = Client(f"http://127.0.0.1:{port}")
             super().__init__(client, lambda text: Add(number=int(text)), lambda seen: f"The sum is {seen.total}.")
 
-    groups = play(worker_of(Sum), lambda *_: "2", [{"prompt": "Count."}], num_generations=4)
-    server.should_exit = True
-    thread.join(10)
+    try:
+        yield Sum
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_a_server_of_openenv_on_loopback() -> None:
+    with adding_server() as environment:
+        groups = play(worker_of(environment), lambda *_: "2", [{"prompt": "Count."}], num_generations=4)
     assert [rollout.turn_rewards for rollout in groups[0].rollouts] == [(1.0, 1.0)] * 4
 
 
@@ -502,7 +521,9 @@ def test_a_task_that_cannot_be_asked_is_refused(task: Any, message: str) -> None
 
 def test_a_taskset_whose_tasks_share_tool_servers_is_refused() -> None:
     class Searching(Sums):
-        toolsets = WithTools.toolsets
+        @classmethod
+        def toolsets(cls, config: Any) -> list[Any]:
+            return ["search"]
 
     with pytest.raises(ValueError, match=r"^Searching has tool servers, and none is started; take a taskset without"):
         Taskset(Searching())

@@ -117,7 +117,7 @@ class OpenEnv(_Earning):
 
     Args:
         client: Not connected yet; each trajectory has one of its own.
-        act: Makes the client's action of the text of a turn.
+        act: Makes the client's action of the text of a turn; a ValueError that it raises is told the policy.
         show: Makes text of an observation.
         columns: The columns of a row that the server's ``reset`` gets, where the row has them.
     """
@@ -140,7 +140,11 @@ class OpenEnv(_Earning):
 
     async def respond(self, text: str) -> str | None:
         """Take a step, and return what is observed."""
-        result = await self._client.step(self._act(text))
+        try:
+            action = self._act(text)
+        except ValueError as error:
+            return str(error)
+        result = await self._client.step(action)
         self._take(result.reward, result.done)
         return self._show(result.observation) or None
 
