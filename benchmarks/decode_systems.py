@@ -54,9 +54,9 @@ class Steps:
     seconds: list[float]
 
 
-def ours(work: Work, plan: str, steps: Steps | None = None, noise: float = NOISE) -> Run:
+def ours(work: Work, plan: str, steps: Steps | None = None, noise: float = NOISE, packed_weights: bool = False) -> Run:
     """Return our generator with a plan that is told the lengths with an error; ``steps`` takes down what steps cost."""
-    generator = slots(work.policy, work.tokenizer, work.num_rows, work.lengths)
+    generator = slots(work.policy, work.tokenizer, work.num_rows, work.lengths, packed_weights=packed_weights)
     expected = noisy(np.array(list(work.lengths.values()), dtype=float), noise)
     foretold = ForetoldLengths(dict(zip(work.lengths, expected.tolist(), strict=True)))
     begin = 0.0

@@ -27,14 +27,16 @@ PIECES = {
     "a": "</tool_response>",
 }
 """Tokens of several characters, by the letter that stands for each in demonstrations."""
-CHARACTERS = ".o_\n"
+CHARACTERS = ".o_\n="
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}"
     "{{ '<tool_response>' + message.content + '</tool_response>' }}"
-    "{% elif message.role == 'assistant' %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{% elif message.role == 'assistant' %}{{ '=' if loop.previtem and loop.previtem.role == 'user' }}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
     '{{ \'<tool_call>{"name": "move", "arguments": {"direction": "\' }}'
     "{{ call.function.arguments.direction }}{{ '\"}}</tool_call>' }}{% endfor %}{{ '<eos>' }}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{{ '=' if add_generation_prompt and messages[-1].role == 'user' }}"
 )
 RECIPE = TinyRecipe(
     hidden_size=64,
@@ -62,7 +64,7 @@ def draw(recipe: TinyRecipe, rng: random.Random, whole: bool) -> tuple[str, str]
         turns.append(f"c{direction[0]}x")
         board = game.move(direction)
         if game.done:
-            return f"P{begin}", "".join(turns)
+            return f"P{begin}=", "".join(turns)
         turns[-1] += f"{EOS}b{board}a"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.rollout.generator import Capacity, StepEvents
-from lit_grpo.types import Completion, Key, Request
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>")
 SPECIAL += ("<|end_header_id|>", "<|eot_id|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -102,6 +106,50 @@ class Scripted:
 
     def release(self, prompts: Any) -> None:
         """Nothing is kept."""
+
+
+SAMPLING = SamplingParams(max_tokens=400, max_observed=800)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def prompts_of(worker: EnvironmentWorker, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+    renderer = PromptRenderer(conversing=worker)
+    rendered = [renderer.render(row, chat_tokenizer()) for row in rows]
+    return [
+        Prompt(f"train/{number}", token_ids, text, row, messages=messages)
+        for number, (row, (token_ids, text, messages)) in enumerate(zip(rows, rendered, strict=True))
+    ]
+
+
+def play(
+    worker: EnvironmentWorker,
+    says: Says,
+    rows: Sequence[dict[str, Any]],
+    num_generations: int = 1,
+    sampling: SamplingParams = SAMPLING,
+    listeners: Sequence[Any] = (),
+    num_slots: int = 8,
+) -> list[RolloutGroup]:
+    """One rollout, after which the worker is closed."""
+    loop = RolloutLoop(Scripted(chat_tokenizer(), says, num_slots), listeners=[worker, *listeners])
+    try:
+        return loop.collect(prompts_of(worker, rows), num_generations, sampling, seed=0)[0]
+    finally:
+        worker.close()
+
+
+def only(groups: Sequence[RolloutGroup]) -> Completion:
+    (group,) = groups
+    (rollout,) = group.rollouts
+    return rollout.completion
+
+
+def text_of(completion: Completion) -> str:
+    """All that the policy read and wrote."""
+    return chat_tokenizer().decode([*completion.request.prompt.token_ids, *completion.token_ids_T.tolist()])
 
 
 def chatty_policy(tokenizer: Any, sharpness: float = 6.0) -> torch.nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversations import Scripted, chat_tokenizer
+from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompts_of, text_of
+from conversations import play as play_with
 
 from lit_grpo.data.chat import UnusableRow
-from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
@@ -25,9 +24,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
 from lit_grpo.rollout.listeners import Rewarding
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
-from lit_grpo.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
-
-SAMPLING = SamplingParams(max_tokens=400, max_observed=800)
+from lit_grpo.types import Prompt, Request, RolloutGroup, SamplingParams
 
 
 class Guess:
@@ -58,10 +55,6 @@ class Guess:
         return float(self.right)
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
 def counting(request: Request, turn: int) -> str:
     """Guess one number after another, and stop at the third."""
     return call("guess", number=turn + 1) if turn < 3 else "I am done."
@@ -73,40 +66,13 @@ def worker_of(factory: Any = None, **options: Any) -> EnvironmentWorker:
     return worker
 
 
-def prompts_of(worker: EnvironmentWorker, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
-    renderer = PromptRenderer(conversing=worker)
-    rendered = [renderer.render(row, chat_tokenizer()) for row in rows]
-    return [
-        Prompt(f"train/{number}", token_ids, text, row, messages=messages)
-        for number, (row, (token_ids, text, messages)) in enumerate(zip(rows, rendered, strict=True))
-    ]
-
-
 def play(
     worker: EnvironmentWorker,
     says: Callable[[Request, int], str] = counting,
     rows: Sequence[dict[str, Any]] = ({"prompt": "Guess.", "number": 3},),
-    num_generations: int = 1,
-    sampling: SamplingParams = SAMPLING,
-    listeners: Sequence[Any] = (),
-    num_slots: int = 8,
+    **options: Any,
 ) -> list[RolloutGroup]:
-    loop = RolloutLoop(Scripted(chat_tokenizer(), says, num_slots), listeners=[worker, *listeners])
-    try:
-        return loop.collect(prompts_of(worker, rows), num_generations, sampling, seed=0)[0]
-    finally:
-        worker.close()
-
-
-def only(groups: Sequence[RolloutGroup]) -> Completion:
-    (group,) = groups
-    (rollout,) = group.rollouts
-    return rollout.completion
-
-
-def text_of(completion: Completion) -> str:
-    """All that the policy read and wrote."""
-    return chat_tokenizer().decode([*completion.request.prompt.token_ids, *completion.token_ids_T.tolist()])
+    return play_with(worker, says, rows, **options)
 
 
 def test_an_episode_is_one_completion_of_many_turns() -> None:

@@ -16,7 +16,7 @@ def requirements() -> list[Requirement]:
     extras = PROJECT["optional-dependencies"]
     lines = [line for name, extra in extras.items() if name != "docs" for line in extra]  # no test needs the site
     every = map(Requirement, [*PROJECT["dependencies"], *lines])
-    untested = ("lit_grpo", "vllm", "pydantic-monty")  # vLLM's CUDA build; Monty by a stand-in alone
+    untested = ("lit_grpo", "vllm")  # vLLM's CUDA build
     return [one for one in every if one.name not in untested]
 
 

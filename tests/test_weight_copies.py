@@ -115,13 +115,13 @@ def test_a_policy_of_another_kind_is_refused_and_autocast_takes_its_own_copies(p
     generator = started(policy, tokenizer)
     with torch.autocast("cpu", torch.bfloat16):
         generator.submit(requests(PROMPTS[:1], 2, SAMPLING))
-    assert generator._mode is not None and isinstance(generator._mode._copies, copies.LoweredWeights)
+    assert generator._mode is not None and generator._mode._lowered is not None and generator._mode._packed is None
     generator.close()
     plain = SlotGenerator(4)
     plain.start(PolicySpec(policy, tokenizer))
     plain.load_weights(policy.named_parameters(), 0)
     plain.submit(requests(PROMPTS[:1], 2, SAMPLING))
-    assert plain._mode is not None and plain._mode._copies is None
+    assert plain._mode is not None and plain._mode._packed is None
     plain.close()
 
 
@@ -130,6 +130,6 @@ def test_copies_are_let_go_when_nothing_is_in_flight(policy: Any, tokenizer: Any
     generator.submit(requests(PROMPTS[:1], 2, SAMPLING))
     generator.step()
     mode = generator._mode
-    assert mode is not None and isinstance(mode._copies, copies.PackedWeights) and mode._copies.layers
+    assert mode is not None and mode._packed is not None and mode._packed.layers
     generator.abort([request.key for request in requests(PROMPTS[:1], 2, SAMPLING)])
-    assert mode._copies is None
+    assert mode._packed is None

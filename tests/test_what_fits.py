@@ -50,3 +50,12 @@ def test_copies_for_recorded_graphs_are_there_in_the_update_too() -> None:
     copies = 2.0 * sizes.parameters
     assert on_gpu.resident["bfloat16 copies to decode with"] == copies == on_cpu.rollout["bfloat16 copies"]
     assert "bfloat16 copies" not in on_gpu.rollout and "bfloat16 copies to decode with" not in on_cpu.resident
+
+
+def test_packed_copies_are_there_while_the_policy_decodes() -> None:
+    sizes = sizes_of("0.6B", False, 4)
+    plain, packed = (
+        forecast(sizes, replace(DEMAND, num_slots=8, device="cpu", packed=value)) for value in (False, True)
+    )
+    assert packed.rollout == plain.rollout | {"packed copies": 4.0 * sizes.parameters}
+    assert (packed.resident, packed.update) == (plain.resident, plain.update)

@@ -51,10 +51,18 @@ class Conversing(Protocol):
         ...
 
     def adds(self, row: Row) -> bool:
-        """Whether a text is added to a row's last user message when a completion begins, another each time.
+        """Whether more is said when a completion begins, another each time, so that a row needs no prompt.
 
         Raises:
             ValueError: As :meth:`tools` does.
+        """
+        ...
+
+    def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
+        """Return what a row's conversation may turn out to be when a completion begins; none where it stays as it is.
+
+        Each is a conversation with further variables of the chat template. The tokens of the prompt are those that
+        all of them begin with; alternatives that the template refuses are left out.
         """
         ...
 
@@ -67,10 +75,6 @@ class Converses(Protocol):
     def conversing(self) -> Conversing | None:
         """None where prompts are answered in one turn."""
         ...
-
-
-ADDED = ("x", " 0", "\n.")
-"""Texts that may be added to a message: the tokens before the first that any of them changes are those of all."""
 
 
 class Rendered(NamedTuple):
@@ -97,7 +101,7 @@ class PromptRenderer:
     template the text is tokenized as it is. The fields are those of :class:`lit_grpo.data.PromptDataModule`.
 
     Where something is ``conversing``, every prompt is a conversation, shows the tools of its row, and may be missing.
-    If a text is added to it later, its tokens are those before the place where any text could change one.
+    If more is said when a completion begins, its tokens are those that all ``alternatives`` begin with.
     """
 
     prompt_column: str = "prompt"
@@ -158,8 +162,9 @@ class PromptRenderer:
             options = self._options(row)
             token_ids = encode_chat(conversation, tokenizer, options)
             text = str(tokenizer.decode(token_ids))
-            if self._adds(row):
-                token_ids = _unchanging(token_ids, conversation, tokenizer, options)
+            if self.conversing is not None:
+                others = self.conversing.alternatives(row, conversation)
+                token_ids = _unchanging(token_ids, others, tokenizer, options)
         else:
             token_ids = _encode_text(prompt, tokenizer)
             text = prompt
@@ -179,8 +184,8 @@ class PromptRenderer:
             raise UnusableRow(str(error)) from None
         return options | ({"tools": tools} if tools else {})
 
-    def _adds(self, row: Row) -> bool:
-        """Whether a text is added to the last user message later."""
+    def adds(self, row: Row) -> bool:
+        """Whether more is said when a completion begins."""
         try:
             return self.conversing is not None and self.conversing.adds(row)
         except ValueError as error:
@@ -195,7 +200,7 @@ class PromptRenderer:
         return self.chat_template
 
     def _read(self, row: Row) -> Any:
-        adds = self._adds(row)
+        adds = self.adds(row)
         if adds and self.template is None and self.prompt_column not in row:
             return ""
         prompt = _column(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
@@ -251,16 +256,19 @@ def with_added(messages: Sequence[Message], text: str) -> list[Message]:
 
 def _unchanging(
     token_ids: list[int],
-    messages: Sequence[Message],
+    others: Sequence[tuple[list[Message], Mapping[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
     options: Mapping[str, Any],
 ) -> list[int]:
-    """Return the first tokens of a conversation, those that a text added to its last user message does not change."""
+    """Return the first tokens of a conversation, those that each of the others has too."""
     kept = len(token_ids)
-    for text in ADDED:
-        others = encode_chat(with_added(messages, text), tokenizer, options)
-        pairs = zip(token_ids[:kept], others, strict=False)
-        kept = next((place for place, (mine, other) in enumerate(pairs) if mine != other), min(kept, len(others)))
+    for messages, more in others:
+        try:
+            other_ids = encode_chat(messages, tokenizer, {**options, **more})
+        except UnusableRow:
+            continue
+        pairs = zip(token_ids[:kept], other_ids, strict=False)
+        kept = next((place for place, (mine, other) in enumerate(pairs) if mine != other), min(kept, len(other_ids)))
     return token_ids[:kept]
 
 

@@ -28,6 +28,7 @@ An environment gets the text of a turn without its reasoning. None of these pack
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import random
 import threading
@@ -40,6 +41,8 @@ from lit_grpo.data.sources import RowSource
 
 SELF = 0
 """The number that TextArena gives to the only player."""
+OWN_MOVE = "PLAYER_ACTION"
+"""The kind of a message by which TextArena repeats a move; some games send it in their own name."""
 _RANDOMNESS = threading.Lock()
 
 
@@ -114,7 +117,7 @@ class OpenEnv(_Earning):
 
     Args:
         client: Not connected yet; each trajectory has one of its own.
-        act: Makes the client's action of the text of a turn.
+        act: Makes the client's action of the text of a turn; a ValueError that it raises is told the policy.
         show: Makes text of an observation.
         columns: The columns of a row that the server's ``reset`` gets, where the row has them.
     """
@@ -137,7 +140,11 @@ class OpenEnv(_Earning):
 
     async def respond(self, text: str) -> str | None:
         """Take a step, and return what is observed."""
-        result = await self._client.step(self._act(text))
+        try:
+            action = self._act(text)
+        except ValueError as error:
+            return str(error)
+        result = await self._client.step(action)
         self._take(result.reward, result.done)
         return self._show(result.observation) or None
 
@@ -148,6 +155,9 @@ class OpenEnv(_Earning):
 
 class TextArena:
     """A game of TextArena for one player; the column ``seed`` decides which.
+
+    What the game says since the last turn is observed, without the player's own move. Wrappers of actions act;
+    wrappers of observations, which would say all of it again, do not.
 
     Its games draw from Python's global random numbers. Here each game keeps a state of its own, which is set for the
     time of each call. So a seed gives the same game whatever else is played meanwhile, and others' numbers stay theirs.
@@ -160,8 +170,9 @@ class TextArena:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._game, self._state, self._reward = make(), random.getstate(), 0.0
-        self._shown = ""
-        self._retells: bool | None = None  # some say all again each time; known from the second observation on
+        self._speaker = self._game
+        while "env" in vars(self._speaker):  # a wrapper
+            self._speaker = self._speaker.env
 
     def reset(self, seed: int, **_: Any) -> str | None:
         """Begin; with the same seed it is the same game."""
@@ -190,16 +201,11 @@ class TextArena:
             random.setstate(self._state)
             try:
                 act()
-                _, seen = self._game.get_observation()
+                _, messages = self._speaker.get_observation()
             finally:
                 self._state = random.getstate()
                 random.setstate(others)
-        if not isinstance(seen, str):  # messages: who, what, and of which kind
-            return "\n".join(str(message[1]) for message in seen if message[0] != SELF) or None
-        before, self._shown = self._shown, seen
-        if self._retells is None and before:
-            self._retells = seen.startswith(before)
-        return (seen.removeprefix(before) if self._retells else seen).strip("\n") or None
+        return "\n".join(said for _, said, kind in messages if kind.name != OWN_MOVE) or None
 
 
 class Taskset(RowSource):
@@ -210,18 +216,20 @@ class Taskset(RowSource):
     and ``task``, the number of the task.
 
     Args:
-        taskset: Loaded, or a configured ``vf.Taskset``.
+        taskset: A configured ``vf.Taskset``, or a view of one: ``MySums(MyConfig()).shuffle(seed=0).take(100)``.
         most: The most tasks; a taskset may have no end.
     """
 
     def __init__(self, taskset: Any, most: int = 10_000) -> None:
-        self._name, self._tasks = type(taskset).__name__, list(islice(taskset.load(), most))
+        self._name, self._tasks = type(taskset).__name__, list(islice(taskset, most))
+        if type(taskset).toolsets(taskset.config):
+            raise ValueError(f"{self._name} {_HAS_TOOLS}.")
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each task.
 
         Raises:
-            ValueError: A task has no prompt, or needs what takes no part here.
+            ValueError: A task has no prompt, or cannot do without what takes no part here.
         """
         for number, task in enumerate(self._tasks):
             if (why := _refusal(task)) is not None:
@@ -251,16 +259,26 @@ class Taskset(RowSource):
         return float(trace.reward)
 
 
+_HAS_TOOLS = "has tool servers, and none is started; take a taskset without, and give functions as tools"
+
+
 def _refusal(task: Any) -> str | None:
     """Why a task cannot be asked here; None where it can."""
     if task.data.prompt is None:
         return "has no prompt, and nobody else asks; give it one"
-    if getattr(task, "NEEDS_CONTAINER", False):
+    if task.NEEDS_CONTAINER:
         return "needs a container, and none is started; take a taskset without"
-    toolsets = getattr(type(task), "toolsets", None)
-    if toolsets is not None and toolsets(task.config):
-        return "has tool servers, and none is started; take a taskset without, and give functions as tools"
+    if type(task).toolsets(task.config):
+        return _HAS_TOOLS
+    rewards = task.hooks("reward")
+    if rewards and all(map(_needs_runtime, rewards)) and not task.config.judges:
+        return "has rewards that all need a runtime, and none is started; give one of them runtime=None as default"
     return None
+
+
+def _needs_runtime(reward: Callable[..., Any]) -> bool:
+    parameter = inspect.signature(reward).parameters.get("runtime")
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def _prompt(data: Any) -> list[dict[str, Any]]:

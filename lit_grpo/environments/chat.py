@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class Chat:
         self._answers_by_template = form is None and getattr(tokenizer, "response_template", None) is not None
         self._end = self._end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)  # pyright: ignore
+        self._checked: set[str] = set()  # tools, as JSON
         self._ends: dict[str, int] = {}  # of turns in made-up conversations
         self._arguments: Any = {}
         if self._refusal(self._called("f"), {"role": "tool", "name": "f", "content": _SHOWN}) is not None:
@@ -95,21 +97,32 @@ class Chat:
             ValueError: The prompt's tokens are no beginning of it.
         """
         messages = prompt.messages or [{"role": "user", "content": ""}]
-        options = self.options | ({"tools": list(tools)} if tools else {})
         try:
-            token_ids = encode_chat(with_added(messages, text) if text else messages, self.tokenizer, options)
+            added = self.beginning(prompt, with_added(messages, text) if text else messages, tools)
         except UnusableRow as error:
             raise ValueError(f"What an environment says at the start of {prompt.prompt_id} {error}.") from None
-        start = len(prompt.token_ids)
-        if tuple(token_ids[:start]) == prompt.token_ids:
-            return token_ids[start:]
-        whole, begins = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prompt.token_ids))
-        if not whole.startswith(begins):
+        if added is None:
             raise ValueError(
                 f"What an environment says at the start of {prompt.prompt_id} changes the tokens before it; let the "
                 "row's prompt end in a line break."
             )
-        return self._encode(whole[len(begins) :])
+        return added
+
+    def beginning(
+        self, prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int] | None:
+        """Return the tokens of a whole conversation that follow a prompt; None where it begins with something else.
+
+        Raises:
+            UnusableRow: The chat template refuses the conversation.
+        """
+        options = self.options | ({"tools": list(tools)} if tools else {})
+        token_ids = encode_chat(messages, self.tokenizer, options)
+        start = len(prompt.token_ids)
+        if tuple(token_ids[:start]) == prompt.token_ids:
+            return token_ids[start:]
+        whole, begins = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prompt.token_ids))
+        return self._encode(whole[len(begins) :]) if whole.startswith(begins) else None
 
     def following(self, messages: Sequence[Message], last: int) -> list[int]:
         """Return the tokens between a turn and the next one: messages of tools or the user, and the next one's start.
@@ -185,6 +198,19 @@ class Chat:
                 f"The chat template writes earlier turns differently after {' and '.join(changed)}; here they stay as "
                 "they were sampled, reasoning among them. What serves the policy later has to keep them too."
             )
+        return told
+
+    def check_once(self, schemas: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Do the same for tools that are known only later; nothing the second time.
+
+        Raises:
+            ValueError: As for :meth:`check`.
+        """
+        written = json.dumps(schemas, sort_keys=True)
+        if written in self._checked:
+            return []
+        told = self.check(schemas, calls=bool(schemas), responds=False)
+        self._checked.add(written)
         return told
 
     def _extends(self, before: Sequence[Message], answer: Message) -> bool:

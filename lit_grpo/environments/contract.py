@@ -78,6 +78,21 @@ class Kind:
         return "tools" if self.type is None else self.type.__name__
 
     @property
+    def begins(self) -> str:
+        """The name of the function that takes a row's columns."""
+        return f"{self.name}.reset"
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether an episode ends with a reward."""
+        return "get_reward" in self.methods
+
+    @property
+    def responds(self) -> bool:
+        """Whether the user may answer a turn."""
+        return "respond" in self.methods
+
+    @property
     def schemas(self) -> list[dict[str, Any]]:
         """What the chat template shows of the tools."""
         return [dict(tool.schema) for tool in self.tools.values()]
@@ -96,7 +111,7 @@ class Kind:
             if name not in columns:
                 listed = ", ".join(map(repr, columns)) or "none"
                 raise ValueError(
-                    f"has no column {name!r}, which {self.name}.reset requires (it has {listed}); add the column, or "
+                    f"has no column {name!r}, which {self.begins} requires (it has {listed}); add the column, or "
                     "give the parameter a default"
                 )
 
@@ -141,17 +156,23 @@ def _kind(factory: Factory, functions: Sequence[Tool]) -> Kind:
             f"environment {kind.__name__} has no public method, which would be a tool, and no respond, which would "
             "answer as the user; give it one of them."
         )
-    parameters = list(inspect.signature(members["reset"]).parameters.values())[1:]
-    named_ones = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    columns, required = columns_of(list(inspect.signature(members["reset"]).parameters.values())[1:])
     return Kind(
         type=kind,
         make=make,
         tools=named([*functions, *own]),
-        columns=None if takes_all else tuple(one.name for one in named_ones),
-        required=tuple(one.name for one in named_ones if one.default is one.empty),
+        columns=columns,
+        required=required,
         methods=frozenset(members.keys() & set(OPTIONAL)),
     )
+
+
+def columns_of(parameters: Sequence[inspect.Parameter]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the columns that parameters take, None for all, and those of them that have no default."""
+    named_ones = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    required = tuple(one.name for one in named_ones if one.default is one.empty)
+    return None if takes_all else tuple(one.name for one in named_ones), required
 
 
 def _type_of(make: Any, factory: Factory) -> type:

@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
@@ -25,6 +26,8 @@ from lit_grpo.types import EMPTY, Completion, Episode, Key, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lit_grpo.data.chat import Message
+    from lit_grpo.data.sources import Row
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
 
@@ -108,6 +111,10 @@ class Environments(Plugin):
         return EnvironmentWorker(kinds, limits, self.num_threads, self.calls)
 
 
+ADDED = ("x", " 0", "\n.")
+"""Texts that may be added to a message: the tokens before the first that any of them changes are those of all."""
+
+
 class EnvironmentWorker(Worker):
     """Leads conversations: each trajectory has a :class:`lit_grpo.environments.session.Session`.
 
@@ -119,11 +126,20 @@ class EnvironmentWorker(Worker):
         limits: What a trajectory may take.
         num_threads: Calls at a time.
         form: How calls are written.
+        begin: Makes the session of a trajectory.
     """
 
     evaluates = True
 
-    def __init__(self, kinds: Mapping[str | None, Kind], limits: Limits, num_threads: int, form: str | None) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[str | None, Kind],
+        limits: Limits,
+        num_threads: int,
+        form: str | None,
+        begin: Callable[..., Session] = Session,
+    ) -> None:
+        self._begin = begin
         self.kinds, self._limits, self._num_threads, self._form = kinds, limits, num_threads, form
         self.chat: Chat | None = None
         self.sessions: dict[Key, Session] = {}
@@ -137,7 +153,7 @@ class EnvironmentWorker(Worker):
         self._num_restarted = 0
         self._rewards = [
             RewardFunction.of(functools.partial(_reward_of, kind=name), name)
-            for name in dict.fromkeys(kind.name for kind in kinds.values() if "get_reward" in kind.methods)
+            for name in dict.fromkeys(kind.name for kind in kinds.values() if kind.gives_reward)
         ]
 
     @property
@@ -161,7 +177,7 @@ class EnvironmentWorker(Worker):
             told = self.chat.check(
                 schemas=[schema for kind in kinds for schema in kind.schemas],
                 calls=any(kind.tools for kind in kinds),
-                responds=any("respond" in kind.methods for kind in kinds),
+                responds=any(kind.responds for kind in kinds),
             )
         except ValueError as error:
             raise ValueError(f"rollout.plugins environments: {error}") from None
@@ -181,6 +197,10 @@ class EnvironmentWorker(Worker):
     def adds(self, row: Mapping[str, Any]) -> bool:
         """Whether an environment is reset, which may say something."""
         return self._kind(row).type is not None
+
+    def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
+        """Return the conversation with texts at the end of its last user message, where an environment is reset."""
+        return [(with_added(messages, text), {}) for text in ADDED] if self.adds(row) else []
 
     def _kind(self, row: Mapping[str, Any]) -> Kind:
         if None in self.kinds:
@@ -228,7 +248,7 @@ class EnvironmentWorker(Worker):
         assert self.chat is not None, "prepare comes first"
         if self._calls is None:
             self._calls = Calls(self._num_threads)
-        return Session(
+        return self._begin(
             request=request.after(EMPTY),
             kind=self._kind(request.prompt.columns),
             chat=self.chat,
@@ -292,6 +312,7 @@ class EnvironmentWorker(Worker):
         session = self.sessions.pop(completion.request.key, None)
         if session is None:
             return
+        session.stop()
         if completion.episode is None:  # another has ended it
             completion.episode = session.episode()._replace(turn_rewards=())
         self._ended.append((session, completion))

@@ -27,20 +27,20 @@ class Limits:
     """What a trajectory may take.
 
     Args:
-        max_turns: Turns of the policy; None for as many as its tokens allow.
-        max_answer_tokens: The most tokens of one answer of a tool or the user.
         tool_timeout_s: Seconds of one call.
-        reset_timeout_s: Seconds of making an environment, and of its reset.
         trajectory_timeout_s: Seconds of all calls together.
         retries: How often a trajectory begins again with a fresh environment after its environment has failed.
+        reset_timeout_s: Seconds of making an environment, and of its reset.
+        max_turns: Turns of the policy; None for as many as its tokens allow.
+        max_answer_tokens: The most tokens of one answer of a tool or the user.
     """
 
-    max_turns: int | None
-    max_answer_tokens: int
     tool_timeout_s: float
-    reset_timeout_s: float
     trajectory_timeout_s: float
     retries: int
+    reset_timeout_s: float
+    max_turns: int | None = None
+    max_answer_tokens: int = 512
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Failure(Exception):
     """The environment of a trajectory has failed; the message goes on after its name."""
 
 
-_FAILURES = (EnvironmentFailed, ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit)
+FAILURES = (EnvironmentFailed, ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit)
 """What a call raises where not the policy is at fault."""
 
 
@@ -115,7 +115,13 @@ class Session:
         self._do(self._answered(completion))
 
     def close(self) -> Future[None] | None:
-        """Let go of the environment; return what it is closed by, where it has a ``close``."""
+        """Let go of the environment for good; return what it is closed by, where it has a ``close``."""
+        return self._let_go()
+
+    def stop(self) -> None:
+        """The trajectory has ended; its environment is kept until it has been scored."""
+
+    def _let_go(self) -> Future[None] | None:
         environment, self.environment = self.environment, None
         if environment is None or "close" not in self.kind.methods:
             return None
@@ -287,7 +293,7 @@ class Session:
             return {"error": f"the call took longer than {self.limits.tool_timeout_s:g} s"}
         except TooManyHang:
             raise
-        except _FAILURES as error:
+        except FAILURES as error:
             raise Failure(f"fails in {call.name} ({error_text(error)})") from error
         except Exception as error:  # a tool's error is an answer
             self.counts["tool_failures"] += 1
@@ -332,7 +338,7 @@ class Session:
             raise Failure(f"takes too long when it {what}") from None
         except TooManyHang:
             raise
-        except (Exception, *_FAILURES) as error:  # a user's function runs here, and may fail in any way
+        except (Exception, *FAILURES) as error:  # a user's function runs here, and may fail in any way
             raise Failure(f"fails when it {what} ({error_text(error)})") from error
 
     async def _within(self, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None) -> Any:
@@ -351,7 +357,7 @@ class Session:
         self.counts["failures"] += 1
         self.num_failed += 1
         self.told_failure(f"{self.kind.name} {failure}")
-        self.close()
+        self._let_go()
         if self.num_failed > self.limits.retries:
             self.counts["dropped"] += 1
             return False
@@ -362,7 +368,7 @@ class Session:
         try:
             limit_s = self.limits.reset_timeout_s
             await self.calls.call(environment.close, _is_async(self.kind, "close"), limit_s, self._spend)
-        except (Exception, *_FAILURES) as error:  # nothing depends on it
+        except (Exception, *FAILURES) as error:  # nothing depends on it
             self.told_failure(f"{self.kind.name} fails when it is closed ({error_text(error)})")
 
     def _shortened(self, text: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -53,10 +53,27 @@ class Calls:
         """Whether a call is being made that has time left; asked from any thread."""
         return any(end > time.monotonic() for end in list(self._ends.values()))
 
+    @contextmanager
+    def within(self, timeout_s: float | None) -> Iterator[None]:
+        """Let :attr:`is_in_time` know of something that has so many seconds; without a limit of nothing."""
+        mark = object()
+        self._ends[mark] = time.monotonic() + (timeout_s or 0.0)
+        try:
+            yield
+        finally:
+            del self._ends[mark]
+
+    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Call ``close`` once all that was started has been cancelled."""
+        self._keeper.at_end(close)
+
     async def call(
-        self, function: Callable[[], Any], is_async: bool, timeout_s: float, took: Callable[[float], None]
+        self, function: Callable[[], Any], is_async: bool, timeout_s: float | None, took: Callable[[float], None]
     ) -> Any:
         """Make a call; ``took`` is told its seconds, without the wait for a thread.
+
+        Without ``timeout_s`` it has the time that it takes, until its task is cancelled; it is then left alone as one
+        that has taken too long.
 
         Raises:
             CallTimeout: It has taken too long.
@@ -68,16 +85,18 @@ class Calls:
         async with self._free:
             return await self._timed(self._run(function, timeout_s), timeout_s, took)
 
-    async def _timed(self, call: Coroutine[Any, Any, Any], timeout_s: float, took: Callable[[float], None]) -> Any:
-        began, mark = time.monotonic(), object()
-        self._ends[mark] = began + timeout_s
+    async def _timed(
+        self, call: Coroutine[Any, Any, Any], timeout_s: float | None, took: Callable[[float], None]
+    ) -> Any:
+        began = time.monotonic()
         try:
-            return await call
+            with self.within(timeout_s):
+                return await call
         finally:
-            del self._ends[mark]
             took(time.monotonic() - began)
 
-    async def _run(self, function: Callable[[], Any], timeout_s: float) -> Any:
+    async def _run(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
+        self._check_lost()
         thread = self._idle.pop() if self._idle else _CallThread()
         outcome = thread.begin(function)
         try:
@@ -88,29 +107,37 @@ class Calls:
             else:
                 outcome.cancel()
                 thread.end()
-                self._lost = {each for each in self._lost if each.is_alive} | {thread}
+                self._lost.add(thread)
         if not outcome.cancelled():
             return outcome.result()
+        raise CallTimeout
+
+    def _check_lost(self) -> None:
+        if len(self._lost) > MOST_LOST:
+            self._lost = {each for each in self._lost if each.is_alive}
         if len(self._lost) > MOST_LOST:
             raise TooManyHang(
                 f"{len(self._lost)} calls of environments or tools have taken longer than they may, and go on in "
                 "threads that cannot be stopped; let them end by themselves."
             )
-        raise CallTimeout
 
-    async def _await(self, function: Callable[[], Any], timeout_s: float) -> Any:
+    async def _await(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
         outcome = asyncio.wrap_future(self._coroutines.begin(_caught(function)))
-        await asyncio.wait([outcome], timeout=timeout_s)
+        try:
+            await asyncio.wait([outcome], timeout=timeout_s)
+        except asyncio.CancelledError:
+            outcome.cancel()
+            raise
         if outcome.done():
             value, error = outcome.result()
             if error is not None:
                 raise error
             return value
         outcome.cancel()
-        await self._replace_if_blocked()
+        await self.replace_if_blocked()
         raise CallTimeout
 
-    async def _replace_if_blocked(self) -> None:
+    async def replace_if_blocked(self) -> None:
         """Give later coroutines another loop, where one that does not await holds this one."""
         coroutines = self._coroutines
         sign = asyncio.wrap_future(coroutines.begin(asyncio.sleep(0)))

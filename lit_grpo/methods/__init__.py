@@ -1,7 +1,7 @@
 """Which methods ship, one file a paper or family, each built on the seam of :mod:`lit_grpo.plugins` alone.
 
 A file has a ``PLUGINS`` table of its plug-ins by name. Deleting the file removes the method, and nothing else changes.
-``environments`` has a package of its own, :mod:`lit_grpo.environments`.
+``environments`` and ``agent`` have a package of their own, :mod:`lit_grpo.environments`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SETTING = "rollout.plugins"
 def shipped() -> dict[str, Plugin]:
     """Return all plug-ins that ship, by name."""
     names = [f"{__name__}.{module.name}" for module in iter_modules(__path__)]
-    modules = [import_module(name) for name in (*names, "lit_grpo.environments.plugin")]
+    names += ["lit_grpo.environments.plugin", "lit_grpo.environments.agent"]
+    modules = [import_module(name) for name in names]
     return {name: plugin for module in modules for name, plugin in getattr(module, "PLUGINS", {}).items()}
 
 

@@ -134,6 +134,7 @@ class Demand:
         reference: Whether a copy of the weights for the KL term is on the device.
         engine_bytes: Bytes of a weight in a vLLM engine on the same device; 0 where the policy itself decodes.
         engine_sleeps: Whether the engine gives its memory back while the policy is updated.
+        packed: Whether the policy decodes from packed copies of its weights.
     """
 
     num_slots: int
@@ -151,6 +152,7 @@ class Demand:
     reference: bool = False
     engine_bytes: int = 0
     engine_sleeps: bool = True
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
         resident["bfloat16 copies to decode with"] = 2.0 * total
     elif demand.mixed and not demand.engine_bytes:
         rollout["bfloat16 copies"] = 2.0 * total
+    if demand.packed:
+        rollout["packed copies"] = 4.0 * total
     if demand.engine_bytes and not demand.engine_sleeps:
         resident, rollout = resident | rollout, {}
     kept = sizes.num_layers * sizes.layer_kept_bytes

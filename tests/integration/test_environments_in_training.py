@@ -129,7 +129,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def train(
-    folder: str, rows: list[dict[str, Any]], rewards: Any, *further: str, max_steps: int = 2, **environments: Any
+    folder: str,
+    rows: list[dict[str, Any]],
+    rewards: Any,
+    *further: str,
+    max_steps: int = 2,
+    max_observed: int = 400,
+    **environments: Any,
 ) -> list[dict[str, str]]:
     run = lit_grpo.train(
         folder,
@@ -139,7 +145,7 @@ def train(
         batch_size=2,
         num_generations=3,
         validation=rows[:2],
-        sampling={"max_tokens": 60, "max_observed": 400},
+        sampling={"max_tokens": 60, "max_observed": max_observed},
         callbacks={"rollout": {"plugins": [{"environments": environments}, *further]}},
         trainer={"accelerator": "cpu", "val_check_interval": 2, "enable_progress_bar": False},
     )

@@ -25,11 +25,10 @@ class WeightCopies:
 
     Args:
         layers: Linear layers.
-        dtype: What autocast computes in, for which they were made; ``None`` without autocast.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear], dtype: torch.dtype | None) -> None:
-        self.layers, self.dtype = layers, dtype
+    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
+        self.layers = layers
         self._copies = [self._copy(layer) for layer in layers]
 
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
@@ -66,11 +65,11 @@ class LoweredWeights(WeightCopies):
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        self._lower = dtype
-        super().__init__(_linear_layers(model), dtype)
+        self.dtype = dtype
+        super().__init__(_linear_layers(model))
 
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
-        return {name: own.detach().to(self._lower) for name, own in _weights(layer).items()}
+        return {name: own.detach().to(self.dtype) for name, own in _weights(layer).items()}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -91,7 +90,7 @@ class PackedWeights(WeightCopies):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__([layer for layer in _linear_layers(model) if _is_worth_packing(layer.weight)], None)
+        super().__init__([layer for layer in _linear_layers(model) if _is_worth_packing(layer.weight)])
 
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
         return {"weight": _Packed.of(layer.weight.detach())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.process.copies import in_one_copy
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
-from lit_grpo.rollout.slots.copies import LoweredWeights, PackedWeights, WeightCopies
+from lit_grpo.rollout.slots.copies import LoweredWeights, PackedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,14 +23,16 @@ class DecodingMode:
 
     Args:
         policy: A model that the slots can decode.
-        keeps_copies: Keep the copies of its weights when the policy is given back, because recordings read them.
+        keeps_copies: Keep the copies of its weights in autocast's dtype when the policy is given back, because
+            recordings read them.
         packs: Decode from copies in oneDNN's layout (:class:`PackedWeights`), unless autocast lowers weights.
     """
 
     def __init__(self, policy: PreTrainedModel, keeps_copies: bool = False, packs: bool = False) -> None:
         self._policy, self._keeps_copies, self._packs = policy, keeps_copies, packs
         self._attention: str | None = None
-        self._copies: WeightCopies | None = None
+        self._lowered: LoweredWeights | None = None
+        self._packed: PackedWeights | None = None
         self._casts = False
 
     def begin(self) -> None:
@@ -42,16 +44,17 @@ class DecodingMode:
             kind = self._policy.device.type
             self._casts = torch.is_autocast_enabled(kind)
             dtype = torch.get_autocast_dtype(kind)
-            if not self._casts:
-                self._copies = PackedWeights(self._policy) if self._packs else None
-            elif self._copies is None or self._copies.dtype != dtype:
-                self._copies = LoweredWeights(self._policy, dtype)
+            if self._casts and (self._lowered is None or self._lowered.dtype != dtype):
+                self._lowered = LoweredWeights(self._policy, dtype)
+            if self._packs and not self._casts:
+                self._packed = PackedWeights(self._policy)
 
     def refresh(self) -> None:
         """Note that the weights have changed: copies of them are those of the weights as they were."""
         torch.clear_autocast_cache()
-        if self._copies is not None:
-            self._copies.refresh()
+        for copies in (self._lowered, self._packed):
+            if copies is not None:
+                copies.refresh()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -61,17 +64,13 @@ class DecodingMode:
         Linear layers have copies (:class:`LoweredWeights`), because the cache takes no frozen weights, and a recording
         no cache; it is there for trained weights of other kinds, such as fused experts.
         """
-        if self._copies is None:
-            with torch.inference_mode():
-                yield
-            return
-        if not self._casts:
-            with torch.inference_mode(), self._copies.in_place():
+        if not self._casts or self._lowered is None:
+            with torch.inference_mode(), nullcontext() if self._packed is None else self._packed.in_place():
                 yield
             return
         kind = self._policy.device.type
         dtype, lowers = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True), self._copies.in_place():
+        with torch.no_grad(), torch.autocast(kind, dtype, lowers, cache_enabled=True), self._lowered.in_place():
             yield
 
     def end(self) -> None:
@@ -81,8 +80,9 @@ class DecodingMode:
             self._policy.train(self._training)
             self._attention = None
             torch.clear_autocast_cache()
+            self._packed = None
             if not self._keeps_copies:
-                self._copies = None
+                self._lowered = None
 
 
 def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

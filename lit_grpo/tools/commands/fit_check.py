@@ -105,6 +105,7 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
         reference=model["objective"]["kl"]["beta"] > 0 and not model["reference"]["offload"],
         engine_bytes=0 if engine is None else _engine_bytes(engine["engine_args"] or {}, weight_bytes),
         engine_sleeps=engine is not None and engine["sleep_level"] > 0 and device == "cuda",
+        packed=bool(generator["init_args"].get("packed_weights")),
     )
 
 

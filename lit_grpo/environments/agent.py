@@ -1,0 +1,364 @@
+"""The plug-in ``agent``: a user's agent, as it is, that talks to the policy over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lit_grpo.data.rendering import with_added
+from lit_grpo.environments.calls import CallFormatName
+from lit_grpo.environments.contract import Kind, columns_of
+from lit_grpo.environments.dialogue import Dialogue
+from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds
+from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Session
+from lit_grpo.environments.workers import TooManyHang
+from lit_grpo.limits import Count, Number
+from lit_grpo.plugins import Plugin, RunFacts
+from lit_grpo.rewards.function import read_value
+from lit_grpo.rewards.loading import error_text, load_object
+from lit_grpo.types import Completion
+
+if TYPE_CHECKING:
+    from lit_grpo.data.chat import Message
+    from lit_grpo.data.sources import Row
+    from lit_grpo.environments.endpoint import Endpoint
+
+GIVEN = ("base_url", "api_key", "session_id")
+"""What an agent is given beside a row's columns."""
+
+
+@dataclass(frozen=True)
+class Agent(Plugin):
+    """Train on what an agent of yours does, through an endpoint that speaks as OpenAI's and vLLM's servers do.
+
+    Args:
+        run: A function, async or not, by its path as in ``my_agent.py:solve``, or a class with such a method ``run``
+            and, where the reward comes later, ``get_reward``. It is called with a row's columns, ``base_url`` and
+            ``api_key``, and ``session_id`` where it names it, once for each completion. When it returns, the
+            completion is over, and earns what it returned.
+        timeout_s: The most seconds between two requests of an agent, before the first and after the last.
+        trajectory_timeout_s: The most seconds of an agent in all. Waiting for the policy counts in neither.
+        retries: How often a trajectory begins again after its agent has failed. After that it is left out of its
+            group: a failure is no reward of 0.
+        num_threads: How many agents that are not async run at a time, and so how many of their completions are decoded
+            at a time. Many threads with HTTP clients hold each other up: an async agent scales further.
+        calls: How the policy writes calls; see the plug-in ``environments``.
+    """
+
+    role: ClassVar[str] = "what turns are answered by"
+
+    run: str | Callable[..., Any] | None = None
+    timeout_s: Seconds = 60.0
+    trajectory_timeout_s: Seconds = 600.0
+    retries: Number = 2
+    num_threads: Count = 64
+    calls: CallFormatName | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Prompts are rendered by the data module."""
+        return frozenset({"prompt_stream"})
+
+    def check(self, run: RunFacts) -> None:
+        """Check that there is room for what agents say.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if run.max_observed < 1:
+            raise ValueError(
+                "what an agent says needs room, and max_observed of model.sampling or model.eval_sampling is 0; set it "
+                "to the tokens that a trajectory may observe, such as 512. They do not count in max_tokens."
+            )
+
+    def worker(self) -> AgentWorker:
+        """Return what leads agents.
+
+        Raises:
+            ValueError: The agent cannot be loaded, or called.
+        """
+        limits = Limits(
+            tool_timeout_s=self.timeout_s,
+            trajectory_timeout_s=self.trajectory_timeout_s,
+            retries=self.retries,
+            reset_timeout_s=self.timeout_s,
+        )
+        try:
+            kind = _kind(self.run)
+        except ValueError as error:
+            raise ValueError(f"rollout.plugins agent: {error}") from None
+        return AgentWorker(kind, limits, self.num_threads, self.calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentKind(Kind):
+    """An agent: ``type`` is its class, and None where it is a function.
+
+    Args:
+        run: The function or method.
+        given: Which of :data:`GIVEN` it takes.
+    """
+
+    run: Callable[..., Any]
+    given: frozenset[str]
+
+    @property
+    def responds(self) -> bool:
+        """Whether the user may answer a turn: the agent does as it likes."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """The name of the function or class."""
+        return self.run.__name__ if self.type is None else self.type.__name__
+
+    @property
+    def begins(self) -> str:
+        """The same."""
+        return self.name
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it returns a coroutine."""
+        return inspect.iscoroutinefunction(self.run)
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether it may return one."""
+        returns = inspect.signature(self.run).return_annotation
+        return "get_reward" in self.methods or returns not in (None, NoneType, "None")
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Check that a row has what the agent takes, and nothing in its place.
+
+        Raises:
+            ValueError: As for kinds of environments, or a column has the name of something that the agent is given.
+        """
+        for name in self.given & columns.keys():
+            raise ValueError(f"has a column {name!r}, and {self.name} is given the endpoint's as {name}; rename it")
+        super().check_columns(columns)
+
+
+def _kind(given: str | Callable[..., Any] | None) -> AgentKind:
+    agent: Any = load_object(given, "agent") if isinstance(given, str) else given
+    if agent is None:
+        raise ValueError("it has no run; name a function, as in run: my_agent.py:solve.")
+    is_class = inspect.isclass(agent)
+    run = getattr(agent, "run", None) if is_class else agent
+    if not inspect.isroutine(run):
+        what = f"class {agent.__name__} has no method run" if is_class else f"run is {agent!r}, which is no function"
+        raise ValueError(f"{what}; give a function, or a class with a method run.")
+    parameters = list(inspect.signature(run).parameters.values())[is_class:]
+    for name in GIVEN[:2]:
+        if name not in {parameter.name for parameter in parameters}:
+            raise ValueError(f"{agent.__name__} takes no {name}, without which it cannot ask the policy; add it.")
+    columns, required = columns_of([parameter for parameter in parameters if parameter.name not in GIVEN])
+    return AgentKind(
+        type=agent if is_class else None,
+        make=agent if is_class else lambda: None,
+        tools={},
+        columns=columns,
+        required=required,
+        methods=frozenset({"get_reward", "close"} & set(dir(agent))) if is_class else frozenset(),
+        run=run,
+        given=frozenset(GIVEN) & {parameter.name for parameter in parameters},
+    )
+
+
+class AgentWorker(EnvironmentWorker):
+    """Leads agents: a trajectory is away while its agent does something else than to wait for the policy.
+
+    Args:
+        kind: Of the agent.
+        limits: What a trajectory may take.
+        num_threads: Agents at a time, async ones apart.
+        form: How calls are written.
+    """
+
+    def __init__(self, kind: AgentKind, limits: Limits, num_threads: int, form: str | None) -> None:
+        from lit_grpo.environments.endpoint import Endpoint
+
+        begin = functools.partial(AgentSession, endpoint=Endpoint(), tell=self._tell)
+        super().__init__({None: kind}, limits, num_threads, form, begin)
+
+    def adds(self, row: Mapping[str, Any]) -> bool:
+        """Whether the agent may write the prompt: always."""
+        return True
+
+    def alternatives(self, row: Row, messages: list[Message]) -> Sequence[tuple[list[Message], Mapping[str, Any]]]:
+        """Return what an agent may write where the row has no prompt: anything, after a system message, with tools."""
+        if messages[-1]["content"]:
+            return []
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        system = [] if messages[0]["role"] == "system" else [{"role": "system", "content": "x"}]
+        return [
+            *((with_added(messages, text), {}) for text in ADDED),
+            ([*system, *messages], {}),
+            (messages, {"tools": [tool]}),
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what happened in the last rollout."""
+        return super().metrics() | {"environments/refused_requests": float(self._counts["refused_requests"])}
+
+
+@dataclass
+class _Attempt:
+    """An agent at work: what it says, when it has begun, and what comes of it, a value or an error."""
+
+    dialogue: Dialogue
+    begun: asyncio.Event
+    work: asyncio.Task[tuple[Any, BaseException | None]]
+
+
+@dataclass(eq=False, kw_only=True)
+class AgentSession(Session):
+    """A trajectory and its agent.
+
+    Args:
+        endpoint: Which the agent asks.
+        tell: Tells the user something, once.
+    """
+
+    endpoint: Endpoint
+    tell: Callable[[str], None]
+    _attempt: _Attempt | None = None
+    _is_stopped: bool = False
+
+    def stop(self) -> None:
+        """The trajectory has ended: its agent is answered nothing any more."""
+        self._is_stopped = True
+        self._end_attempt()
+
+    def close(self) -> Future[None] | None:
+        """End the agent's work, and let go of its object; return what that is closed by, where it has a ``close``."""
+        self.stop()
+        return super().close()
+
+    def _let_go(self) -> Future[None] | None:
+        self._end_attempt()
+        return super()._let_go()
+
+    def _end_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self.calls.start(self._ended(attempt))
+
+    async def _ended(self, attempt: _Attempt) -> None:
+        self.endpoint.forget(attempt.dialogue)
+        attempt.work.cancel()
+
+    # ---- beside decoding ------------------------------------------------------------------------------
+
+    async def _reset(self) -> Outcome:
+        """Let an agent begin; the trajectory goes on with its first request."""
+        self._spent_s, self.num_turns, self.num_tokens = 0.0, 0, 0
+        if self.kind.type is not None:
+            self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
+        attempt = await self._begin()
+        outcome = await self._next(attempt)
+        begins, self._has_sampled = self._has_sampled, False
+        return Outcome(begins=outcome.goes_on) if begins and outcome.goes_on else outcome
+
+    async def _begin(self) -> _Attempt:
+        dialogue = Dialogue(self.request, self.chat, self.counts, self.tell)
+        self.messages = dialogue.messages
+        base_url = await self.endpoint.serve(dialogue, self.calls.at_end)
+        given = {"base_url": base_url, "api_key": self.endpoint.api_key, "session_id": dialogue.id}
+        begun = asyncio.Event()
+        attempt = _Attempt(dialogue, begun, asyncio.create_task(self._run(given, begun)))
+        self._attempt = attempt
+        if self._is_stopped:  # meanwhile
+            self._end_attempt()
+            raise asyncio.CancelledError
+        return attempt
+
+    async def _run(self, given: Mapping[str, str], begun: asyncio.Event) -> tuple[Any, BaseException | None]:
+        """Call the agent; return what it returns, or what it raises."""
+        kind, loop = self._agent, asyncio.get_running_loop()
+        own = () if self.environment is None else (self.environment,)
+        arguments = kind.arguments(self.request.prompt.columns) | {name: given[name] for name in kind.given}
+
+        def call() -> Any:
+            loop.call_soon_threadsafe(begun.set)  # where there was no thread for it, it has waited
+            return kind.run(*own, **arguments)
+
+        if kind.is_async:
+            begun.set()
+        try:
+            return await self.calls.call(call, kind.is_async, None, lambda _: None), None
+        except (Exception, *FAILURES) as error:  # a user's function runs here: it must not end the loop
+            return None, error
+
+    @property
+    def _agent(self) -> AgentKind:
+        assert isinstance(self.kind, AgentKind)
+        return self.kind
+
+    async def _turn(self, completion: Completion) -> Outcome:
+        """Give the agent a turn, and wait for what it does next."""
+        attempt = self._attempt
+        if attempt is None:
+            raise asyncio.CancelledError  # the trajectory was ended meanwhile
+        self.num_turns += 1
+        attempt.dialogue.answer(completion)
+        return await self._next(attempt)
+
+    async def _next(self, attempt: _Attempt) -> Outcome:
+        """Wait for the agent's next request, or its end."""
+        await _first(attempt.work, attempt.begun, None)
+        began = time.monotonic()
+        left_s = self.limits.trajectory_timeout_s - self._spent_s
+        limit_s = max(min(self.limits.tool_timeout_s, left_s), 0.0)
+        with self.calls.within(limit_s):
+            await _first(attempt.work, attempt.dialogue.asked, limit_s)
+        self._spend(time.monotonic() - began)
+        if attempt.work.done():
+            return await self._over_with(attempt.dialogue, *attempt.work.result())
+        if not attempt.dialogue.asked.is_set():
+            self.counts["timeouts"] += 1
+            await self.calls.replace_if_blocked()
+            raise Failure("takes too long until its next request")
+        request = attempt.dialogue.goes_on
+        self.num_tokens = request.prefix.num_tokens
+        return Outcome(goes_on=request)
+
+    async def _over_with(self, dialogue: Dialogue, told: Any, error: BaseException | None) -> Outcome:
+        """End the trajectory with what the agent has returned or raised."""
+        if isinstance(error, TooManyHang):
+            raise error
+        completion = dialogue.completion
+        ran_out = dialogue.is_full and completion is not None  # it was refused for lack of room, and may raise
+        if error is not None and not ran_out:
+            raise Failure(f"fails ({error_text(error)})") from error
+        if completion is None:
+            raise Failure("ends without a request that the policy could answer")
+        if "get_reward" in self.kind.methods:
+            told = await self._ask("get_reward")
+        try:
+            reward = read_value(told)
+        except ValueError as wrong:
+            raise ValueError(f"{self.kind.name}: {wrong}.") from None
+        reason = "length" if ran_out else completion.finish_reason
+        ended = self.request.after(completion).ended(reason, completion.text)
+        ended.episode = self.episode(reward)
+        return Outcome(finished=ended)
+
+
+async def _first(work: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None) -> None:
+    """Wait until work is done or an event has come, no longer than that."""
+    waits = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({work, waits}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waits.cancel()
+
+
+PLUGINS = {"agent": Agent()}
