@@ -113,9 +113,7 @@ def _template(patient: Patient, prompt: Prompt) -> Finding:
     ending = with_end[len(without) :]
     text = str(tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False))
     renderer = patient.data.renderer
-    goes_on = renderer.continue_final_message or renderer.adds(
-        prompt.columns
-    )  # to be gone on with
+    goes_on = renderer.continue_final_message or renderer.adds(prompt.columns)  # to be gone on with
     if not text.rstrip().endswith(ending.rstrip()) and not goes_on:
         return Finding("fail", name, "prompts do not end in the generation prompt", remedy)
     return Finding("pass", name, f'ends in "{on_one_line(ending)}"')
