@@ -384,7 +384,7 @@ def _uncompiled(ledger: Ledger, make_mask: Callable[..., Any]) -> Callable[..., 
         ledger.launches += 1
         ledger.compiled = True
         try:
-            return make_mask(*args, **(options | {"_compile": False}))
+            return make_mask(*args, **options)
         finally:
             ledger.compiled = False
 
@@ -435,7 +435,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         },
         torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},  # pyright: ignore
         torch._C: {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)},
-        flex: {"create_block_mask": _uncompiled(ledger, flex.create_block_mask)},
+        flex: {"_compiled_mask": lambda: _uncompiled(ledger, flex.create_block_mask)},
         sharing: {"flex_prefix_attention": _dense_attention},
     }
     with ExitStack() as stack:

@@ -522,16 +522,26 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     """What a checkpoint has of a rollout that was cut off in the middle, in a process that knows nothing else."""
     rule = ReleaseRule(num_groups=1, leftovers="keep", max_staleness=9)
     kind, sampling = Kept if restored else Guess, SamplingParams(max_tokens=2000, max_observed=2000)
-    worker, buffer = worker_of(kind), RolloutBuffer(rule)
-    buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, sampling, 0))
 
     def says(request: Request, turn: int) -> str:
         return call("guess", number=turn + 1) if turn < 9 else "I am done."
 
-    def in_the_middle(_: int) -> bool:
-        return not buffer.away and all(session.num_turns for session in worker.sessions.values())
+    def cut_off() -> tuple[EnvironmentWorker, RolloutBuffer] | None:
+        """Return what there is when both trajectories have turns and neither is away; None if that did not happen."""
+        worker, buffer = worker_of(kind), RolloutBuffer(rule)
+        buffer.open(group_requests(prompts_of(worker, [{"prompt": "?", "number": 9}]), 2, sampling, 0))
 
-    RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(in_the_middle)
+        def in_the_middle(_: int) -> bool:
+            turns = [session.num_turns for session in worker.sessions.values()]
+            return (not buffer.away and len(turns) == 2 and all(turns)) or not buffer.asks
+
+        RolloutLoop(Scripted(chat_tokenizer(), says), buffer, listeners=[worker]).run(in_the_middle)
+        if len(worker.sessions) == 2:
+            return worker, buffer
+        worker.close()
+        return None
+
+    worker, buffer = next(found for found in (cut_off() for _ in range(50)) if found is not None)
     buffer.learnt()  # else a checkpoint has what there was before the rollout
     kept, saved = worker.state_dict(), buffer.state_dict()
     assert len(kept["sessions"]) == (2 if restored else 0)
