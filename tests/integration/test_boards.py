@@ -80,6 +80,7 @@ ONLY_ELSEWHERE = {
         "rollout.plugins arrol",
     ),
     **dict.fromkeys((f"environments/{name}" for name in ENVIRONMENTS), "rollout.plugins environments"),
+    "environments/refused_requests": "rollout.plugins agent",
     **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.plugins with rounds"),
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.plugins that divide completions"),
     "budget/replaced_groups": "rollout.plugins replace_flat",
