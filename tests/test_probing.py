@@ -18,7 +18,7 @@ from lit_grpo.callbacks import RolloutScheduler
 from lit_grpo.scheduling.bounds import slot_bound
 from lit_grpo.scheduling.jobs import Job, Lengths, NoLengths, PredictedRollout
 from lit_grpo.scheduling.plans.plan import PLANS
-from lit_grpo.scheduling.plans.probe_choice import Count, ProbeChoice, count_steps, time_slices
+from lit_grpo.scheduling.plans.probe_choice import ProbeChoice, RolloutCount, count_steps, time_slices
 from lit_grpo.scheduling.plans.probing import Probing
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
@@ -141,7 +141,7 @@ def test_steps_without_a_probe_are_those_of_list_scheduling() -> None:
     totals, said = rng.integers(1, 200, 40), rng.uniform(1, 200, 40)
     said[rng.random(40) < 0.2] = np.nan
     order = np.argsort(-np.nan_to_num(said, nan=0.0), kind="stable")
-    assert count_steps(totals, said, (), 6) == Count(slots_in_turn(totals, order, 6), 0, 0)
+    assert count_steps(totals, said, (), 6) == RolloutCount(slots_in_turn(totals, order, 6), 0, 0)
     assert count_steps(totals, np.full(40, np.nan), (), 6).steps == slots_in_turn(totals, np.arange(40), 6)
 
 
@@ -158,9 +158,9 @@ def test_steps_with_points_are_those_of_the_simulated_rollout(seed: int, points:
 
 def test_what_is_parked_without_room_is_computed_again_and_takes_a_pass() -> None:
     totals, said = np.array([20, 20, 20, 20]), np.array([4.0, 3.0, 2.0, 1.0])
-    assert count_steps(totals, said, (8,), 1) == Count(80, 4, 0)
-    assert count_steps(totals, said, (8,), 1, kept_tokens=16) == Count(80, 4, 2)  # keys of eight tokens each
-    assert count_steps(totals, said, (8,), 1, kept_tokens=0) == Count(80, 4, 4)
+    assert count_steps(totals, said, (8,), 1) == RolloutCount(80, 4, 0)
+    assert count_steps(totals, said, (8,), 1, kept_tokens=16) == RolloutCount(80, 4, 2)  # keys of eight tokens each
+    assert count_steps(totals, said, (8,), 1, kept_tokens=0) == RolloutCount(80, 4, 4)
     with_room, without = learned(noise=0.1), learned(noise=0.1, kept_tokens=0)
     assert with_room.savings[8,] - without.savings[8,] > 0.05  # some 24 passes over some 350 steps
 

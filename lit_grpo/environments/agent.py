@@ -16,7 +16,7 @@ from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.contract import Kind, columns_of
 from lit_grpo.environments.dialogue import Dialogue
-from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds
+from lit_grpo.environments.plugin import ADDED, EnvironmentWorker, Seconds, check_room
 from lit_grpo.environments.session import FAILURES, Failure, Limits, Outcome, Session
 from lit_grpo.environments.workers import TooManyHang
 from lit_grpo.limits import Count, Number
@@ -72,11 +72,7 @@ class Agent(Plugin):
         Raises:
             ValueError: There is none.
         """
-        if run.max_observed < 1:
-            raise ValueError(
-                "what an agent says needs room, and max_observed of model.sampling or model.eval_sampling is 0; set it "
-                "to the tokens that a trajectory may observe, such as 512. They do not count in max_tokens."
-            )
+        check_room(run, "what an agent says needs")
 
     def worker(self) -> AgentWorker:
         """Return what leads agents.
@@ -321,7 +317,8 @@ class AgentSession(Session):
             await _first(attempt.work, attempt.dialogue.asked, limit_s)
         self._spend(time.monotonic() - began)
         if attempt.work.done():
-            return await self._over_with(attempt.dialogue, *attempt.work.result())
+            told, error = attempt.work.result()
+            return await self._over_with(attempt.dialogue, told, error)
         if not attempt.dialogue.asked.is_set():
             self.counts["timeouts"] += 1
             await self.calls.replace_if_blocked()

@@ -82,12 +82,7 @@ class Environments(Plugin):
         Raises:
             ValueError: There is none.
         """
-        if run.max_observed < 1:
-            raise ValueError(
-                "answers of tools and environments need room, and max_observed of model.sampling or "
-                "model.eval_sampling is 0; set it to the tokens that a trajectory may observe, such as 512. They do "
-                "not count in max_tokens."
-            )
+        check_room(run, "answers of tools and environments need")
 
     def worker(self) -> EnvironmentWorker:
         """Return what leads conversations.
@@ -113,6 +108,23 @@ class Environments(Plugin):
 
 ADDED = ("x", " 0", "\n.")
 """Texts that may be added to a message: the tokens before the first that any of them changes are those of all."""
+
+
+def check_room(run: RunFacts, what_needs: str) -> None:
+    """Check that a trajectory may observe anything.
+
+    Args:
+        run: What is known of the run.
+        what_needs: How the message begins, up to its verb.
+
+    Raises:
+        ValueError: It may not.
+    """
+    if run.max_observed < 1:
+        raise ValueError(
+            f"{what_needs} room, and max_observed of model.sampling or model.eval_sampling is 0; set it to the tokens "
+            "that a trajectory may observe, such as 512. They do not count in max_tokens."
+        )
 
 
 class EnvironmentWorker(Worker):

@@ -23,11 +23,11 @@ from typing import Annotated
 
 from lit_grpo.limits import Limit, NotNegative
 from lit_grpo.types import Completion, RolloutGroup
-from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
+from lit_grpo.update.credit import GroupCredit, compared, discounted_returns, rewards_of_turns
 
 
 @dataclass(frozen=True)
-class GiGPO(Credit):
+class GiGPO(GroupCredit):
     """Compares turns that began in the same state.
 
     Args:
@@ -39,11 +39,6 @@ class GiGPO(Credit):
     weight: NotNegative = 1.0
     gamma: Annotated[float, Limit(least=0, most=1)] = 0.95
     scale: bool = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """All members of a group, for they are compared."""
-        return frozenset({"whole_groups"})
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.

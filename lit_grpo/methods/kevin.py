@@ -22,11 +22,11 @@ from typing import Annotated
 
 from lit_grpo.limits import Limit
 from lit_grpo.types import RolloutGroup
-from lit_grpo.update.credit import Credit, compared, discounted_returns, rewards_of_turns
+from lit_grpo.update.credit import GroupCredit, compared, discounted_returns, rewards_of_turns
 
 
 @dataclass(frozen=True)
-class ReturnToGo(Credit):
+class ReturnToGo(GroupCredit):
     """Compares discounted returns of all turns of a group.
 
     Args:
@@ -36,11 +36,6 @@ class ReturnToGo(Credit):
 
     gamma: Annotated[float, Limit(least=0, most=1)] = 0.4
     scale: bool = True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """All members of a group, for they are compared."""
-        return frozenset({"whole_groups"})
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 from lit_grpo.limits import NotNegative
 from lit_grpo.types import Rollout, RolloutGroup
-from lit_grpo.update.credit import Credit, compared, rewards_of_turns
+from lit_grpo.update.credit import GroupCredit, compared, rewards_of_turns
 
 
 @dataclass(frozen=True)
-class MTGRPO(Credit):
+class MTGRPO(GroupCredit):
     """Compares what turns earned with what turns of the same number earned.
 
     Args:
@@ -36,11 +36,6 @@ class MTGRPO(Credit):
 
     weight: NotNegative = 0.5
     scale: bool = True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """All members of a group, for they are compared."""
-        return frozenset({"whole_groups"})
 
     def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
         """Return an advantage for each turn.

@@ -42,6 +42,15 @@ class Credit(Plugin):
         return None
 
 
+class GroupCredit(Credit):
+    """Credit for which turns of a group are compared with each other."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """All members of a group."""
+        return frozenset({"whole_groups"})
+
+
 def give_credit(credit: Credit, groups: Sequence[RolloutGroup]) -> None:
     """Give the turns of all rollouts their advantages, once the rollouts have theirs.
 

@@ -166,13 +166,19 @@ class SlotGenerator(Versioned):
 
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
-        slots = self.num_slots, self.num_slots - self._num_in_flight
+        free_slots = self.num_slots - self._num_in_flight
         if self.budget is None:
-            return Capacity(*slots, kept_share=KEPT_SHARE)
+            return Capacity(self.num_slots, free_slots, kept_share=KEPT_SHARE)
         if not self._num_in_flight:
             self.budget.measure(self._shape_now().bytes_per_token)
-        layout = self._shape_now().pieces
-        return Capacity(*slots, self.budget.tokens, self._allocated_tokens, layout, kept_share=KEPT_SHARE)
+        return Capacity(
+            slots=self.num_slots,
+            free_slots=free_slots,
+            kv_tokens=self.budget.tokens,
+            kv_tokens_in_use=self._allocated_tokens,
+            layout=self._shape_now().pieces,
+            kept_share=KEPT_SHARE,
+        )
 
     @property
     def _allocated_tokens(self) -> int:

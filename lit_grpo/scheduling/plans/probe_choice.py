@@ -108,7 +108,7 @@ class ProbeChoice:
 
 
 @dataclass(frozen=True)
-class Count:
+class RolloutCount:
     """What a rollout takes: decode steps, how often a job is parked, and how often what it had is computed again."""
 
     steps: int
@@ -118,7 +118,7 @@ class Count:
 
 def count_steps(
     totals: np.ndarray, said: np.ndarray, points: Sequence[int], num_slots: int, kept_tokens: float = math.inf
-) -> Count:
+) -> RolloutCount:
     """Return what a rollout takes that waits at points, longest predicted first.
 
     Args:
@@ -162,7 +162,7 @@ def count_steps(
                     room -= has[job] - 1
             else:
                 heapq.heappush(active, (step + _until(lengths[job], stops, stage + 1) - has[job], stage + 1, job))
-    return Count(step, num_parked, num_again)
+    return RolloutCount(step, num_parked, num_again)
 
 
 def _until(length: int, stops: Sequence[int], stage: int) -> int:

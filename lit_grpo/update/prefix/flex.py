@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import pad
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 
 def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: int) -> BlockMask:
     """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself.
 
     On a GPU the mask is made by a compiled kernel, block by block, never token by token. It has room for two blocks of
-    queries and of keys at least: torch compiles all over again for a single one.
+    queries and of keys at least. For a single one torch compiles all over again, and for fewer than 128 queries it
+    takes a kernel for decoding, which it cannot build where these, times the heads that share a KV head, are more.
 
     Args:
         labels_3K: What :func:`lit_grpo.update.prefix.layout.key_labels` tells of the row, on its device.
@@ -61,7 +58,7 @@ def flex_prefix_attention(
     num_tokens, (num_queries, num_keys) = query.shape[2], mask.seq_lengths
     output = attend(
         _filled_up(query, num_queries), _filled_up(key, num_keys), _filled_up(value, num_keys), block_mask=mask,
-        scale=scaling, enable_gqa=query.shape[1] != key.shape[1], kernel_options=_ONE_KERNEL,
+        scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     assert isinstance(output, torch.Tensor)
     return output[:, :, :num_tokens]
@@ -74,9 +71,6 @@ def _filled_up(heads: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 _TWO_BLOCKS = 129  # tokens; torch's blocks have 128
-_ONE_KERNEL: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
-"""For rows below 128 tokens torch would take a kernel that is made for decoding, which it cannot build where queries,
-times those that share a KV head, are more than 128."""
 
 
 @cache
