@@ -14,6 +14,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -97,6 +98,8 @@ def begin(capability: tuple[int, int]) -> tuple[Twins, list[Kernel]]:
     Raises:
         RuntimeError: There is no g++, or torch has been imported.
     """
+    if "torch" in sys.modules:
+        raise RuntimeError("torch has been imported, and knows what devices there are.")
     _load_device()
     import torch
 
