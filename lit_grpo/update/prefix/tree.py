@@ -35,7 +35,8 @@ def prefix_tree(sequences: Sequence[np.ndarray], least: int = 1) -> list[Branch]
     """Return the branches of a tree in which each sequence is a path from a root, in depth-first order.
 
     For example, ``[5, 6, 7]``, ``[5, 6, 8, 9]`` and ``[4]`` have ``[5, 6]`` (both members), ``[7]``, ``[8, 9]`` and
-    ``[4]``. A sequence without tokens passes through none, and equal sequences pass through the same.
+    ``[4]``. A sequence without tokens passes through none, and equal sequences pass through the same. Branches after
+    the same one are in the order of their first members.
 
     Args:
         sequences: Token ids of one dtype, each of shape (T,).
@@ -46,7 +47,8 @@ def prefix_tree(sequences: Sequence[np.ndarray], least: int = 1) -> list[Branch]
     order = sorted(range(len(sequences)), key=contents.__getitem__)  # those with a common prefix are neighbours
     common = [0, *(_num_common(sequences[a], sequences[b]) for a, b in itertools.pairwise(order))]
     branches: list[Branch] = []
-    todo = _children(common, slice(0, len(order)), depth=0, least=least, parent=None)
+    todo: list[tuple[slice, int, int | None]]
+    todo = [(part, 0, None) for part in _parts(common, order, slice(0, len(order)), least)]
     while todo:
         neighbours, depth, parent = todo.pop()
         members = order[neighbours]
@@ -54,18 +56,16 @@ def prefix_tree(sequences: Sequence[np.ndarray], least: int = 1) -> list[Branch]
         if end > depth:
             branches.append(Branch(parent, depth, end, tuple(sorted(members))))
         if len(members) > 1:
-            todo += _children(common, neighbours, depth=end, least=least, parent=len(branches) - 1)
+            todo += [(part, end, len(branches) - 1) for part in _parts(common, order, neighbours, end + least)]
     return branches
 
 
-def _children(
-    common: Sequence[int], neighbours: slice, depth: int, least: int, parent: int | None
-) -> list[tuple[slice, int, int | None]]:
-    """Part neighbours in order, which have ``depth`` tokens in common, where the next ones differ; the last first."""
-    cuts = [place for place in range(neighbours.start + 1, neighbours.stop) if common[place] - depth < least]
+def _parts(common: Sequence[int], order: Sequence[int], neighbours: slice, least: int) -> list[slice]:
+    """Part neighbours in ``order`` where fewer than ``least`` tokens are common; that of the first member is last."""
+    cuts = [place for place in range(neighbours.start + 1, neighbours.stop) if common[place] < least]
     bounds = [neighbours.start, *cuts, neighbours.stop]
     parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
-    return [(part, depth, parent) for part in reversed(parts)]
+    return sorted(parts, key=lambda part: -min(order[part]))
 
 
 def _num_common(first: np.ndarray, second: np.ndarray) -> int:
