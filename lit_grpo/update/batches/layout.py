@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lit_grpo.process.copies import in_one_copy
+from lit_grpo.trajectory import Branch, prefix_tree
 from lit_grpo.types import Rollout
 from lit_grpo.update.prefix.layout import PackedGroup, key_labels
-from lit_grpo.update.prefix.tree import Branch, prefix_tree
 
 if TYPE_CHECKING:
     from lit_grpo.update.prefix.split_prompt import SplitPrompt

@@ -37,7 +37,7 @@ class Stretch:
 class PackedGroup:
     """Where a prompt and some of its responses stand in a packed row: the prompt once, the responses after it.
 
-    The responses are a tree of branches (:mod:`lit_grpo.update.prefix.tree`), each after the branch that it begins at:
+    The responses are a tree of branches (:mod:`lit_grpo.trajectory`), each after the branch that it begins at:
     what several responses begin with is one branch, and stands in the row once. ``branch_tokens`` counts what of each
     goes through the model: all of a response but its last token, which predicts nothing. ``parents`` has the number of
     the branch before each, None for the prompt; by default no branch is after another. Branches are in depth-first
