@@ -13,18 +13,13 @@ A rule is claimed to be above ``grpo``, in the mean of the seeds: held out after
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import time
-from contextlib import chdir, redirect_stdout
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.learning_runs import Curves, LearningRun, kept_runs, read_curves
-from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from lit_grpo.cli.command_line import run as lit_grpo
+from benchmarks.learning_runs import Curves, LearningRun, kept_runs, train_here
+from benchmarks.report import Claim, Options, Row, finish, parse_options
 
 GRPO = "grpo"
 RULES = (GRPO, "gigpo", "mt_grpo", "return_to_go")
@@ -47,24 +42,11 @@ def main(options: Options) -> int:
         for rule in RULES
     ]
     with kept_runs("catch_credit", options) as folder:
-        curves = {run.name: _train(run, folder / run.name) for run in runs}
+        curves = {run.name: train_here(run, folder / run.name) for run in runs}
     by_rule = {rule: [curves[f"{rule}-{seed}"] for seed in seeds] for rule in RULES}
     rows = [_row(rule, seed, each) for rule in RULES for seed, each in zip(seeds, by_rule[rule], strict=True)]
     settings: Row = {"updates": updates, "seeds": len(seeds)}
     return finish("catch_credit", options, settings, rows, _claims(by_rule))
-
-
-def _train(run: LearningRun, folder: Path) -> Curves:
-    """Train as the command line does, unless it has been done; return what it has come to."""
-    if not (folder / "done").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        began = time.perf_counter()
-        with chdir(folder), Path("output.txt").open("w") as output, redirect_stdout(output):
-            lit_grpo(run.words(folder)[2:])
-        (folder / "done").touch()
-        note(f"{run.name}: {time.perf_counter() - began:.0f} s")
-    return read_curves(folder)
 
 
 def _plugins(rule: str) -> tuple[str, str]:

@@ -129,6 +129,27 @@ def write_time(watch: Stopwatch, update: int, **more: float) -> None:
         file.write(json.dumps({"update": update, **watch.read(), **more}) + "\n")
 
 
+class TokenBudget(pl.Callback):
+    """End a run at its first validation after so many tokens have been generated, those of validations not counted.
+
+    Args:
+        tokens: How many.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._left = float(tokens)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count."""
+        self._left -= float(trainer.callback_metrics["rollout/tokens"])
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End."""
+        trainer.should_stop |= self._left <= 0
+
+
 class ServersApart(pl.Callback):
     """Keep the servers that a run starts on the first of its cores, and the run on the others."""
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -26,6 +26,7 @@ import yaml
 
 from benchmarks.learning_callbacks import CLOCK, Clock
 from benchmarks.report import ROOT, Options, Row, note
+from lit_grpo.cli.command_line import run as lit_grpo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,6 +158,25 @@ def _run(run: Run, folder: Path, cores: Collection[int]) -> None:
         if process.wait():
             raise RuntimeError(f"{run.name} failed:\n{(folder / 'output.txt').read_text()[-6000:]}")
     (folder / "done").touch()
+
+
+def train_here(run: LearningRun, folder: Path) -> Curves:
+    """Train in this process as the command line does, unless it has been done; return what it has come to.
+
+    Where the command line refuses the run, its sentence is in ``output.txt`` of the folder.
+
+    Raises:
+        SystemExit: The command line refuses the run.
+    """
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        began = time.perf_counter()
+        with chdir(folder), Path("output.txt").open("w") as output, redirect_stdout(output), redirect_stderr(output):
+            lit_grpo(run.words(folder)[2:])
+        (folder / "done").touch()
+        note(f"{run.name}: {time.perf_counter() - began:.0f} s")
+    return read_curves(folder)
 
 
 def read_curves(folder: Path) -> Curves:

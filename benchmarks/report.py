@@ -55,12 +55,17 @@ class Claim:
 
 def parse_options(description: str, arguments: Sequence[str] | None = None) -> Options:
     """Read the command line that all benchmarks share."""
+    return Options(**vars(options_parser(description).parse_args(arguments)))
+
+
+def options_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of the options that all benchmarks share, for one that adds its own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a small version, which only checks that it runs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--policy", help="a folder or a hub id, instead of the benchmark's own policy")
     parser.add_argument("--output", type=Path, help="where the result goes instead of benchmarks/results")
-    return Options(**vars(parser.parse_args(arguments)))
+    return parser
 
 
 def need(package: str) -> None:
@@ -86,18 +91,23 @@ def write(name: str, options: Options, settings: Row, rows: Sequence[Row], claim
         "name": name,
         "date": datetime.date.today().isoformat(),
         "command": _command(name, options),
-        **_commit(),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        **commit(),
+        "versions": versions(),
         "machine": _machine(options.device),
         "settings": settings,
         "rows": list(rows),
         "claims": [claim.to_json() for claim in claims],
     }
-    path = options.output or (None if options.quick else _result_path(name, options.device))
+    path = options.output or (None if options.quick else result_path(name, options.device))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
     return result
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that figures depend on."""
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
 
 
 def note(text: str) -> None:
@@ -114,7 +124,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _result_path(name: str, device: str) -> Path:
+def result_path(name: str, device: str) -> Path:
+    """Where today's result of a benchmark is to be."""
     suffix = "" if device == "cpu" else f"-{device}"
     return RESULTS / f"{name}{suffix}-{datetime.date.today().isoformat()}.json"
 
@@ -126,7 +137,7 @@ def _command(name: str, options: Options) -> str:
     return f"python -m benchmarks.{name}{flags} --device {options.device}"
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
     """The commit, and whether files differ from it that benchmarks do not write."""
     try:
         commit = _git("rev-parse", "HEAD")

@@ -133,6 +133,10 @@ NOT_RUN = {
         "takes minutes",
         "integration/test_learning_benchmarks.py::test_rules_of_credit_are_trained_beside_grpo_on_the_same_games",
     ),
+    "benchmarks.methods": (
+        "takes hours",
+        "integration/test_learning_benchmarks.py::test_methods_are_trained_on_an_equal_budget_of_tokens",
+    ),
     "benchmarks.gpu --device cuda": (
         "needs a GPU",
         "integration/test_gpu_benchmarks.py::test_the_stages_for_a_gpu_run_at_a_tiny_size_under_the_pretended_one",

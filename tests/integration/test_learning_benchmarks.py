@@ -50,6 +50,18 @@ def test_rules_of_credit_are_trained_beside_grpo_on_the_same_games(tmp_path: Pat
     assert len(result["claims"]) == 2 * (len(RULES) - 1)
 
 
+@pytest.mark.nightly
+def test_methods_are_trained_on_an_equal_budget_of_tokens(tmp_path: Path) -> None:
+    result, page = run_quick("methods", tmp_path / "result.json")
+    check_result(result, "methods")
+    rows = result["rows"]
+    assert [(row["method"], row["seed"]) for row in rows] == [("grpo", 0), ("grpo", 1), ("pods", 0), ("pods", 1)]
+    assert all(600 <= row["tokens"] < 1200 and row["updates"] >= 1 and row["cpu_s"] > 0 for row in rows)
+    same = ("over_run", "end", "updates", "late_length", "tokens")  # pods that keeps the whole group is plain GRPO
+    assert all(rows[seed][name] == rows[seed + 2][name] for seed in (0, 1) for name in same)
+    assert "| pods |" in page and "| nothing |" in page
+
+
 def test_a_stale_generator_samples_with_the_weights_of_so_many_updates_ago(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     policy: Any = random_policy()

@@ -1,0 +1,284 @@
+"""What each method gives beside plain GRPO at an equal budget of generated tokens.
+
+A run is a shipped configuration with the method's plug-ins and fields, and ends when it has generated its task's budget
+of tokens, however many updates that is: a method that decodes more for an update takes fewer. All runs of a task have
+the same policy, training prompts, held-out prompts and validations after so many updates, and a constant learning rate,
+so that no schedule has to know how many updates there will be. Training prompts are few, so that they come again and
+there is something to go by. Held-out exact match is compared as the mean over the run (the area under its curve by
+generated tokens, over the budget) and at the budget's end, both between validations on a straight line. Gains are over
+plain GRPO of the same seed; :mod:`benchmarks.methods_page` prints them with their intervals.
+
+Runs are one after another in this process, on one thread. Each is in the result file as soon as it has ended, and a
+later call goes on: what stands there is not run again, unless its task or its method has been changed since. For
+example ``--task demo --method grpo nat --seed 0 1 2``; all by default. A method that this checkout does not have is
+passed over with a sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.learning_runs import Curves, LearningRun, train_here
+from benchmarks.methods_page import GRPO, newest, tables
+from benchmarks.report import Options, Row, commit, note, options_parser, versions, write
+from lit_grpo.methods import shipped
+
+SEEDS = (0, 1, 2)
+MOST_UPDATES = 1000
+Case = tuple[str, str, int]
+"""Task, method and seed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A configuration and what all its runs share.
+
+    ``tokens`` are the budget of a run, ``fields`` are set after the configuration's own, ``plugins`` are those that the
+    task itself needs.
+    """
+
+    config: str
+    tokens: int
+    validate_every: int
+    fields: Mapping[str, Any]
+    plugins: tuple[str | dict[str, Any], ...] = ()
+
+    def words(self) -> list[str]:
+        """What all its runs are told."""
+        stop = {"class_path": "benchmarks.learning_callbacks.TokenBudget", "init_args": {"tokens": self.tokens}}
+        length = {"trainer.max_steps": MOST_UPDATES, "trainer.val_check_interval": self.validate_every}
+        return _words({**length, "trainer.callbacks+": json.dumps(stop), **self.fields})
+
+
+def _words(fields: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+
+def _fields(prompts: int, group: int, learning_rate: float, num_rows: int, held_out: int) -> dict[str, Any]:
+    return {
+        "data.batch_size": prompts,
+        "model.num_generations": group,
+        "model.optimizer.init_args.lr": learning_rate,
+        "model.lr_scheduler.init_args.end_factor": 1.0,
+        "data.train.init_args.num_rows": num_rows,
+        "data.validation.init_args.num_rows": held_out,
+        "data.eval_batch_size": held_out,
+    }
+
+
+TASKS = {
+    "demo": Task("arithmetic", 60_000, 8, _fields(8, 8, 1e-4, 128, 512)),
+    "knights": Task("knights", 200_000, 10, _fields(8, 8, 2e-4, 64, 256)),
+    "word_problems": Task("word_problems", 12_000, 3, _fields(8, 8, 2e-5, 64, 96)),
+    "catch": Task(
+        "catch",
+        16_000,
+        4,
+        _fields(8, 8, 1e-3, 1024, 128),
+        ({"environments": {"factory": "lit_grpo.tasks.Catch", "tool_timeout_s": 10}},),
+    ),
+    "calculator": Task(
+        "calculator",
+        30_000,
+        3,
+        _fields(8, 8, 1e-3, 128, 256),
+        (
+            {
+                "environments": {
+                    "tools": ["lit_grpo.tasks.calculator.calculate"],
+                    "max_turns": 3,
+                    "tool_timeout_s": 10,
+                }
+            },
+        ),
+    ),
+}
+OUTCOMES, TURNS = ("demo", "knights", "word_problems"), ("catch", "calculator")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a run has beside plain GRPO: more of ``rollout.plugins``, other ``fields``, and the tasks it is for."""
+
+    plugins: tuple[str | dict[str, Any], ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tasks: tuple[str, ...] = OUTCOMES
+
+    @property
+    def told(self) -> str:
+        """How it is set."""
+        plugins = [f"rollout.plugins {spec}" for spec in self.plugins]
+        return ", ".join([*plugins, *(f"{name} {value}" for name, value in self.fields.items())])
+
+
+FEW_OF_FOUR: dict[str, Any] = {"model.num_generations": 4}
+METHODS = {
+    GRPO: Method(tasks=(*OUTCOMES, *TURNS)),
+    "dps": Method(("dps",)),
+    "poise": Method(("poise",), {"model.num_generations": 4, "data.batch_size": 16}),
+    "drpo": Method(("drpo",)),
+    "nat": Method(("nat",)),
+    "majority_vote": Method(("majority_vote",)),
+    "xrpo": Method(("xrpo",)),
+    "novelty": Method(("novelty",)),
+    "gdro": Method(("gdro",)),
+    "capo": Method(("capo",)),
+    "copo": Method(("copo",)),
+    "noise_scale": Method(("noise_scale",)),
+    "arpo": Method(("arpo",), tasks=TURNS),
+    "eptree": Method(("eptree",)),
+    "treepo": Method(("treepo",)),
+    "st_ppo": Method(fields={"model.objective.loss": "st_ppo", "model.num_iterations": 2}, tasks=TURNS),
+    # who is asked
+    "greso": Method(("greso",)),
+    "near_half": Method(("near_half",)),
+    # how many completions
+    "knapsack": Method(("knapsack",)),
+    "variance": Method(("variance",)),
+    "buckets": Method(("buckets:most=8",)),
+    "dars_equal": Method(("dars_equal:most=16",), FEW_OF_FOUR),
+    "balanced": Method(("balanced",), FEW_OF_FOUR),
+    "replace_flat": Method(("replace_flat:most=8",)),
+    # which are learnt from
+    "pods": Method(("pods:keep=4",)),
+    "d3s": Method(("d3s:keep=6,tokens=0.8",)),
+    "max_entropy": Method(("max_entropy:keep=4",)),
+    "rlep": Method(("rlep",)),
+    "repo": Method(("repo",)),
+    # when groups leave the buffer
+    "april": Method(("april",)),
+    "sortedrl": Method(("sortedrl",)),
+    # credit of turns
+    "gigpo": Method(("gigpo",), tasks=("catch",)),
+    "mt_grpo": Method(("mt_grpo",), tasks=("catch",)),
+    "return_to_go": Method(("return_to_go",), tasks=("catch",)),
+}
+"""What is compared: a line here is a line of the page. A method's file may be absent."""
+QUICK = Task("arithmetic", 600, 1, _fields(2, 4, 3e-4, 4, 8))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for and not there yet, in the order given; return 1 where a run was refused."""
+    asked, options = _read(arguments)
+    torch.set_num_threads(1)
+    tasks = {"demo": QUICK} if options.quick else TASKS
+    cases = [(t, m, s) for s in asked.seed for t in asked.task for m in _here(asked.method) if t in METHODS[m].tasks]
+    path = options.output or newest()
+    refused = 0
+    for task, method, seed in cases:
+        if (task, method, seed) not in kept_rows(path, tasks):
+            row = _train(tasks[task], task, method, seed)
+            refused += row is None
+            rows = kept_rows(path, tasks) | ({} if row is None else {(task, method, seed): row})
+            settings: Row = {name: shlex.join(each.words()) for name, each in tasks.items()}
+            write("methods", replace(options, output=path), settings, [rows[each] for each in sorted(rows)], [])
+    print(*tables(json.loads(path.read_text())), sep="\n")
+    return int(refused > 0)
+
+
+def kept_rows(path: Path, tasks: Mapping[str, Task]) -> dict[Case, Row]:
+    """The rows of a result file by task, method and seed, but for those whose task or method has been changed.
+
+    Raises:
+        SystemExit: They were measured with other versions of packages.
+    """
+    if not path.exists():
+        return {}
+    result = json.loads(path.read_text())
+    if result["versions"] != versions():
+        raise SystemExit(f"{path} has figures of {result['versions']}; move it away to begin again with {versions()}.")
+    same = {name for name, task in tasks.items() if result["settings"].get(name) == shlex.join(task.words())}
+    return {
+        (row["task"], row["method"], row["seed"]): row
+        for row in result["rows"]
+        if row["task"] in same and row["method"] in METHODS and row["set"] == METHODS[row["method"]].told
+    }
+
+
+def learning_run(task: Task, method: str, seed: int) -> LearningRun:
+    """The run of a method with a seed."""
+    beside = METHODS[method]
+    plugins = json.dumps([*task.plugins, *beside.plugins])
+    words = ("--seed_everything", str(seed), *task.words(), *_words(beside.fields), "--rollout.plugins", plugins)
+    return LearningRun(f"{method}-{seed}", task.config, words)
+
+
+def summary(curves: Curves, budget: int) -> Row:
+    """Held-out exact match over the run and at the end of the budget, and what the run took.
+
+    The curve is straight between validations, and level after the last one where a run ends before its budget does.
+    """
+    measured_U = np.isfinite(curves.exact_U)
+    tokens_V, exact_V = curves.tokens_U[measured_U], curves.exact_U[measured_U]
+    inside_V = tokens_V < budget
+    end = float(np.interp(budget, tokens_V, exact_V))
+    tokens, exact = np.append(tokens_V[inside_V], budget), np.append(exact_V[inside_V], end)
+    updates = min(int(np.searchsorted(curves.tokens_U, budget)), len(curves.tokens_U) - 1)
+    late = slice(updates - updates // 4, updates + 1)
+    return {
+        "over_run": float(np.trapezoid(exact, tokens) / budget),
+        "end": end,
+        "updates": updates,
+        "late_length": float(np.nanmean(curves.length_U[late])),
+        "tokens": int(curves.tokens_U[-1]),
+        "cpu_s": round(float(curves.cpu_s_U[-1]), 1),
+    }
+
+
+def _read(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Options]:
+    assert __doc__ is not None
+    parser = options_parser(__doc__)
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS), help="in this order")
+    parser.add_argument("--method", nargs="+", choices=METHODS, help="in this order, seed by seed; by default all")
+    parser.add_argument("--seed", nargs="+", type=int, default=SEEDS)
+    asked = parser.parse_args(arguments)
+    options = Options(asked.quick, asked.device, asked.policy, asked.output)
+    if asked.method is None:
+        asked.method = [GRPO, "pods"] if options.quick else list(METHODS)
+    if options.quick:
+        asked.task, asked.seed = ["demo"], SEEDS[:2]
+    return asked, options
+
+
+def _here(methods: Sequence[str]) -> list[str]:
+    """Those whose plug-ins are in this checkout; say of the others that they are passed over."""
+    here = []
+    for method in methods:
+        names = [
+            spec.partition(":")[0] if isinstance(spec, str) else next(iter(spec)) for spec in METHODS[method].plugins
+        ]
+        missing = [name for name in names if name not in shipped()]
+        if missing:
+            note(f"{method} is passed over: this checkout has no plug-in {missing[0]}.")
+        else:
+            here.append(method)
+    return here
+
+
+def _train(task: Task, name: str, method: str, seed: int) -> Row | None:
+    """Train; return the row, or None after a note where the command line refuses the run."""
+    run = learning_run(task, method, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            curves = train_here(run, Path(folder) / run.name)
+        except SystemExit:
+            said = (Path(folder) / run.name / "output.txt").read_text()
+            note(f"{name}, {method}, seed {seed} is refused:\n{said[-2000:]}")
+            return None
+    case: Row = {"task": name, "method": method, "seed": seed, "set": METHODS[method].told}
+    return case | summary(curves, task.tokens) | {"commit": str(commit()["commit"])}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

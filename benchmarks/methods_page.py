@@ -1,0 +1,116 @@
+"""The page docs/methods.md, made of the newest result: ``python -m benchmarks.methods_page``."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import RESULTS, result_path
+
+GRPO = "grpo"
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""The 0.975 quantile of Student's t by degrees of freedom, from 1 on."""
+MEASURES = ("over_run", "end")
+HEAD = """# What each method gave
+
+Each method beside plain GRPO at an **equal budget of generated tokens** (`python -m benchmarks.methods`, `{result}`, on
+{cpu}, one thread). A run ends when it has generated its task's tokens, however many updates that is.
+
+*Over the run* is held-out exact match as the mean over the budget, *at the end* what the run has come to by then; both
+in percent. A *gain* is the mean difference in points from plain GRPO of the same seed, with the 95% interval of
+Student's t over the seeds. A method **gave nothing** where the interval of the gain over the run has 0 in it: with so
+few seeds no gain was seen, and there may still be one. *Length* is the mean number of tokens of a completion in the
+last quarter of the updates, *CPU s* the seconds of rollouts and updates. All policies are small; what a large model
+would show is not known.
+
+All these methods are off by default. [Papers](papers.md) says where each is from, [choosing](choosing.md) what to take
+first.
+"""
+COLUMNS = ("method", "over the run", "gain", "at the end", "gain", "gave", "updates", "length", "CPU s", "set by")
+
+
+class Gain(NamedTuple):
+    """A mean difference, and how far its 95% interval reaches to both sides."""
+
+    mean: float
+    reach: float
+
+    @property
+    def word(self) -> str:
+        """What the method gave."""
+        if math.isnan(self.reach):
+            return "one seed"
+        return "nothing" if abs(self.mean) <= self.reach else "more" if self.mean > 0 else "less"
+
+
+def newest() -> Path:
+    """The newest result file, or where today's is to be."""
+    return max(RESULTS.glob("methods-2*.json"), default=result_path("methods", "cpu"))
+
+
+def paired_gain(with_S: Sequence[float], without_S: Sequence[float]) -> Gain:
+    """The gain over pairs of runs with the same seeds; from one pair its interval is NaN.
+
+    Half an interval is ``t(0.975, S - 1) s / sqrt(S)`` with the standard deviation ``s`` of the S differences.
+    """
+    differences_S = [one - other for one, other in zip(with_S, without_S, strict=True)]
+    mean, size = statistics.fmean(differences_S), len(differences_S)
+    if size == 1:
+        return Gain(mean, math.nan)
+    t = T_975[min(size - 1, len(T_975)) - 1]
+    return Gain(mean, t * statistics.stdev(differences_S) / math.sqrt(size))
+
+
+def methods_page(path: Path) -> str:
+    """Return the page of a result file."""
+    if not path.exists():
+        return "# What each method gave\n\nNothing has been measured yet (`python -m benchmarks.methods`).\n"
+    result = json.loads(path.read_text())
+    return "\n".join([HEAD.format(result=path.stem, cpu=result["machine"]["cpu"]), *tables(result), ""])
+
+
+def tables(result: dict[str, Any]) -> Iterator[str]:
+    """A table for each task that has another method beside plain GRPO, sorted by the gain over the run."""
+    for task, words in result["settings"].items():
+        of_task = [row for row in result["rows"] if row["task"] == task]
+        plain = {row["seed"]: row for row in of_task if row["method"] == GRPO}
+        by_method: dict[str, dict[int, dict[str, Any]]] = {}
+        for row in of_task:
+            if row["seed"] in plain:
+                by_method.setdefault(row["method"], {})[row["seed"]] = row
+        if len(by_method) < 2:
+            continue
+        lines = [_line(method, rows, plain) for method, rows in by_method.items()]
+        yield f"\n## {task}\n\nSeeds {', '.join(map(str, sorted(plain)))}; all runs: `{words}`.\n"
+        yield f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+        for _, cells in sorted(lines, key=lambda line: -line[0]):
+            yield f"| {' | '.join(cells)} |"
+
+
+def _line(
+    method: str, with_it: dict[int, dict[str, Any]], plain: dict[int, dict[str, Any]]
+) -> tuple[float, tuple[str, ...]]:
+    """The gain that a method is sorted by, and the cells of its line."""
+    runs = list(with_it.values())
+    over_run, end = (
+        paired_gain([100 * run[name] for run in runs], [100 * plain[seed][name] for seed in with_it])
+        for name in MEASURES
+    )
+    mean = {
+        name: statistics.fmean(run[name] for run in runs) for name in (*MEASURES, "updates", "late_length", "cpu_s")
+    }
+    costs = tuple(f"{mean[name]:.0f}" for name in ("updates", "late_length", "cpu_s"))
+    levels = [f"{100 * mean[name]:.1f}" for name in MEASURES]
+    if method == GRPO:
+        return 0.0, (method, levels[0], "-", levels[1], "-", "-", *costs, "")
+    gains = [f"{gain.mean:+.1f} ± {gain.reach:.1f}" for gain in (over_run, end)]
+    set_by = runs[0]["set"].replace("|", "\\|")
+    return over_run.mean, (method, levels[0], gains[0], levels[1], gains[1], over_run.word, *costs, f"`{set_by}`")
+
+
+if __name__ == "__main__":
+    print(methods_page(newest()), end="")
