@@ -50,6 +50,7 @@ from lit_grpo.settings import takes_dicts
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.types import Prompt, PromptBatch, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages, GroupRewards
+from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
@@ -202,10 +203,11 @@ class GRPOModule(EvaluationModule):
 
     # ---- set-up -----------------------------------------------------------------------------------
 
-    def learn_from(self, selection: Selection, credit: Credit | None = None) -> None:
+    def learn_from(self, selection: Selection, credit: Credit | None = None, shaping: Shaping | None = None) -> None:
         """Learn from those rollouts and tokens that ``selection`` chooses, in place of all.
 
-        Each turn has the advantage that ``credit`` gives it; without one, that of its rollout.
+        Each rollout has the advantage that ``shaping`` gives it; without one, the estimator's. Each turn has the
+        advantage that ``credit`` gives it; without one, that of its rollout.
 
         :class:`lit_grpo.callbacks.RolloutScheduler` calls it before a run with what its plug-ins say, all where none
         says anything; call it yourself only where rollouts come from elsewhere.
@@ -215,7 +217,7 @@ class GRPOModule(EvaluationModule):
         """
         updates_per_batch = self.settings.updates_per_batch
         selection.check(RunFacts(None, self.num_generations, self.sampling.max_tokens, updates_per_batch))
-        self.settings.learn_from(selection, credit)
+        self.settings.learn_from(selection, credit, shaping)
 
     def join_rewards(self, functions: Sequence[RewardFunction]) -> None:
         """Score with further functions too, which plug-ins bring; those that have joined already stay as they are.

@@ -307,8 +307,8 @@ class Rollout:
     is their weighted sum, NaN where none applies (such a rollout takes no part in the update). One that is not ``kept``
     counts in the statistics of its group, and is not learnt from; ``learnt`` it has been in an earlier batch, with
     another part of its group. One that is ``replayed`` was sampled, rewarded and learnt from at an earlier visit of the
-    prompt, and takes part in the group's advantages and in the update alone. ``extra`` is what reward functions logged
-    of it, and ``advantage`` what it was learnt from with, NaN before that.
+    prompt, and takes part in the group's advantages and in the update alone. ``extra`` is what reward functions and
+    plug-ins logged of it, and ``advantage`` what it was learnt from with, NaN before that.
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
     ``turn_advantages`` what each turn was learnt from with, where that is not ``advantage`` for all of them.

@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "update.prefix": {*UTILITIES, "policy"},
     "update.batches": {*UTILITIES, "update.prefix", "update"},
     "update.logprobs": {*UTILITIES, "policy", "update.prefix", "update.batches"},
-    "update.advantages": {*UTILITIES, "settings"},
+    "update.advantages": {*UTILITIES, "settings", "plugins"},
     "update.objective": {*UTILITIES, "settings", "update", "update.advantages"},
     "update": {
         *UTILITIES,

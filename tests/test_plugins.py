@@ -44,6 +44,10 @@ METHODS = (
     "adhint",
     "pods",
     "d3s",
+    "drpo",
+    "poise",
+    "copo",
+    "majority.vote",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")

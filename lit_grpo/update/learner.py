@@ -15,6 +15,7 @@ from lit_grpo.policy.sharding import rest, whole
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
+from lit_grpo.update.advantages.shaping import shaped
 from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
 from lit_grpo.update.batches.step import (
     FixedLogprobs,
@@ -173,7 +174,7 @@ class Learner:
         rewards = GroupRewards.of(groups, list(self.settings.weights))
         rewards = self._less_kl(rewards, rollouts, fixed, metrics)
         chosen_R = self._chosen(rewards, rollouts)
-        advantages_R = self._advantages(rewards, rollouts, chosen_R)
+        advantages_R = self._advantages(rewards, groups, chosen_R)
         self.state.history.note(rewards.visits(groups, self.settings.pass_rule, version))
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
             rollout.advantage, rollout.turn_advantages = advantage, ()
@@ -221,11 +222,14 @@ class Learner:
         rest(self.policy)
         return self.passes.measure(rollouts, "entropy")
 
-    def _advantages(self, rewards: GroupRewards, rollouts: Sequence[Rollout], chosen_R: torch.Tensor) -> torch.Tensor:
+    def _advantages(
+        self, rewards: GroupRewards, groups: Sequence[RolloutGroup], chosen_R: torch.Tensor
+    ) -> torch.Tensor:
         """Advantages of this rank's rollouts, shape R; NaN for those that are not learnt from."""
         estimator, selection = self.settings.advantages, self.settings.selection
         counted = rewards if selection.counts == "group" else rewards.only(chosen_R)
         if "token_scores" in estimator.needs:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
             scores = self.passes.measure(rollouts, "scores")
             counted = replace(counted, log_weights_R=log_baseline_weights(rollouts, scores))
         weights_K = torch.tensor(list(self.settings.weights.values()), dtype=torch.float64)
@@ -236,6 +240,7 @@ class Learner:
         else:
             advantages_R = estimator.compute(counted, weights_K, self.state.history)
         advantages_R = advantages_R.masked_fill(~chosen_R, math.nan)
+        advantages_R = shaped(self.settings.shaping, groups, advantages_R, self.settings.pass_rule, self.ranks.gather)
         if "all_ranks" not in selection.needs:
             return advantages_R
         parts, counts = zip(*self.ranks.gather((advantages_R, len(rewards.prompt_ids))), strict=True)

@@ -10,6 +10,7 @@ from lit_grpo.compatibility import Part, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.types import PassRule
 from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.credit import Credit
 from lit_grpo.update.logprobs.checkpointing import Checkpointing
 from lit_grpo.update.objective.objective import Objective
@@ -42,6 +43,7 @@ class LearnerSettings:
     max_skipped_updates: Count = 3
     selection: Selection = field(default_factory=Selection)
     credit: Credit = field(default_factory=Credit)
+    shaping: Shaping = field(default_factory=Shaping)
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True
@@ -51,8 +53,10 @@ class LearnerSettings:
         check_fields(self, "model.")
         self.learn_from(self.selection)
 
-    def learn_from(self, selection: Selection, credit: Credit | None = None) -> None:
-        """Let another selection say which rollouts and tokens are learnt from, and ``credit`` with which advantage.
+    def learn_from(self, selection: Selection, credit: Credit | None = None, shaping: Shaping | None = None) -> None:
+        """Let another selection say which rollouts and tokens are learnt from.
+
+        ``shaping`` says with which advantage each rollout is, ``credit`` each turn.
 
         Raises:
             ValueError: It chooses tokens, and the objective does so too.
@@ -65,7 +69,7 @@ class LearnerSettings:
                 Part(name, selection.needs, selection.changes, selection.remedy),
             ]
         )
-        self.selection, self.credit = selection, credit or self.credit
+        self.selection, self.credit, self.shaping = selection, credit or self.credit, shaping or self.shaping
 
     @property
     def updates_per_batch(self) -> int:

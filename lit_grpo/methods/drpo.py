@@ -1,0 +1,108 @@
+"""DRPO (arXiv 2510.04474): short right answers count more than long ones, and no right answer less than a wrong one.
+
+With ``s`` the mean log-prob of a completion's tokens, a group is learnt from by::
+
+    J = sum over right i of w_i s_i - tau log(mean over wrong j of exp(s_j / tau))
+    w_i = exp((1 - tokens_i / max_tokens) / lambda), divided by the sum of these over the right ones
+
+(objective and constants of the code in Optimization-AI/DRPO). Its gradient is
+``sum_i w_i grad s_i - sum_j p_j grad s_j`` with ``p_j = exp(s_j / tau)`` divided by the sum of these over the wrong
+ones. The loss ``grpo`` takes the mean over completions of each one's mean over tokens. So the advantages ``n w_i`` and
+``-n p_j`` in a group of n give the mean of J over groups, with its exact gradient in the first step on a batch.
+
+What deviates: later steps on a batch have clipped ratios, where the paper's code recomputes J and adds a penalty on the
+KL term above 1e-4 (that is ``objective.kl`` here); losses other than ``grpo`` (``token``, ``constant``) make long
+completions weigh more. ``totals: estimator`` is a form of our own.
+
+Evidence: the gradient of J in float64, in ``tests/test_drpo.py``. Tokens that it saves have not been measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from lit_grpo.limits import Limit
+from lit_grpo.types import PassRule, Rollout, RolloutGroup
+from lit_grpo.update.advantages.shaping import Gather, Shaping
+
+Temperature = Annotated[float, Limit(above=0)]
+
+
+@dataclass(frozen=True)
+class DecoupledLength(Shaping):
+    """Divides what right answers get by their length among themselves; what passes is right.
+
+    A group of one kind alone is not learnt from. In a config::
+
+        rollout: {plugins: [{drpo: {length_temperature: 0.1}}]}
+
+    Args:
+        length_temperature: The paper's lambda: how little length matters. With ``.inf`` it does not.
+        temperature: The paper's tau: how little it matters how likely a wrong answer is. With ``.inf`` it does not.
+        totals: What right answers get together and wrong ones lose together: ``equal`` amounts in every group with
+            both (the paper); or, for right answers, the sum of what the run's ``estimator`` gives them, while wrong
+            answers keep what it gives. Then ``temperature`` has no meaning, and with ``length_temperature`` ``.inf``
+            and rewards of 0 and 1 it is the estimator's rule. A group whose right answers get 0 or less together stays
+            as it is.
+    """
+
+    length_temperature: Temperature = 0.1
+    temperature: Temperature = 10.0
+    totals: Literal["equal", "estimator"] = "equal"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """It compares members of a group."""
+        return frozenset({"whole_groups"})
+
+    def shape(
+        self,
+        groups: Sequence[RolloutGroup],
+        advantages: Sequence[Sequence[float]],
+        pass_rule: PassRule,
+        gather: Gather,
+    ) -> list[list[float]]:
+        """Return what each rollout is learnt from with."""
+        return [
+            self._of_group(group.rollouts, values, pass_rule) for group, values in zip(groups, advantages, strict=True)
+        ]
+
+    def _of_group(self, rollouts: Sequence[Rollout], values: Sequence[float], pass_rule: PassRule) -> list[float]:
+        learnt = [place for place, value in enumerate(values) if not math.isnan(value)]
+        right = [place for place in learnt if pass_rule.passes(rollouts[place].rewards)]
+        wrong = [place for place in learnt if place not in right and rollouts[place].completion.num_trained]
+        shortness = {place: -_share(rollouts[place]) / self.length_temperature for place in right}
+        if self.totals == "estimator":
+            total = math.fsum(values[place] for place in right)
+            given = divided(total, shortness) if total > 0 else {}
+            return [given.get(place, value) for place, value in enumerate(values)]
+        given = dict.fromkeys(learnt, 0.0)
+        if right and wrong:
+            likelihood = {place: _mean_logprob(rollouts[place]) / self.temperature for place in wrong}
+            given |= divided(len(learnt), shortness) | divided(-len(learnt), likelihood)
+        return [given.get(place, value) for place, value in enumerate(values)]
+
+
+def divided(total: float, scores: Mapping[int, float]) -> dict[int, float]:
+    """Return parts of ``total`` in proportion to ``exp(score)``, by key."""
+    highest = max(scores.values(), default=0.0)
+    parts = {key: math.exp(score - highest) for key, score in scores.items()}
+    whole = math.fsum(parts.values())
+    return {key: total * part / whole for key, part in parts.items()}
+
+
+def _share(rollout: Rollout) -> float:
+    """The tokens of a completion as a share of those that it may have."""
+    return rollout.completion.num_sampled / rollout.completion.request.sampling.max_tokens
+
+
+def _mean_logprob(rollout: Rollout) -> float:
+    """The mean log-prob that a completion's tokens were sampled with."""
+    completion = rollout.completion
+    return float(completion.logprobs_T[completion.trained_T].double().mean())
+
+
+PLUGINS = {"drpo": DecoupledLength()}

@@ -1,0 +1,93 @@
+"""The seam for advantages: what each rollout is learnt from with, once the estimator has compared the rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from lit_grpo.plugins import Plugin
+from lit_grpo.types import PassRule, RolloutGroup
+
+Gather = Callable[[Any], list[Any]]
+"""Brings a value of each rank together, in the order of the ranks; all ranks call it together."""
+
+
+class Shaping(Plugin):
+    """What each rollout is learnt from with: here, the advantage that the run's estimator has given it.
+
+    A rule of your own is a dataclass that derives from it. For example, less for long completions::
+
+        @dataclass(frozen=True)
+        class ByLength(Shaping):
+            cost: float = 0.001
+
+            def shape(self, groups, advantages, pass_rule, gather):
+                return [
+                    [value - self.cost * each.completion.num_sampled for value, each in zip(values, group.rollouts)]
+                    for values, group in zip(advantages, groups)
+                ]
+
+    A rule that calls ``gather``, or compares groups, needs ``all_ranks``; one that compares members ``whole_groups``;
+    one that goes by ``Rollout.reward`` ``plain_rewards``.
+    """
+
+    role: ClassVar[str] = "what each rollout is learnt from with"
+
+    def shape(
+        self,
+        groups: Sequence[RolloutGroup],
+        advantages: Sequence[Sequence[float]],
+        pass_rule: PassRule,
+        gather: Gather,
+    ) -> Sequence[Sequence[float]]:
+        """Return an advantage for each rollout of each group.
+
+        Args:
+            groups: Of this rank, each with any number of rollouts.
+            advantages: The estimator's, in the same order; NaN for one that is not learnt from, which stays so.
+            pass_rule: When a completion passes.
+            gather: See :data:`Gather`.
+        """
+        return advantages
+
+
+def shaped(
+    shaping: Shaping,
+    groups: Sequence[RolloutGroup],
+    advantages_R: torch.Tensor,
+    pass_rule: PassRule,
+    gather: Gather,
+) -> torch.Tensor:
+    """Return the advantages of all rollouts of ``groups``, shape R, as a rule shapes them; NaN stays NaN.
+
+    Raises:
+        ValueError: The rule does not return one finite number for each rollout that is learnt from.
+    """
+    values = [part.tolist() for part in advantages_R.split([len(group.rollouts) for group in groups])]
+    returned = shaping.shape(groups, values, pass_rule, gather)
+    _check(shaping, groups, values, returned)
+    flat = [value for its in returned for value in its]
+    return torch.tensor(flat, dtype=advantages_R.dtype).masked_fill(advantages_R.isnan(), math.nan)
+
+
+def _check(
+    shaping: Shaping,
+    groups: Sequence[RolloutGroup],
+    estimated: Sequence[Sequence[float]],
+    returned: Sequence[Sequence[float]],
+) -> None:
+    name = type(shaping).__name__
+    if len(returned) != len(groups):
+        raise ValueError(f"{name} shapes {len(returned)} groups of {len(groups)}; give a list for each of them.")
+    for group, old, new in zip(groups, estimated, returned, strict=True):
+        fits = len(new) == len(old) and all(
+            math.isfinite(value) or math.isnan(before) for value, before in zip(new, old, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"{name} gives prompt {group.prompt.prompt_id!r} the advantages {list(new)}; give one finite number "
+                f"for each of its {len(old)} rollouts that is learnt from."
+            )

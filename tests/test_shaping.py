@@ -1,0 +1,140 @@
+"""Advantages that a plug-in gives to rollouts, against one token after another in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hand_made import make_module
+from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradient
+
+from lit_grpo.callbacks import RolloutScheduler
+from lit_grpo.methods import make_plugins
+from lit_grpo.types import PassRule, Rollout, RolloutGroup
+from lit_grpo.update.advantages.shaping import Gather, Shaping
+from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.selection import Selection
+
+
+@dataclass(frozen=True)
+class ByLength(Shaping):
+    """Less for each token that was sampled, and more where something passed."""
+
+    cost: float = 0.25
+
+    def shape(
+        self,
+        groups: Sequence[RolloutGroup],
+        advantages: Sequence[Sequence[float]],
+        pass_rule: PassRule,
+        gather: Gather,
+    ) -> list[list[float]]:
+        return [
+            [self.of(each, value, pass_rule) for each, value in zip(group.rollouts, values, strict=True)]
+            for group, values in zip(groups, advantages, strict=True)
+        ]
+
+    def of(self, rollout: Rollout, advantage: float, pass_rule: PassRule) -> float:
+        return advantage - self.cost * rollout.completion.num_sampled + float(pass_rule.passes(rollout.rewards))
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo"])
+def test_each_rollout_is_learnt_from_with_what_it_is_given(name: str) -> None:
+    shaping, groups = ByLength(), ragged_groups()
+    expected = reference_gradient(
+        groups, name, lambda rollout, advantage, token: shaping.of(rollout, advantage, PassRule("exact"))
+    )
+    learner, steps = make_learner(objective=Objective(name, epsilon=LOW, epsilon_high=HIGH), shaping=shaping)
+    learner.learn(groups)
+    assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
+    for group in groups:
+        for rollout in group.rollouts:  # samples show it
+            assert rollout.advantage != 0
+
+
+def test_without_a_rule_nothing_changes() -> None:
+    gradients: list[torch.Tensor] = []
+    nothing: Any = {"shaping": ByLength(0.0), "pass_rule": PassRule()}
+    plain: Any = {"shaping": Shaping()}
+    for settings in (plain, nothing, {}):
+        learner, steps = make_learner(**settings)
+        learner.learn(ragged_groups())
+        gradients.append(steps.gradients[0])
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+    assert gradients[0].norm() > 0
+
+
+def test_a_flat_group_is_learnt_from_where_a_rule_says_so() -> None:
+    groups = ragged_groups()
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.reward = 0.5
+    learner, steps = make_learner(shaping=ByLength())
+    logs = learner.learn(groups)
+    assert steps.gradients[0].norm() > 0 and logs["advantages/max_abs"] > 0.5
+
+
+def test_a_rollout_without_a_reward_is_not_learnt_from() -> None:
+    groups = ragged_groups()
+    groups[0].rollouts[1].reward = math.nan
+    make_learner(shaping=ByLength())[0].learn(groups)
+    assert math.isnan(groups[0].rollouts[1].advantage)
+
+
+def test_a_selection_chooses_by_what_rollouts_are_given() -> None:
+    seen: list[torch.Tensor] = []
+
+    @dataclass(frozen=True)
+    class Noting(Selection):
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"all_ranks"})
+
+        def choose_from_batch(self, advantages_R: torch.Tensor, num_groups: int, progress: float) -> torch.Tensor:
+            seen.append(advantages_R)
+            return ~advantages_R.isnan()
+
+    groups = ragged_groups()
+    make_learner(shaping=ByLength(), selection=Noting())[0].learn(groups)
+    given = [rollout.advantage for group in groups for rollout in group.rollouts]
+    assert seen[0].tolist() == pytest.approx(given)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda values: [], "Wrong shapes 0 groups of 3; give a list for each of them"),
+        (lambda values: [[1.0] for _ in values], r"prompt 'a' the advantages \[1.0\]; .* of its 5 rollouts"),
+        (lambda values: [[math.nan for _ in its] for its in values], "prompt 'a' the advantages .nan, nan.*one finite"),
+    ],
+)
+def test_advantages_that_do_not_fit_are_refused(returned: Any, message: str) -> None:
+    class Wrong(Shaping):
+        def shape(self, groups: Any, advantages: Sequence[Sequence[float]], pass_rule: PassRule, gather: Gather) -> Any:
+            return returned(advantages)
+
+    with pytest.raises(ValueError, match=message):
+        make_learner(shaping=Wrong())[0].learn(ragged_groups())
+
+
+def test_a_scheduler_tells_a_module_of_the_rule_before_each_run() -> None:
+    module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None)
+    shapings = []
+    for plugins in ([{f"{__name__}.ByLength": {"cost": 0.5}}], []):
+        RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
+        shapings.append(module.settings.shaping)
+    assert shapings[0] == ByLength(0.5) and type(shapings[1]) is Shaping
+
+
+class Another(ByLength):
+    """A second rule."""
+
+
+def test_one_rule_is_enough() -> None:
+    with pytest.raises(ValueError, match="which both decide what each rollout is learnt from with; take one"):
+        make_plugins([f"{__name__}.ByLength", f"{__name__}.Another"])
