@@ -44,6 +44,9 @@ METHODS = (
     "adhint",
     "pods",
     "d3s",
+    "dps",
+    "xrpo",
+    "gdro",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")
