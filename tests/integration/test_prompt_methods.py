@@ -16,9 +16,10 @@ pytestmark = pytest.mark.integration
 
 LOGGED: dict[str, tuple[str, ...]] = {
     "[{dps: {candidates: 2}}]": ("prompts/partly_expected", "prompts/partly_passed", "prompts/skipped"),
+    "[{xrpo: {base: 3}}, novelty]": ("budget/further_completions", "budget/frac_flat_first"),
 }
 """What is logged, by plug-ins."""
-PLAIN = ["dps:candidates=1"]
+PLAIN = ["dps:candidates=1", "xrpo:base=4", "novelty:weight=0"]
 """Settings at which a method is plain GRPO."""
 
 
