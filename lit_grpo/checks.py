@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lit_grpo.update.learner_settings import LearnerSettings
     from lit_grpo.update.logprobs.reference import ReferenceSettings
 
-FORMAT = 11
+FORMAT = 12
 """Of checkpoints; it changes whenever what they hold does."""
 
 

@@ -48,6 +48,9 @@ METHODS = (
     "poise",
     "copo",
     "majority.vote",
+    "dps",
+    "xrpo",
+    "gdro",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")

@@ -22,6 +22,19 @@ AtLeastTwo = Annotated[int, Limit(least=2, remedy="one completion shows no diffe
 
 
 @dataclass(frozen=True)
+class Tally:
+    """What a prompt has come to in a rollout.
+
+    Args:
+        num_completions: Those that it has had.
+        rewards: Of those that have one.
+    """
+
+    num_completions: int
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True)
 class Allocation(Plugin):
     """How many completions each prompt gets: here, ``num_generations``.
 
@@ -38,6 +51,11 @@ class Allocation(Plugin):
     @property
     def has_rounds(self) -> bool:
         """Whether a prompt may get more once its first completions have been rewarded."""
+        return False
+
+    @property
+    def compares(self) -> bool:
+        """Whether further rounds are of all prompts of a batch together, by :meth:`divide` in place of :meth:`more`."""
         return False
 
     @property
@@ -66,6 +84,16 @@ class Allocation(Plugin):
             num_first: Completions of the first of them.
         """
         return 0
+
+    def divide(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
+        """Return how many more each prompt of this rank's batch gets, once all have been rewarded; all 0 ends it.
+
+        Args:
+            tallies: Of the prompts, in the order of their ids.
+            num_rounds: Rounds that there have been, 1 or more.
+            num_generations: ``model.num_generations``.
+        """
+        return [0] * len(tallies)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import numpy as np
 
 EARLIER_VISITS = 0.5
 """What all earlier completions count, beside those of a new visit, in what a prompt's completions are now like."""
+NUM_RECENT = 8
+"""Visits whose outcomes are remembered one by one."""
 SMALLEST = 1e-6
 """A deviation of less than this (relative to the mean, above 1) is rounding: such rewards are all equal."""
 
@@ -28,6 +30,13 @@ class LengthMoments(NamedTuple):
         weight = visit.number / number
         mean = self.mean + (visit.mean - self.mean) * weight
         return LengthMoments(number, mean, self.variance + (visit.variance - self.variance) * weight)
+
+
+class Outcome(NamedTuple):
+    """What one visit of a prompt showed: the share that passed, and the version of the policy that learnt from it."""
+
+    version: int
+    pass_rate: float
 
 
 NO_LENGTHS = LengthMoments()
@@ -72,6 +81,7 @@ class Record:
         mean_tokens: Of these; completions without a reward among them.
         num_flat: Visits in a row, the last one included, in which all rewards were equal.
         version: Of the policy that learnt from the last one.
+        recent: Outcomes of the last ``NUM_RECENT`` visits, the oldest first.
         lengths: Of completions, those that were broken off at what was expected of them; the earlier visits' count
             half at each new one.
     """
@@ -85,6 +95,7 @@ class Record:
     mean_tokens: float = 0.0
     num_flat: int = 0
     version: int = -1
+    recent: tuple[Outcome, ...] = ()
     lengths: LengthMoments = NO_LENGTHS
 
     @property
@@ -114,14 +125,16 @@ class Record:
         mean, deviation = moments(rewards)
         before = EARLIER_VISITS * self.num_completions
         total = before + len(rewards)
+        outcome = Outcome(visit.version, visit.num_passed / len(rewards))
         return replace(
             self.with_rewards(mean, deviation),
             num_completions=total,
             pass_rate=(before * self.pass_rate + visit.num_passed) / total,
-            last_pass_rate=visit.num_passed / len(rewards),
+            last_pass_rate=outcome.pass_rate,
             mean_tokens=(before * self.mean_tokens + visit.num_tokens / len(visit.rewards) * len(rewards)) / total,
             num_flat=self.num_flat + 1 if is_flat(mean, deviation) else 0,
             version=visit.version,
+            recent=(*self.recent, outcome)[-NUM_RECENT:],
         )
 
 
@@ -184,14 +197,16 @@ class PromptHistory:
 
     def state_dict(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps, in plain types."""
-        return {prompt_id: [*astuple(record)[:-1], *record.lengths] for prompt_id, record in self.records.items()}
+        return {
+            prompt_id: [*astuple(record)[:-2], [[*outcome] for outcome in record.recent], [*record.lengths]]
+            for prompt_id, record in self.records.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Go on from a checkpoint."""
-        width = len(LengthMoments._fields)
         self.records = {
-            prompt_id: Record(*[*values[:-width], LengthMoments(*values[-width:])])
-            for prompt_id, values in state.items()
+            prompt_id: Record(*values, recent=tuple(Outcome(*each) for each in recent), lengths=LengthMoments(*lengths))
+            for prompt_id, (*values, recent, lengths) in state.items()
         }
 
 

@@ -33,6 +33,15 @@ class PromptRule(Plugin):
         """It goes by the rewards of whole visits."""
         return frozenset({"whole_groups", "prompt_stream"})
 
+    @property
+    def num_candidates(self) -> int:
+        """From how many prompts that are due each one that is asked is taken.
+
+        With 1 a prompt is asked or not by its own chance, which is drawn. With more nothing is drawn: of so many times
+        as many prompts as are wanted, those with the largest chances are asked. Then a chance may be any number.
+        """
+        return 1
+
     def begin(self, prompts: Sequence[Prompt]) -> State:
         """Return what the rule remembers at the beginning of a run: numbers by name, which are logged.
 
@@ -99,6 +108,17 @@ class PromptChooser:
                 f"{chance}; it must be from 0 to 1."
             )
         return chance == 1 or self._draw(prompt) < chance
+
+    def largest(self, due: Sequence[Prompt], number: int) -> list[Prompt]:
+        """Return as many of prompts that are due, those with the largest chances, in their order; of equals the first.
+
+        What is due twice is taken once, as long as there are others.
+        """
+        first = {prompt.prompt_id: place for place, prompt in reversed([*enumerate(due)])}
+        chances = [self.rule.chance(prompt, self.history[prompt.prompt_id], self.state) for prompt in due]
+        repeated = [first[prompt.prompt_id] < place for place, prompt in enumerate(due)]
+        places = sorted(range(len(due)), key=lambda place: (repeated[place], -chances[place]))[:number]
+        return [due[place] for place in sorted(places)]
 
     def learn(self, prompt_ids: Sequence[str]) -> None:
         """Learn from a batch of all ranks, whose visits are in the history."""

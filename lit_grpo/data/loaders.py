@@ -111,10 +111,7 @@ class PromptLoader:
         """
         place = self._start + self._taken
         for _ in range(most):
-            prompts: list[Prompt] = []
-            for _ in range(self.world_size):
-                prompt, place = self._ask(place)
-                prompts.append(prompt)
+            prompts, place = self._ask(place, self.world_size)
             self._taken = place - self._start
             yield self._rewritten(prompts[self.rank])
 
@@ -176,11 +173,7 @@ class PromptLoader:
         Raises:
             ValueError: No prompt is asked.
         """
-        asked: list[Prompt] = []
-        place, wanted = self._start, num_prompts * self.world_size
-        while len(asked) < wanted:
-            prompt, place = self._ask(place)
-            asked.append(prompt)
+        asked, place = self._ask(self._start, num_prompts * self.world_size)
         return [*map(self._rewritten, self._own(asked))], place - self._start
 
     def _own(self, asked: list[Prompt]) -> list[Prompt]:
@@ -197,7 +190,20 @@ class PromptLoader:
         asked = self._rewriter.asked(prompt)
         return replace(asked, altered=asked.digest != prompt.digest)
 
-    def _ask(self, place: int) -> tuple[Prompt, int]:
+    def _ask(self, place: int, number: int) -> tuple[list[Prompt], int]:
+        """The next prompts from a place of the stream on that are asked, all ranks' together, and the place after."""
+        if self.chooser is not None and self.chooser.rule.num_candidates > 1:
+            num_due = max(number, min(number * self.chooser.rule.num_candidates, len(self.prompts)))
+            due = [self._draw(index) for index in range(place, place + num_due)]
+            self._num_skipped += num_due - number
+            return self.chooser.largest(due, number), place + num_due
+        asked: list[Prompt] = []
+        while len(asked) < number:
+            prompt, place = self._ask_one(place)
+            asked.append(prompt)
+        return asked, place
+
+    def _ask_one(self, place: int) -> tuple[Prompt, int]:
         """The first prompt from a place of the stream on that is asked, and the place after it."""
         for index in range(place, place + MOST_SKIPPED):
             prompt = self._draw(index)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lit_grpo.budgets.allocation import Allocation
+from lit_grpo.budgets.allocation import Allocation, Tally
 from lit_grpo.budgets.foresight import Foresight
 from lit_grpo.budgets.history import all_equal
 from lit_grpo.plugins import Answer, Listener
@@ -75,7 +75,8 @@ class Rounds(Listener):
     has ended of a round is scored before the rest has, and as many completions of the next one are asked for as there
     will be in any case (:class:`lit_grpo.budgets.foresight.Foresight`): a long completion then holds up nothing that
     it cannot change, and what is sampled stays the same. Not so where a reward function scores whole groups, or is
-    async, as what asks a server is: it scores whole rounds.
+    async, as what asks a server is: it scores whole rounds. An allocation that compares prompts is asked once all of
+    them have been rewarded and nothing is left to decode.
 
     Where a group has had all its rounds and no difference, another prompt is asked in its place, as long as there are
     any (DAPO's dynamic sampling, arXiv 2503.14476). Other groups are decoded meanwhile. What a group gets depends on
@@ -87,6 +88,7 @@ class Rounds(Listener):
         pass_rule: When a completion counts as passed.
         replacements: Prompts that may be asked in place of groups without a difference, in their order.
         foresees: Whether a round may begin before the last one is whole.
+        num_generations: ``model.num_generations``, which an allocation that compares prompts goes by.
     """
 
     def __init__(
@@ -96,10 +98,12 @@ class Rounds(Listener):
         pass_rule: PassRule,
         replacements: Iterator[Prompt] | None = None,
         foresees: bool = True,
+        num_generations: int = 0,
     ) -> None:
         self._runner, self._foresight, self._pass_rule = runner, Foresight(allocation), pass_rule
+        self._allocation, self._num_generations = allocation, num_generations
         waits = any(each.on_group or each.is_async for each in runner.functions)
-        self._foresees = foresees and allocation.has_rounds and not waits
+        self._foresees = foresees and allocation.has_rounds and not waits and not allocation.compares
         self._replacements = iter(()) if replacements is None else replacements
         self._clear()
 
@@ -128,7 +132,8 @@ class Rounds(Listener):
         """Score what has ended, and decide of those that have been scored for long enough."""
         self._score(early=self._foresees and self._step % PATIENCE == 0)
         self._step += 1
-        due = [part for part, since in self._scored if self._step - since > PATIENCE]
+        patience = math.inf if self._allocation.compares else PATIENCE
+        due = [part for part, since in self._scored if self._step - since > patience]
         return self._decide(due) if due else None
 
     def idle(self) -> Answer | None:
@@ -168,19 +173,19 @@ class Rounds(Listener):
         for part in parts:
             rewarded = self._rounds[part.key].rewarded
             rewarded |= {rollout.completion.request.path[0]: rollout for rollout in part.rollouts}
-        submit: list[Request] = []
-        opened: list[Request] = []
-        for key in dict.fromkeys(part.key for part in parts):
-            rounds = self._rounds[key]
-            before = rounds.asked
-            self._ask(rounds)
-            submit += _requests(rounds, range(before, rounds.asked))
-            if len(rounds.rewarded) == rounds.asked and _is_flat(rounds.ended.values()):
-                opened += self._instead(rounds)
+        keys = list(dict.fromkeys(part.key for part in parts))
+        if self._allocation.compares and parts:
+            numbers = self._ask_together()
+            keys = [] if any(numbers.values()) else [*self._rounds]
+        else:
+            numbers = {key: self._ask(self._rounds[key]) for key in keys}
+        submit = [request for key in numbers for request in _requests(self._rounds[key], numbers[key])]
+        opened = [request for key in keys if self._is_to_replace(key) for request in self._instead(key)]
         return Answer(submit=submit, open=opened)
 
-    def _ask(self, rounds: _Rounds) -> None:
-        """Count what a prompt gets beyond what it has been asked for."""
+    def _ask(self, rounds: _Rounds) -> range:
+        """Count what a prompt gets beyond what it has been asked for; return the numbers of those completions."""
+        before = rounds.asked
         while True:
             members = [each for each in rounds.members if not math.isnan(each.reward)]
             num_passed = sum(self._pass_rule.passes(each.rewards) for each in members)
@@ -188,12 +193,34 @@ class Rounds(Listener):
             more = self._foresight.least(len(members), num_passed, num_left, len(rounds.ends), rounds.first)
             rounds.asked = rounds.ends[-1] + more
             if num_left or not more:
-                return
+                return range(before, rounds.asked)
             rounds.ends.append(rounds.asked)
 
-    def _instead(self, rounds: _Rounds) -> list[Request]:
+    def _ask_together(self) -> dict[GroupKey, range]:
+        """Count what all prompts get by comparison; return the numbers of those completions by group."""
+        self._num_compared += 1
+        groups = dict(sorted(self._rounds.items()))
+        tallies = [
+            Tally(rounds.asked, [each.reward for each in rounds.members if not math.isnan(each.reward)])
+            for rounds in groups.values()
+        ]
+        counts = self._allocation.divide(tallies, self._num_compared, self._num_generations)
+        numbers: dict[GroupKey, range] = {}
+        for (key, rounds), count in zip(groups.items(), counts, strict=True):
+            numbers[key] = range(rounds.asked, rounds.asked + count)
+            rounds.asked += count
+            rounds.ends += [rounds.asked] if count else []
+        return numbers
+
+    def _is_to_replace(self, key: GroupKey) -> bool:
+        """Whether a group has had all its rounds and no difference, and has not been replaced yet."""
+        rounds = self._rounds[key]
+        return len(rounds.rewarded) == rounds.asked and _is_flat(rounds.ended.values()) and key not in self._replaced
+
+    def _instead(self, key: GroupKey) -> list[Request]:
         """The requests of another prompt's first round, where there is one."""
-        prompt = next(self._replacements, None)
+        prompt, rounds = next(self._replacements, None), self._rounds[key]
+        self._replaced.add(key)
         requests = _requests(rounds, range(rounds.first))
         return [] if prompt is None else [replace(request, prompt=prompt) for request in requests]
 
@@ -201,7 +228,8 @@ class Rounds(Listener):
         self._rounds: dict[GroupKey, _Rounds] = {}
         self._whole: list[RolloutGroup] = []
         self._scored: list[tuple[RolloutGroup, int]] = []  # what waits for its rewards, and since which step
-        self._step = 0
+        self._replaced: set[GroupKey] = set()
+        self._step = self._num_compared = 0
 
 
 def _requests(rounds: _Rounds, numbers: Iterable[int]) -> list[Request]:

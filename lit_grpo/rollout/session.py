@@ -247,7 +247,7 @@ class RolloutSession:
             self.buffer,
             self.plan,
             self.lengths,
-            [Moving(run.phases, workers), *listeners, *workers, *self._scoring(run.pass_rule)],
+            [Moving(run.phases, workers), *listeners, *workers, *self._scoring(run)],
             self._points,
         )
         self.buffer.open(requests)
@@ -347,7 +347,7 @@ class RolloutSession:
         self._sizes = self.allocation.first(records, num_generations, self._num_prompts)
         return self._sizes
 
-    def _scoring(self, pass_rule: PassRule) -> list[Listener]:
+    def _scoring(self, run: Run) -> list[Listener]:
         """Return what scores groups, and asks for further rounds and prompts."""
         self._rounds = None
         if self.rewards is None:
@@ -355,7 +355,9 @@ class RolloutSession:
         if not (self.allocation.has_rounds or self.replaces):
             return [Rewarding(self.rewards)]
         further = None if self._stream is None else self._stream.further(self.replaces)
-        self._rounds = Rounds(self.rewards, self.allocation, pass_rule, further)
+        self._rounds = Rounds(
+            self.rewards, self.allocation, run.pass_rule, further, num_generations=run.num_generations
+        )
         return [self._rounds]
 
     def _leave_out(self, batch: PromptBatch, ranks: Ranks) -> None:

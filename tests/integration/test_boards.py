@@ -84,6 +84,9 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(("budget/frac_flat_first", "budget/further_completions"), "rollout.plugins with rounds"),
     **dict.fromkeys(("budget/smallest_group", "budget/largest_group"), "rollout.plugins that divide completions"),
     "budget/replaced_groups": "rollout.plugins replace_flat",
+    **dict.fromkeys(
+        (f"prompts/{name}" for name in ("partly_expected", "partly_passed", "learnt_version")), "rollout.plugins dps"
+    ),
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "rollout.plugins greso"),
     **dict.fromkeys(
         (

@@ -1,0 +1,183 @@
+"""XRPO (arXiv 2510.06672): completions where the mean reward is uncertain, and more weight for unlikely right answers.
+
+``xrpo`` divides completions, ``novelty`` sharpens advantages; each works without the other. Formulas and the values 2.5
+and 0.5 are those that summaries and reviews of the paper give; how many completions a phase has, and the weight of the
+exploration bonus, are ours. The paper's seeding of unsolved prompts with solved examples is not here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+from typing import Annotated
+
+from lit_grpo.budgets.allocation import Allocation, AtLeastTwo, Tally
+from lit_grpo.budgets.history import Record, moments
+from lit_grpo.limits import Limit, NotNegative
+from lit_grpo.types import RolloutGroup
+from lit_grpo.update.credit import GroupCredit
+
+
+@dataclass(frozen=True)
+class UncertainMore(Allocation):
+    """Phases of completions, divided by how much one more narrows what is known of a prompt (XRPO, arXiv 2510.06672).
+
+    In the first phase each prompt gets ``base`` completions. What that leaves of ``num_generations`` for each prompt is
+    shared evenly by the other phases. In those, one completion after another goes to the prompt with the largest
+
+        ``h(n) - h(n + 1) + exploration sqrt(ln(1 + T) / n)`` with ``h(n) = t(confidence, n - 1) s / sqrt(n)``
+
+    n are the prompt's completions so far, s the standard deviation of their rewards, T the completions of the whole
+    batch when the phase begins. h is the half-width of the confidence interval of the mean reward, by Student's t. A
+    prompt whose rewards are all equal has the second term alone. A phase begins once all of the one before have been
+    rewarded, so that slots idle at its end. Each rank divides for its own prompts. With ``base`` at ``num_generations``
+    or more every prompt gets ``num_generations``. For example::
+
+        rollout:
+          plugins:
+            - xrpo: {base: 4, phases: 3}
+
+    Args:
+        phases: How many there are; 3 in the paper.
+        base: Completions of each prompt in the first phase; by default its share of ``num_generations``, 2 or more.
+        confidence: Of the interval.
+        exploration: Weight of the second term.
+    """
+
+    phases: Annotated[int, Limit(least=2, remedy="with one there is nothing to divide")] = 3
+    base: AtLeastTwo | None = None
+    confidence: Annotated[float, Limit(above=0, below=1)] = 0.95
+    exploration: NotNegative = 0.1
+
+    @property
+    def has_rounds(self) -> bool:
+        """As many as ``phases``."""
+        return True
+
+    @property
+    def compares(self) -> bool:
+        """Prompts compete for completions."""
+        return True
+
+    def first(self, records: Sequence[Record], num_generations: int, num_prompts: int | None = None) -> list[int]:
+        """See above."""
+        return [self._base(num_generations)] * len(records)
+
+    def divide(self, tallies: Sequence[Tally], num_rounds: int, num_generations: int) -> list[int]:
+        """See above."""
+        base, number = self._base(num_generations), len(tallies)
+        if num_rounds >= self.phases:
+            return [0] * number
+        shared = number * (num_generations - base) * num_rounds // (self.phases - 1)
+        so_far = sum(tally.num_completions for tally in tallies)
+        counts = [len(tally.rewards) for tally in tallies]
+        deviations = [moments(tally.rewards)[1] if tally.rewards else 0.0 for tally in tallies]
+
+        def turn(row: int) -> tuple[float, int]:
+            return -self.priority(counts[row], deviations[row], so_far), row
+
+        waiting = [turn(row) for row in range(number)]
+        heapq.heapify(waiting)
+        for _ in range(number * base + shared - so_far):
+            row = waiting[0][1]
+            counts[row] += 1
+            heapq.heapreplace(waiting, turn(row))
+        return [count - len(tally.rewards) for count, tally in zip(counts, tallies, strict=True)]
+
+    def priority(self, number: int, deviation: float, num_of_batch: int) -> float:
+        """Return what one more completion of a prompt is worth; infinite of a prompt with less than two rewards.
+
+        Args:
+            number: Completions of the prompt so far.
+            deviation: Of their rewards.
+            num_of_batch: Completions of the batch.
+        """
+        if number < 2:
+            return math.inf
+        narrowed = self.half_width(number, deviation) - self.half_width(number + 1, deviation)
+        return narrowed + self.exploration * math.sqrt(math.log1p(num_of_batch) / number)
+
+    def half_width(self, number: int, deviation: float) -> float:
+        """Return the half-width of the confidence interval of a mean of so many rewards, two or more."""
+        return student_quantile(number - 1, self.confidence) * deviation / math.sqrt(number)
+
+    def _base(self, num_generations: int) -> int:
+        return min(self.base or max(2, round(num_generations / self.phases)), num_generations)
+
+
+@cache
+def student_quantile(freedom: int, confidence: float) -> float:
+    """Return the t with ``P(|X| < t) = confidence``, X of Student's distribution with ``freedom`` degrees, 1 or more.
+
+    By bisection of the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4, in the angle ``arctan(t / sqrt(v))``.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """``P(|X| < tan(angle) sqrt(v))``."""
+    odd, square = freedom % 2, math.cos(angle) ** 2
+    term = math.cos(angle) if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for power in range(2 + odd, freedom - 1, 2):
+        term *= square * (power - 1) / power
+        total += term
+    inside = math.sin(angle) * total
+    return 2 / math.pi * (angle + inside) if odd else inside
+
+
+@dataclass(frozen=True)
+class Novelty(GroupCredit):
+    """More weight for right answers that the policy was unlikely to give (XRPO, arXiv 2510.06672).
+
+    A rollout with an advantage ``A`` above 0, which with rewards of 0 and 1 is a right answer, is learnt from with
+
+        ``A + min(max(weight (1 - exp(s - mean s)), 0), most A)``
+
+    s is the mean log-probability of the tokens that it sampled, as they were sampled, and ``mean s`` that of its group.
+    So an answer that is less likely than the group's mean gains, by at most the share ``most``, and no other changes.
+    With ``weight: 0`` it is GRPO. For example::
+
+        rollout:
+          plugins: [xrpo, {novelty: {weight: 1.0}}]
+
+    Args:
+        weight: See above.
+        most: See above.
+    """
+
+    weight: NotNegative = 2.5
+    most: NotNegative = 0.5
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """All members of a group, and how likely their tokens were."""
+        return super().needs | {"sampled_log_probs"}
+
+    def credit(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+        """Return the same advantage for all turns of a rollout."""
+        completions = [rollout.completion for rollout in group.rollouts]
+        trained = [completion.logprobs_T[completion.trained_T].double() for completion in completions]
+        scores = [float(logprobs_N.mean()) if len(logprobs_N) else math.nan for logprobs_N in trained]
+        known = [score for score in scores if not math.isnan(score)]
+        mean = fmean(known) if known else math.nan
+        sharpened = [
+            self._sharpened(advantage, score - mean) for advantage, score in zip(advantages, scores, strict=True)
+        ]
+        return [[value] * len(completion.turns) for value, completion in zip(sharpened, completions, strict=True)]
+
+    def _sharpened(self, advantage: float, likelier: float) -> float:
+        if math.isnan(likelier) or not advantage > 0:
+            return advantage
+        return advantage + min(max(self.weight * (1 - math.exp(likelier)), 0.0), self.most * advantage)
+
+
+PLUGINS = {"xrpo": UncertainMore(), "novelty": Novelty()}
