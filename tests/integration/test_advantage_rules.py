@@ -15,6 +15,7 @@ pytestmark = pytest.mark.integration
 
 RULES: dict[str, dict[str, Any]] = {
     "drpo": {"plugins": ["drpo"]},
+    "poise": {"plugins": ["poise:at=4"]},
 }
 
 
