@@ -16,6 +16,7 @@ pytestmark = pytest.mark.integration
 RULES: dict[str, dict[str, Any]] = {
     "drpo": {"plugins": ["drpo"]},
     "poise": {"plugins": ["poise:at=4"]},
+    "majority vote": {"plugins": [{"majority_vote": {"pattern": "^(.)"}}]},
 }
 
 
