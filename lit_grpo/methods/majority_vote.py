@@ -8,8 +8,8 @@ votes, or the first has less than ``least_share`` of all completions, there is n
 **Where the majority is wrong, its answer is learnt**, and the right one unlearnt: with two answers, whichever is more
 likely than a half grows (``tests/test_majority_vote.py``). With many wrong answers most of those still get their 0
 rightly, which TTRL calls a lucky hit. Where the data has answers, ``majority/right`` says how often the label is right,
-and ``majority/reward_right`` how many rewards are. One completion alone is its own majority: validate by another reward,
-or with ``model.eval_num_generations``.
+and ``majority/reward_right`` how many rewards are. One completion alone is its own majority: validate by another
+reward, or with ``model.eval_num_generations``.
 
 What deviates: answers are compared as text, not as mathematics; a tie has no label, where TTRL's code takes the first;
 there is no second sample of votes beyond the group, and ECHO's trees, pruning and clipping are not here.

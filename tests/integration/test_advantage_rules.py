@@ -17,6 +17,7 @@ RULES: dict[str, dict[str, Any]] = {
     "drpo": {"plugins": ["drpo"]},
     "poise": {"plugins": ["poise:at=4"]},
     "majority vote": {"plugins": [{"majority_vote": {"pattern": "^(.)"}}]},
+    "copo": {"plugins": [{"copo": {"pattern": "^(.)", "rho": 0.9}}]},
 }
 
 
