@@ -32,6 +32,7 @@ from lit_grpo.types import (
     RolloutGroup,
     SamplingParams,
 )
+from lit_grpo.update.advantages.shaping import Shaping
 from lit_grpo.update.batches.layout import Member, Members, MicroBatch, by_prompt, in_rows, packed
 from lit_grpo.update.selection import Selection
 
@@ -199,10 +200,12 @@ def sgd(lr: float) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def make_module(policy: str | Path, selection: Selection | None = None, **options: Any) -> GRPOModule:
+def make_module(
+    policy: str | Path, selection: Selection | None = None, shaping: Shaping | None = None, **options: Any
+) -> GRPOModule:
     """A module that neither clips the gradient nor, unless told otherwise, changes a weight.
 
-    It learns from what ``selection`` chooses, without a scheduler that says so.
+    It learns from what ``selection`` chooses, with what ``shaping`` gives, without a scheduler that says so.
     """
     defaults: dict[str, Any] = {
         "rewards": [RewardSpec("lit_grpo.rewards.exact_match")],
@@ -212,8 +215,8 @@ def make_module(policy: str | Path, selection: Selection | None = None, **option
         "optimizer": sgd(0.0),
     }
     module = GRPOModule(policy=str(policy), **(defaults | options))
-    if selection is not None:
-        module.learn_from(selection)
+    if selection is not None or shaping is not None:
+        module.learn_from(selection or Selection(), shaping=shaping)
     return module
 
 

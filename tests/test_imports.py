@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "methods": {
         *UTILITIES,
         *("plugins", "settings", "scheduling", "scheduling.lengths", "rollout", "update", "update.advantages"),
-        "environments",
+        *("environments", "rewards"),
     },
     "environments": {"types", "limits", "plugins", "process", "scheduling", "rollout", "rewards", "data"},
     "rollout.slots": {*UTILITIES, "policy", "scheduling", "rollout", "rollout.weights"},

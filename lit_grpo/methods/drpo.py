@@ -35,9 +35,10 @@ Temperature = Annotated[float, Limit(above=0)]
 class DecoupledLength(Shaping):
     """Divides what right answers get by their length among themselves; what passes is right.
 
-    A group of one kind alone is not learnt from. In a config::
+    A group of one kind alone is not learnt from. In a config, with the loss that the formula is for::
 
         rollout: {plugins: [{drpo: {length_temperature: 0.1}}]}
+        model: {objective: {loss: grpo}}
 
     Args:
         length_temperature: The paper's lambda: how little length matters. With ``.inf`` it does not.
@@ -55,8 +56,8 @@ class DecoupledLength(Shaping):
 
     @property
     def needs(self) -> frozenset[str]:
-        """It compares members of a group."""
-        return frozenset({"whole_groups"})
+        """It compares members of a group, wrong ones by the log-probs of their tokens."""
+        return frozenset({"whole_groups"} | ({"sampled_log_probs"} if self.totals == "equal" else set()))
 
     def shape(
         self,

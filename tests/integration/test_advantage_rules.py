@@ -15,6 +15,9 @@ pytestmark = pytest.mark.integration
 
 RULES: dict[str, dict[str, Any]] = {
     "drpo": {"plugins": ["drpo"]},
+    "poise": {"plugins": ["poise:at=4"]},
+    "majority vote": {"plugins": [{"majority_vote": {"pattern": "^(.)"}}]},
+    "copo": {"plugins": [{"copo": {"pattern": "^(.)", "rho": 0.9}}]},
 }
 
 

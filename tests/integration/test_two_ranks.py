@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from benchmarks.learning_callbacks import StaleSlots
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.methods.copo import Blended
 from lit_grpo.methods.d3s import D3S
 from lit_grpo.methods.members import MaxEntropy
 from lit_grpo.module import GRPOModule
@@ -133,6 +134,9 @@ SCHEDULE = D3S(3, tokens=0.8, first_keep=2, first_tokens=0.4)
 CASES["parts_of_rollouts_and_tokens"] = Case(
     [MIXED, RAGGED, RANK_1_UNIFORM], {"selection": SCHEDULE, "num_minibatches": 2}
 )
+CASES["compared_with_other_groups"] = Case(
+    [MIXED, RAGGED, RANK_0_MISSING], {"shaping": Blended(gamma=1.0, rho=0.0), "num_minibatches": 2}
+)
 CASES["highest_entropy"] = Case(
     [MIXED, RAGGED], {"selection": MaxEntropy(2), "max_tokens_per_micro_batch": "auto"}, scarce=True
 )
@@ -209,6 +213,7 @@ QUICK_RUNS = {
         *("token", "one_rank_uniform_with_kl", "one_rank_missing", "two_iterations_of_two_minibatches"),
         *("memory_runs_out_in_a_measurement_of_one_rank", "not_finite_on_one_rank", "all_uniform_after_an_update"),
         *("kl_in_the_reward", "effective_samples", "ragged_over_the_batch", "loss_gspo_composed", "pipeline"),
+        "compared_with_other_groups",
     ),
     "fsdp2": ("two_iterations_of_two_minibatches", "parts_of_rollouts_and_tokens", "selectively"),
     "fsdp2, apart": ("constant_with_kl", "lora, checkpointed"),

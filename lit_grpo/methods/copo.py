@@ -1,0 +1,129 @@
+"""COPO (arXiv 2508.04138): groups that agree with themselves are compared with the groups of other prompts.
+
+A group whose rewards are all equal has no advantages of its own. Here an advantage is blended of two::
+
+    A_i = w A_i(local) + (1 - w) A(global),   w = sigmoid(gamma (H - rho)),   H = -sum_a p(a) ln p(a)
+
+``A(local)`` is the advantage of the run's estimator (the paper's is ``grpo``). ``A(global)``, the same for the whole
+group, is the group's mean reward less the mean over the groups of the batch, divided by their standard deviation plus
+1e-4. ``p(a)`` is the share of the group's completions that give answer ``a``. So where answers differ, a group learns
+by itself; where they agree, it grows where others of the batch are worse, and shrinks where they are better.
+
+What deviates: the paper blends two clipped losses, which is the same in the first step on a batch, and not where a
+ratio is clipped later; the paper itself could not be read, formula and constants are by a summary of it, which does not
+say the base of the logarithm nor what the "structured" global reward is beyond the mean.
+
+Note that a completion's own outcome does not count in ``A(global)``: in an easy prompt wrong answers are pushed up by
+it, where ``w`` is small.
+
+Evidence: the formula in float64, in ``tests/test_copo.py``. What it gives has not been measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Annotated
+
+from lit_grpo.limits import Limit, NotNegative
+from lit_grpo.plugins import Worker
+from lit_grpo.rewards.builtin import compile_pattern, last_answer
+from lit_grpo.types import PassRule, RolloutGroup
+from lit_grpo.update.advantages.functions import EPSILON
+from lit_grpo.update.advantages.shaping import Gather, Shaping
+
+
+@dataclass(frozen=True)
+class Blended(Shaping):
+    r"""Blends advantages within groups with those between groups, by how much a group agrees with itself.
+
+    For example, with answers after a word, and a middle for groups of 4, whose H is at most 1.39::
+
+        rollout: {plugins: [{copo: {pattern: 'answer is (\S+)', rho: 0.9}}]}
+
+    Args:
+        pattern: Regular expression; group 1 of its last match is a completion's answer. All without a match have the
+            same. By default the whole completion is its answer.
+        gamma: How fast one kind of advantage gives way to the other.
+        rho: At which H, in nats, both count a half; at most the logarithm of ``model.num_generations``. With ``-.inf``
+            it is the estimator's rule, with ``.inf`` groups are compared with others alone.
+    """
+
+    pattern: str | None = None
+    gamma: NotNegative = 20.0
+    rho: Annotated[float, Limit()] = 1.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pattern is not None:
+            compile_pattern("pattern", self.pattern, needs_group=True)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """It compares the groups of all ranks."""
+        return frozenset({"all_ranks", "whole_groups", "plain_rewards"})
+
+    def worker(self) -> Blending:
+        """Return what logs how much is local."""
+        return Blending(self)
+
+    def shape(
+        self,
+        groups: Sequence[RolloutGroup],
+        advantages: Sequence[Sequence[float]],
+        pass_rule: PassRule,
+        gather: Gather,
+    ) -> list[list[float]]:
+        """Return the blend."""
+        means = [mean_reward(group) for group in groups]
+        known = [mean for part in gather(means) for mean in part if not math.isnan(mean)]
+        middle = fmean(known) if known else 0.0
+        spread = stdev(known) if len(known) > 1 else 0.0
+        shaped: list[list[float]] = []
+        for group, values, mean in zip(groups, advantages, means, strict=True):
+            between = 0.0 if math.isnan(mean) else (mean - middle) / (spread + EPSILON)
+            local = self.local(group)
+            shaped.append([local * value + (1 - local) * between for value in values])
+        return shaped
+
+    def local(self, group: RolloutGroup) -> float:
+        """Return the weight of a group's own advantages, from 0 to 1."""
+        pattern = None if self.pattern is None else compile_pattern("pattern", self.pattern, needs_group=True)
+        answers = Counter(last_answer(pattern, group.prompt.given + each.completion.text) for each in group.rollouts)
+        shares = [count / answers.total() for count in answers.values()]
+        entropy = math.fsum(-share * math.log(share) for share in shares)
+        return (1 + math.tanh(self.gamma * (entropy - self.rho) / 2)) / 2  # the sigmoid, without overflow
+
+
+def mean_reward(group: RolloutGroup) -> float:
+    """Return the mean of the rewards that there are; NaN without any."""
+    rewards = [rollout.reward for rollout in group.rollouts if not math.isnan(rollout.reward)]
+    return fmean(rewards) if rewards else math.nan
+
+
+class Blending(Worker):
+    """Logs how much of the advantages is local.
+
+    Args:
+        rule: What blends.
+    """
+
+    common = True
+
+    def __init__(self, rule: Blended) -> None:
+        self._rule = rule
+        self._weights: list[float] = []
+
+    def join(self, groups: Sequence[RolloutGroup], version: int) -> None:
+        """Weigh each group that may be learnt from."""
+        self._weights = [self._rule.local(group) for group in groups if group.rollouts]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean weight of a batch's own advantages."""
+        return {"copo/local": fmean(self._weights) if self._weights else math.nan}
+
+
+PLUGINS = {"copo": Blended()}

@@ -1,0 +1,133 @@
+"""COPO: its formula in float64, what it makes of groups that agree, and where it is the estimator's rule."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_learner import make_learner, ragged_groups
+
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.copo import Blended, Blending
+from lit_grpo.types import Completion, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages.functions import group_advantages
+from lit_grpo.update.advantages.shaping import Shaping
+
+INF = math.inf
+
+
+def group(name: str, texts: Sequence[str], rewards: Sequence[float]) -> RolloutGroup:
+    prompt = Prompt(name, (1,), "")
+    requests = [Request(prompt, (path,), SamplingParams()) for path in range(len(texts))]
+    members = [
+        Rollout(prompt, Completion(request, [1], [0.0], [0], "stop", text), {"right": reward}, reward)
+        for request, text, reward in zip(requests, texts, rewards, strict=True)
+    ]
+    return RolloutGroup(prompt, members)
+
+
+def shape(rule: Shaping, groups: Sequence[RolloutGroup], others: Sequence[float] = ()) -> list[list[float]]:
+    """What a rule makes of groups with advantages as plain GRPO's; another rank's groups have these mean rewards."""
+    advantages = [
+        group_advantages(
+            torch.tensor([each.reward for each in members.rollouts], dtype=torch.float64),
+            torch.zeros(len(members.rollouts)).long(),
+        ).tolist()
+        for members in groups
+    ]
+    return [list(its) for its in rule.shape(groups, advantages, PassRule(), lambda value: [value, list(others)])]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_its_formula(seed: int) -> None:
+    rng = random.Random(seed)
+    rule = Blended(gamma=rng.uniform(1, 20), rho=rng.uniform(0.2, 1.5))
+    groups = [
+        group(str(n), [rng.choice("abcd") for _ in range(6)], [float(rng.random() < 0.5) for _ in range(6)])
+        for n in range(5)
+    ]
+    means = np.array([np.mean([each.reward for each in members.rollouts]) for members in groups])
+    for members, found, mean in zip(groups, shape(rule, groups), means, strict=True):
+        rewards = np.array([each.reward for each in members.rollouts])
+        texts = [each.completion.text for each in members.rollouts]
+        shares = np.array([texts.count(text) / 6 for text in set(texts)])
+        local = 1 / (1 + np.exp(-rule.gamma * (-(shares * np.log(shares)).sum() - rule.rho)))
+        own = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        expected = local * own + (1 - local) * (mean - means.mean()) / (means.std(ddof=1) + 1e-4)
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_groups_that_agree_grow_where_they_are_right_and_shrink_where_they_are_wrong() -> None:
+    right, wrong = group("a", ["1"] * 8, [1.0] * 8), group("b", ["2"] * 8, [0.0] * 8)
+    mixed = group("c", list("abcdefgh"), [1.0, 0.0] * 4)  # of entropy ln 8, above rho
+    first, second, third = shape(Blended(), [right, wrong, mixed])
+    assert first == pytest.approx([0.5 / (0.5 + 1e-4)] * 8) and second == pytest.approx([-value for value in first])
+    assert third == pytest.approx(shape(Shaping(), [mixed])[0], rel=1e-4)
+    assert shape(Shaping(), [right, wrong]) == [[0.0] * 8] * 2  # plain GRPO learns nothing from them
+
+
+def test_answers_are_what_a_pattern_finds() -> None:
+    members = group("a", ["so #1", "thus #1", "I say #1", "#1"], [1.0] * 4)
+    assert Blended(pattern=r"#(\d)").local(members) < 1e-12
+    assert Blended(rho=1.0).local(members) > 0.999
+    without = group("b", ["x", "y", "#2", "#2"], [0.0] * 4)
+    assert Blended(pattern=r"#(\d)", rho=math.log(2)).local(without) == pytest.approx(0.5)
+
+
+def test_one_group_alone_or_without_rewards_has_nothing_to_be_compared_with() -> None:
+    assert shape(Blended(), [group("a", ["1"] * 4, [1.0] * 4)]) == [[0.0] * 4]
+    nothing = group("b", ["1"] * 2, [math.nan] * 2)
+    first, second = Blended().shape(
+        [group("a", ["1"] * 2, [1.0] * 2), nothing],
+        [[0.0, 0.0], [math.nan, math.nan]],
+        PassRule(),
+        lambda value: [value],
+    )
+    assert first == [0.0, 0.0] and all(map(math.isnan, second))
+    assert Blended().shape([RolloutGroup(nothing.prompt, [])], [[]], PassRule(), lambda value: [value]) == [[]]
+
+
+def test_groups_of_all_ranks_are_compared() -> None:
+    right = group("a", ["1"] * 4, [1.0] * 4)
+    beside = [group(str(n), ["2"] * 4, [reward] * 4) for n, reward in enumerate([0.0, 0.5])]
+    together = shape(Blended(), [right, *beside])[0]
+    assert shape(Blended(), [right], others=[0.0, 0.5])[0] == together and together[0] > 0.9
+
+
+def test_without_a_global_part_it_is_the_estimators_rule() -> None:
+    """Bit for bit."""
+    gradients = []
+    for rule in (Blended(rho=-INF), Shaping()):
+        learner, steps = make_learner(shaping=rule)
+        learner.learn(ragged_groups())
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients) and gradients[0].norm() > 0
+
+
+def test_flat_groups_are_learnt_from() -> None:
+    groups = ragged_groups()
+    for number, members in enumerate(groups):
+        for rollout in members.rollouts:
+            rollout.reward = float(number == 0)
+    learner, steps = make_learner(shaping=Blended())
+    logs = learner.learn(groups)
+    assert steps.gradients[0].norm() > 0 and logs["advantages/max_abs"] == pytest.approx(0.5 / math.sqrt(0.5), rel=1e-3)
+
+
+def test_how_much_is_local_is_logged() -> None:
+    worker: Any = Blended(rho=math.log(2)).worker()
+    assert isinstance(worker, Blending) and math.isnan(worker.metrics()["copo/local"])
+    worker.join([group("a", ["1", "2"], [0.0] * 2), group("b", ["1"] * 2, [0.0] * 2)], 0)
+    assert worker.metrics()["copo/local"] == pytest.approx(0.25, abs=1e-5)
+
+
+def test_fields_that_cannot_be_are_refused() -> None:
+    assert make_plugins(["copo:rho=-.inf"])["copo"] == Blended(rho=-INF)
+    for spec, sentence in (({"gamma": -1}, "gamma must be at least 0"), ({"pattern": "a"}, "has no group")):
+        with pytest.raises(ValueError, match=sentence):
+            make_plugins([{"copo": spec}])

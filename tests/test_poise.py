@@ -1,0 +1,224 @@
+"""POISE: unbiased against the exact gradient of a small policy, what it predicts, and where it is the estimator's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_learner import make_learner, ragged_groups
+
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.poise import VALUE, CrossRolloutBaseline, PromptValues, explained
+from lit_grpo.plugins import RunFacts
+from lit_grpo.rollout.generator import Observation, StepEvents
+from lit_grpo.types import Completion, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, SamplingParams
+from lit_grpo.update.advantages.shaping import Shaping
+
+AT = 4
+RULE = PassRule()
+LOGITS = np.array([[1.0, 0.5, 0.0, -1.0], [-1.0, 0.0, 0.5, 1.0]])  # of four answers to two prompts
+REWARDS = np.array([0.0, 0.0, 1.0, 1.0])  # of the answers
+CHANCES = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
+Answers = list[list[int]]
+
+
+def alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def group(name: str, rewards: Sequence[float]) -> RolloutGroup:
+    """A group of rollouts of one token."""
+    prompt = Prompt(name, (1,), "")
+    requests = [Request(prompt, (path,), SamplingParams(max_tokens=9)) for path in range(len(rewards))]
+    return RolloutGroup(
+        prompt,
+        [
+            Rollout(prompt, Completion(request, [1], [-0.5], [0], "stop"), {"right": reward}, reward)
+            for request, reward in zip(requests, rewards, strict=True)
+        ],
+    )
+
+
+def features(answers: np.ndarray) -> np.ndarray:
+    """What the policy shows of its answers, shape (n, 6): which one it is, and two scalars."""
+    return np.column_stack([np.eye(4)[answers], np.zeros((len(answers), 2))]).astype(np.float32)
+
+
+def show(worker: PromptValues, groups: Sequence[RolloutGroup], shown: np.ndarray) -> None:
+    """Let a worker hear of a rollout in which each completion showed a row of ``shown``; NaN of one that ended."""
+    keys: list[Key] = [each.completion.request.key for members in groups for each in members.rollouts]
+    worker.begin(None)  # pyright: ignore[reportArgumentType]
+    here = [not math.isnan(row.sum()) for row in shown]
+    chosen = [key for key, is_here in zip(keys, here, strict=True) if is_here]
+    worker.step(StepEvents(observations=[Observation(chosen, AT, shown[here]), Observation(chosen, 1, shown[here])]))
+
+
+def draw(rng: np.random.Generator, prompts: np.ndarray, members: int = 2) -> tuple[list[RolloutGroup], np.ndarray]:
+    """Groups of answers to the numbers of prompts, and the answers, shape (groups, members)."""
+    answers = np.array([rng.choice(4, members, p=CHANCES[prompt]) for prompt in prompts])
+    return [group(str(n), REWARDS[its].tolist()) for n, its in enumerate(answers)], answers
+
+
+def learnt_from(seed: int, batches: int = 20) -> PromptValues:
+    """A worker that has learnt from batches of both prompts."""
+    rng, worker = np.random.default_rng(seed), PromptValues(AT)
+    for _ in range(batches):
+        groups, answers = draw(rng, rng.integers(0, 2, 64))
+        show(worker, groups, features(answers.reshape(-1)))
+        worker.learnt(groups, RULE, 0, alone)
+    return worker
+
+
+def shape(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """What the rule makes of groups of one size."""
+    return np.array(
+        CrossRolloutBaseline(AT).shape(groups, [[0.0] * len(each.rollouts) for each in groups], RULE, alone)
+    )
+
+
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_the_gradient_is_unbiased_and_with_a_baseline_from_the_rollout_itself_it_is_not(prompt: int) -> None:
+    """10,000 groups of two, by the score function; a mean counts as off at 4 of its standard errors."""
+    chances = CHANCES[prompt]
+    scores = np.eye(4) - chances  # of answers: the gradient of each one's log-probability
+    exact = (chances * REWARDS) @ scores
+    worker = learnt_from(seed=0)
+    groups, answers = draw(np.random.default_rng(1), np.full(10_000, prompt))
+    show(worker, groups, features(answers.reshape(-1)))
+    worker.join(groups, 1)
+    own = np.array([[each.extra[VALUE] for each in members.rollouts] for members in groups])
+    assert own.std() > 0.05  # what is predicted depends on the answer
+
+    def gradients(advantages: np.ndarray) -> np.ndarray:
+        return (advantages[..., None] * scores[answers]).mean(1)
+
+    def errors(draws: np.ndarray) -> np.ndarray:
+        return np.abs(draws.mean(0) - exact) / (draws.std(0, ddof=1) / math.sqrt(len(draws)))
+
+    rewards = REWARDS[answers]
+    across, by_itself, without, leave_one_out = (
+        gradients(advantages) for advantages in (shape(groups), rewards - own, rewards, rewards - rewards[:, ::-1])
+    )
+    assert errors(across).max() < 4 and errors(without).max() < 4
+    assert errors(by_itself).max() > 8
+    assert across.var(0).sum() < 0.65 * without.var(0).sum()
+    assert across.var(0).sum() < 0.5 * leave_one_out.var(0).sum()  # the other one's reward is noise of its own
+
+
+def test_it_predicts_what_another_rollout_earns_and_not_the_luck_of_the_one_that_is_seen() -> None:
+    """Features that tell the answer, of one prompt: the answer says nothing of what others earn."""
+    rng, worker, groups = np.random.default_rng(0), PromptValues(AT), list[RolloutGroup]()
+    for _ in range(30):
+        groups, answers = draw(rng, np.zeros(64, dtype=np.int64), members=4)
+        show(worker, groups, features(answers.reshape(-1)))
+        worker.join(groups, 0)
+        worker.learnt(groups, RULE, 0, alone)
+    predicted = np.array([each.extra[VALUE] for members in groups for each in members.rollouts])
+    expected = float(CHANCES[0] @ REWARDS)
+    assert np.abs(predicted - expected).max() < 0.05
+
+
+def test_the_mean_over_all_others_is_the_baseline() -> None:
+    members = group("a", [1.0, 0.0, 0.5])
+    for rollout, value in zip(members.rollouts, [0.2, 0.4, 0.9], strict=True):
+        rollout.extra[VALUE] = value
+    assert shape([members])[0] == pytest.approx([1 - 0.65, -0.55, 0.2])
+
+
+def test_a_group_in_which_all_earn_the_same_is_learnt_from() -> None:
+    groups = ragged_groups()
+    for members in groups:
+        for rollout in members.rollouts:
+            rollout.reward, rollout.extra[VALUE] = 1.0, 0.25
+    learner, steps = make_learner(shaping=CrossRolloutBaseline(AT))
+    learner.learn(groups)
+    assert steps.gradients[0].norm() > 0
+    assert {rollout.advantage for members in groups for rollout in members.rollouts} == {0.75}
+
+
+def test_before_it_has_learnt_it_is_the_estimators_rule() -> None:
+    """Bit for bit; and a rollout without another one has what the estimator gives it."""
+    gradients = []
+    for rule in (CrossRolloutBaseline(AT), Shaping()):
+        groups = ragged_groups()
+        PromptValues(AT).join(groups, 0)
+        learner, steps = make_learner(shaping=rule)
+        learner.learn(groups)
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients) and gradients[0].norm() > 0
+    single = group("a", [1.0])
+    single.rollouts[0].extra[VALUE] = 0.5
+    assert CrossRolloutBaseline(AT).shape([single], [[0.125]], RULE, alone) == [[0.125]]
+
+
+def test_a_rollout_that_is_not_learnt_from_stays_so() -> None:
+    members = group("a", [1.0, math.nan])
+    for rollout in members.rollouts:
+        rollout.extra[VALUE] = 0.5
+    first, second = CrossRolloutBaseline(AT).shape([members], [[0.0, math.nan]], RULE, alone)[0]
+    assert first == 0.5 and math.isnan(second)
+
+
+def test_rollouts_that_ended_before_are_predicted_by_what_such_ones_had_beside_them() -> None:
+    worker = PromptValues(AT)
+    groups = [group("a", [1.0, 0.0, 1.0, 1.0]), group("b", [0.0, 0.0, 0.0, 1.0])]
+    shown = features(np.array([0, 1, 2, 3, 0, 1, 2, 3]))
+    shown[0] = shown[4] = np.nan  # beside them, others earned 2/3 and 1/3
+    show(worker, groups, shown)
+    worker.learnt(groups, RULE, 0, alone)
+    show(worker, groups, np.full_like(shown, np.nan))
+    worker.join(groups, 0)
+    assert [each.extra[VALUE] for each in groups[0].rollouts] == pytest.approx([0.5] * 4)
+
+
+def test_two_ranks_learn_what_one_would_have_learnt() -> None:
+    rng = np.random.default_rng(0)
+    groups, answers = draw(rng, rng.integers(0, 2, 16))
+    one, ranks = PromptValues(AT), [PromptValues(AT), PromptValues(AT)]
+    show(one, groups, features(answers.reshape(-1)))
+    expected = one.learnt(groups, RULE, 0, alone)
+    parts: list[Any] = []
+    for worker, own in zip(ranks, (groups[:8], groups[8:]), strict=True):
+        mine = answers[:8] if own[0] is groups[0] else answers[8:]
+        show(worker, own, features(mine.reshape(-1)))
+        worker.learnt(own, RULE, 0, lambda value: parts.append(value) or [])
+    for worker in ranks:
+        show(worker, [], np.empty((0, 6)))
+        figures = worker.learnt([], RULE, 0, lambda value: parts)
+        assert figures == pytest.approx(expected, nan_ok=True)
+        assert worker.state_dict()["ridge"] == one.state_dict()["ridge"]
+
+
+def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
+    worker, other = learnt_from(seed=3), PromptValues(AT)
+    other.load_state_dict(worker.state_dict())
+    groups, answers = draw(np.random.default_rng(5), np.array([0, 1, 1]))
+    values = []
+    for each in (worker, other):
+        show(each, groups, features(answers.reshape(-1)))
+        each.join(groups, 0)
+        values.append([rollout.extra[VALUE] for members in groups for rollout in members.rollouts])
+    assert values[0] == values[1] and len(set(values[0])) > 1
+
+
+def test_how_much_a_baseline_explains() -> None:
+    assert explained([(1.0, 0.75), (0.0, 0.25), (1.0, math.nan)]) == pytest.approx(0.75)
+    assert explained([(1.0, 0.5), (0.0, 0.5)]) == 0.0
+    assert math.isnan(explained([(1.0, math.nan)])) and math.isnan(explained([(1.0, 0.5), (1.0, 0.5)]))
+
+
+@pytest.mark.parametrize(
+    ("generations", "at", "sentence"),
+    [
+        (1, 4, "it needs another rollout of each prompt, and num_generations is 1; set 2 or more"),
+        (2, 16, "at is 16, and sampling.max_tokens is 16: no completion goes on after it; give at most 15"),
+    ],
+)
+def test_a_run_that_it_does_not_fit_is_refused(generations: int, at: int, sentence: str) -> None:
+    plugin = make_plugins([f"poise:at={at}"])["poise"]
+    with pytest.raises(ValueError, match=sentence):
+        plugin.check(RunFacts(4, generations, 16, 1))
