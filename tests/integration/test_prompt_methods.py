@@ -17,9 +17,10 @@ pytestmark = pytest.mark.integration
 LOGGED: dict[str, tuple[str, ...]] = {
     "[{dps: {candidates: 2}}]": ("prompts/partly_expected", "prompts/partly_passed", "prompts/skipped"),
     "[{xrpo: {base: 3}}, novelty]": ("budget/further_completions", "budget/frac_flat_first"),
+    "[{prompt_gdro: {bins: 3}}, rollout_gdro]": ("prompts/loss_of_bin/0", "prompts/loss_of_bin/2", "prompts/skipped"),
 }
 """What is logged, by plug-ins."""
-PLAIN = ["dps:candidates=1", "xrpo:base=4", "novelty:weight=0"]
+PLAIN = ["dps:candidates=1", "xrpo:base=4", "novelty:weight=0", "prompt_gdro:exploration=1", "rollout_gdro:bins=1"]
 """Settings at which a method is plain GRPO."""
 
 
