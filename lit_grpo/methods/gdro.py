@@ -35,8 +35,8 @@ class PromptGDRO(PromptRule):
 
         ``q_b = (1 - exploration) w_b / sum of w + exploration / bins``
 
-    where a group without a score yet has a weight of 1. A prompt is asked at a chance of ``q_b`` over the largest q. One
-    that was never visited is always asked.
+    where a group without a score yet has a weight of 1. A prompt is asked at a chance of ``q_b`` over the largest q.
+    One that was never visited is always asked.
 
     The paper learns from prompts with ``w_b`` as a factor of their advantages, which it calls equal to asking them more
     often in expectation; here they are asked more often, and no gradient is scaled. Its loss is that of the clipped
