@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_grpo.compatibility import Part
+from lit_grpo.compatibility import SHARDS, Part
 from lit_grpo.data.module import PromptDataModule, asked_prompts, loaded_prompts, own_loader
 from lit_grpo.data.rendering import Conversing
 from lit_grpo.methods import make_plugins
@@ -90,15 +90,16 @@ class RolloutScheduler(pl.Callback):
             max_observed=min(pl_module.sampling.max_observed, pl_module.eval_sampling.max_observed),
         )
         if stage == "fit":
-            self.session.check(facts, self._other_parts(data, pl_module))
+            has_shards = hasattr(trainer.strategy, "shard")
+            self.session.check(facts, [*self._other_parts(data, pl_module), replace(SHARDS, chosen=has_shards)])
             if self.session.mode.overlap == "within":
-                has_shards = hasattr(trainer.strategy, "shard")
                 check_arriving(pl_module.settings, pl_module.ranks.size, has_shards, self.session.parts())
             pl_module.learn_from(
                 self.session.plugin(Selection) or Selection(),
                 self.session.plugin(Credit) or Credit(),
                 self.session.plugin(Shaping) or Shaping(),
             )
+            pl_module.settings.sizer = self.session.sizer
             if isinstance(data, PromptDataModule):
                 data.plug_in(self.session.prompt_rule, self.session.rewriter, on_demand=self.session.mode.carries)
         self.session.prepare(facts)

@@ -111,6 +111,7 @@ class Plugin:
     :class:`lit_grpo.budgets.rewriting.Rewriting`       what a prompt is asked with
     :class:`lit_grpo.budgets.allocation.Allocation`     how many completions each prompt gets, in how many rounds
     :class:`lit_grpo.budgets.allocation.Replacement`    how many prompts are asked in place of groups without signal
+    :class:`lit_grpo.budgets.batch_size.BatchSize`      how many prompts a batch has
     :class:`lit_grpo.update.selection.Selection`        which rollouts are learnt from, and which of their tokens
     :class:`lit_grpo.update.advantages.shaping.Shaping` what each rollout is learnt from with
     :class:`lit_grpo.update.credit.Credit`              what each turn of a completion is learnt from with

@@ -51,6 +51,8 @@ METHODS = (
     "dps",
     "xrpo",
     "gdro",
+    "noise_scale",
+    "copus",
     r"\w*(?<!type_)hint\w*",  # and not get_type_hints
 )
 TOOLS = ("doctor", "fit.check", "from.trl", "simulate")

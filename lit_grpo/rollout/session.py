@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from lit_grpo.budgets.allocation import Allocation, Replacement
+from lit_grpo.budgets.batch_size import BatchSizer
 from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.budgets.prompts import PromptChooser, PromptRule
 from lit_grpo.budgets.rewriting import Rewriter
@@ -148,6 +149,11 @@ class RolloutSession:
         return next((plugin for plugin in self.plugins.values() if isinstance(plugin, kind)), None)
 
     @property
+    def sizer(self) -> BatchSizer | None:
+        """What says how many prompts the next batch has, where anything does."""
+        return next((worker for worker in self.workers.values() if isinstance(worker, BatchSizer)), None)
+
+    @property
     def evaluating(self) -> list[Worker]:
         """What acts for plug-ins in rollouts that are not learnt from, too."""
         return [worker for worker in self.workers.values() if worker.evaluates]
@@ -202,6 +208,9 @@ class RolloutSession:
             self.lengths.share(history)
         if stream is not None:
             stream.go_by(history)
+            if self.sizer is not None:
+                self.sizer.start_with(stream.batch_size)
+                stream.batch_size = self.sizer.num_prompts
 
     def parts(self) -> list[Part]:
         """Return what each plug-in needs of a run, and what it takes away from others."""
@@ -314,6 +323,8 @@ class RolloutSession:
         logs |= {"learnt": learnt, "plugins": {}}
         for worker in self.workers.values():
             logs["plugins"] |= worker.learnt(batch.groups, run.pass_rule, run.policy_version, run.ranks.gather)
+        if stream is not None and self.sizer is not None:
+            stream.batch_size = self.sizer.num_prompts
         if stream is not None and stream.chooser is not None:
             own = [group.prompt.prompt_id for group in batch.groups if not group.prompt.altered]
             stream.chooser.learn([prompt_id for part in run.ranks.gather(own) for prompt_id in part])

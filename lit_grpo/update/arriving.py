@@ -81,12 +81,9 @@ class ArrivingGradient:
 
     def gathered(self, scale: float) -> Gathered:
         """Return what all parts add up to, their loss times ``scale``."""
-        return Gathered(
-            loss=sum(part.loss for part in self._gathered) * scale,
-            entropy=sum(part.entropy for part in self._gathered),
-            log_weights=[log_weight for part in self._gathered for log_weight in part.log_weights],
-            micro_batches=[micro_batch for part in self._gathered for micro_batch in part.micro_batches],
-        )
+        gathered = Gathered.together(self._gathered)
+        gathered.loss *= scale
+        return gathered
 
     def _gradient(self, part: Step) -> Gathered | None:
         micro_batches = self._passes.micro_batches(part.rollouts, part.credits, equally_many=False)

@@ -13,7 +13,7 @@ import torch
 from lit_grpo.faults import BrokenBatches
 from lit_grpo.policy.sharding import rest, whole
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import Key, Rollout, RolloutGroup
+from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.advantages.shaping import shaped
 from lit_grpo.update.arriving import PROVISIONAL, ArrivingGradient
@@ -93,7 +93,8 @@ class Learner:
         advantages_R, fixed = self.assess(groups, metrics)
         for rollouts, places in minibatches(groups, settings.num_iterations, settings.num_minibatches):
             step = self._step_on(rollouts, advantages_R[places].tolist(), fixed, is_first=metrics.num_updates == 0)
-            self._take_step(step, self._gradient(step), metrics)
+            prompts = list(dict.fromkeys(rollout.completion.request.group for rollout in rollouts))
+            self._take_step(step, self._gradient(step, prompts), metrics)
         return self._end(metrics, advantages_R)
 
     def learn_as_they_come(self, arriving: Iterable[Sequence[RolloutGroup]]) -> dict[str, float]:
@@ -302,11 +303,16 @@ class Learner:
             return highest(self._entropies([rollout for rollout, _ in learnt]), highest_entropies, self.ranks)
         return None
 
-    def _gradient(self, step: Step) -> Gathered:
+    def _gradient(self, step: Step, prompts: Sequence[GroupKey]) -> Gathered:
         """Add up the gradient of a step; where memory runs out on a rank, all start again with smaller micro-batches.
 
         Without anything to learn from there is no gradient, and the step counts and changes no weight.
         """
+        sizer = self.settings.sizer
+        if sizer is not None:
+            gathered, norms = self.passes.gradient_by_parts(step, prompts, sizer.num_parts)
+            sizer.measured(norms)
+            return gathered
         while True:
             gathered = self.passes.gradient(self.passes.micro_batches(step.rollouts, step.credits), step)
             if gathered is not None:
@@ -332,7 +338,8 @@ class Learner:
         if size.rule != "fixed" and not skipped:
             log_weights_C = torch.cat([torch.empty(0), *gathered.log_weights])
             scale = size.scale(torch.cat(self.ranks.gather(log_weights_C)))
-        lr = self.optimization.take_step(scale)
+        sizer = self.settings.sizer
+        lr = self.optimization.take_step(scale if sizer is None else scale * sizer.step_scale)
         self.policy.zero_grad()  # neither a rollout nor a measurement needs gradients beside it
         if isinstance(self.reference, Reference):
             self.reference.follow(self.policy, step.policy_version + 1)

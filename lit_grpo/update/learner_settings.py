@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from lit_grpo.budgets.batch_size import BatchSizer
 from lit_grpo.compatibility import Part, check_together
 from lit_grpo.limits import Count, NotNegative, check_fields
 from lit_grpo.types import PassRule
@@ -26,8 +27,8 @@ class LearnerSettings:
 
     ``temperature`` and ``max_tokens`` are those of sampling, ``weights`` those of the reward functions by name,
     ``shares_prefix`` says whether prompts are computed once for all of their completions, ``pass_rule`` when a
-    completion counts as passed, ``total_updates`` how many updates the run has, where that is known, and
-    ``sequence_parallel_size`` how many ranks share the tokens of a micro-batch.
+    completion counts as passed, ``sizer`` hears the norms of gradients, ``total_updates`` says how many updates the run
+    has, where that is known, and ``sequence_parallel_size`` how many ranks share the tokens of a micro-batch.
     """
 
     objective: Objective
@@ -44,6 +45,7 @@ class LearnerSettings:
     selection: Selection = field(default_factory=Selection)
     credit: Credit = field(default_factory=Credit)
     shaping: Shaping = field(default_factory=Shaping)
+    sizer: BatchSizer | None = None
     pass_rule: PassRule = field(default_factory=PassRule)
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_grpo.budgets.batch_size import SquaredNorm
 from lit_grpo.memory import free_bytes, is_out_of_memory, return_freed_memory
 from lit_grpo.policy.sharding import is_scattered, scatter
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import Key, Rollout
+from lit_grpo.types import GroupKey, Key, Rollout
 from lit_grpo.update.batches.microbatch import MicroBatches, least_tokens, make_micro_batches
 from lit_grpo.update.batches.step import Gathered, Step
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
@@ -116,6 +118,43 @@ class PolicyPasses:
                 if self.device.type == "cpu":
                     return_freed_memory()
         return None if short else gathered
+
+    def gradient_by_parts(
+        self, step: Step, prompts: Sequence[GroupKey], num_parts: int
+    ) -> tuple[Gathered, list[SquaredNorm]]:
+        """Add up the step's gradient part after part of its prompts; return also its squared norms on the way.
+
+        It is the gradient that :meth:`gradient` adds up, but for rounding. The budget may not be open.
+
+        Args:
+            step: The whole.
+            prompts: Of the step on this rank, those without a gradient among them.
+            num_parts: How many parts, about equally large; the last norm is that of the whole.
+        """
+        found: list[Gathered] = []
+        norms: list[SquaredNorm] = []
+        num_prompts = int(self.ranks.sum(len(prompts)))
+        ends = [len(prompts) * number // num_parts for number in range(num_parts + 1)]
+        num_micro_batches = 0
+        for begin, end in itertools.pairwise(ends):
+            part = step.of_prompts(prompts[begin:end])
+            micro_batches = self.micro_batches(part.rollouts, part.credits)
+            num_micro_batches += len(micro_batches)
+            found += filter(None, [self.gradient(micro_batches, part, first=begin == 0, last=False)])
+            if end < len(prompts) or self.ranks.size > 1:
+                square = float(self.ranks.sum(self._squared_norm())) / self.ranks.size**2  # ranks' mean comes later
+                signal, noise = (float(self.ranks.sum(end**power)) / max(num_prompts, 1) ** 2 for power in (2, 1))
+                norms.append(SquaredNorm(square, signal, noise))
+        if self.ranks.size > 1 and num_micro_batches:
+            exchange = MicroBatches(self.settings.shares_prefix, [()])
+            found += filter(None, [self.gradient(exchange, step.of_prompts(()), first=False)])
+        norms.append(SquaredNorm(self._squared_norm(), 1.0, 1 / max(num_prompts, 1)))
+        return Gathered.together(found), norms
+
+    def _squared_norm(self) -> float:
+        """Of the gradient that there is on this rank."""
+        gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def micro_batches(
         self, rollouts: Sequence[Rollout], advantages: Sequence[float | torch.Tensor], equally_many: bool = True

@@ -87,6 +87,11 @@ ONLY_ELSEWHERE = {
     **dict.fromkeys(
         (f"prompts/{name}" for name in ("partly_expected", "partly_passed", "learnt_version")), "rollout.plugins dps"
     ),
+    "prompts/loss_of_bin/*": "rollout.plugins prompt_gdro",
+    **dict.fromkeys(
+        (f"noise/{name}" for name in ("scale", "prompts", "signal", "trace", "step_scale")),
+        "rollout.plugins noise_scale, norm_test or goodput",
+    ),
     **dict.fromkeys(("prompts/easy", "prompts/hard"), "rollout.plugins greso"),
     **dict.fromkeys(
         (

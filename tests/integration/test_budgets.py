@@ -47,6 +47,8 @@ RULES: dict[str, dict[str, Any]] = {
     "dars": {"plugins": ["dars_equal:most=9"]},
     "tokens": {"plugins": ["variance:tokens=200"]},
     "xrpo with novelty": {"plugins": ["xrpo:base=2,phases=2", "novelty"]},
+    "gdro": {"plugins": ["prompt_gdro:bins=3,smoothing=0.5", "rollout_gdro"]},
+    "noise scale": {"plugins": ["noise_scale"]},
     "dps": {"plugins": ["dps:candidates=2,decay=0.9"]},
     "variance while prompts stay open": {"plugins": ["april:max_staleness=3", "greso", "variance"]},
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lit_grpo.process.copies import in_one_copy
-from lit_grpo.types import Key, Rollout, RolloutGroup
+from lit_grpo.types import GroupKey, Key, Rollout, RolloutGroup
 from lit_grpo.update.batches.layout import MicroBatch
 from lit_grpo.update.metrics import MicroBatchSums, read_sums
 from lit_grpo.update.normalization import StepTotals
@@ -55,6 +55,12 @@ class Step:
     kept: Mapping[Key, torch.Tensor] | None = None
     token_gap_limit: float | None = None
 
+    def of_prompts(self, prompts: Collection[GroupKey]) -> Step:
+        """Return the part of the step that has the rollouts of some prompts; it is divided by what all of it is."""
+        places = [place for place, each in enumerate(self.rollouts) if each.completion.request.group in prompts]
+        rollouts = [self.rollouts[place] for place in places]
+        return replace(self, rollouts=rollouts, advantages=[self.advantages[place] for place in places])
+
     @property
     def credits(self) -> list[float | torch.Tensor]:
         """The advantage of each rollout, or where its turns have their own, that of each token that is learnt from."""
@@ -86,6 +92,16 @@ class Gathered:
     entropy: torch.Tensor | float = 0.0
     log_weights: list[torch.Tensor] = field(default_factory=list)
     micro_batches: list[MicroBatchSums] = field(default_factory=list)
+
+    @classmethod
+    def together(cls, parts: Sequence[Gathered]) -> Gathered:
+        """Return what parts of a step add up to."""
+        return cls(
+            loss=sum(part.loss for part in parts),
+            entropy=sum(part.entropy for part in parts),
+            log_weights=[log_weight for part in parts for log_weight in part.log_weights],
+            micro_batches=[micro_batch for part in parts for micro_batch in part.micro_batches],
+        )
 
     def read(self, grad_norm: torch.Tensor) -> tuple[Gathered, float]:
         """Read all of it from the device at once, and the gradient's norm: the one wait of a step."""

@@ -1,0 +1,200 @@
+"""The gradient noise scale (arXiv 1812.06162), and rules that set the size of a batch by it.
+
+``noise_scale`` measures; ``norm_test`` and ``goodput`` also say how many prompts the next batch has, and the learning
+rate goes with the square root of that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+
+from lit_grpo.budgets.batch_size import BatchSize, BatchSizer, SquaredNorm
+from lit_grpo.limits import Count, Limit, NotNegative, Positive, Share, check_order
+from lit_grpo.types import PassRule, RolloutGroup
+
+
+@dataclass(frozen=True)
+class NoiseScale(BatchSize):
+    """Measure how many prompts a gradient is worth averaging over (McCandlish et al., arXiv 1812.06162).
+
+    With ``G`` the mean and ``S`` the covariance of the gradients of single prompts, the noise scale is
+    ``tr S / |G|^2``: a batch of so many prompts has as much noise as signal. Much smaller ones waste steps, much larger
+    ones completions. Both are estimated without bias from the squared norms of the gradient of a part of a step's
+    prompts and of all of them (the paper's appendix A.1; with more parts by least squares), smoothed each, and divided.
+    A prompt with all its completions is one sample. No copy of a gradient is kept. For example::
+
+        rollout:
+          plugins: [noise_scale]
+
+    Args:
+        parts: Into how many parts a step's prompts are cut; micro-batches are of one part each.
+        smoothing: Weight of a step in the means of ``|G|^2`` and ``tr S``.
+    """
+
+    parts: Annotated[int, Limit(least=2, remedy="of one part nothing can be told")] = 2
+    smoothing: Share = 0.05
+
+    def worker(self) -> Sizer:
+        """Return what measures."""
+        return Sizer(self)
+
+    def size(self, signal: float, noise: float, now: int, began: int) -> float:
+        """Return how many prompts the next batch is to have, on all ranks together.
+
+        Args:
+            signal: ``|G|^2``, above 0.
+            noise: ``tr S``, above 0.
+            now: Prompts of this batch, on all ranks together.
+            began: Of the first batch.
+        """
+        return now
+
+
+@dataclass(frozen=True)
+class Ruled(NoiseScale):
+    """A rule that sets the size of a batch.
+
+    Args:
+        most: The most prompts of a batch, on all ranks together.
+        warm_up: Updates before the size may change, in which the means become steady.
+    """
+
+    most: Count = 64
+    warm_up: Count = 20
+
+
+@dataclass(frozen=True)
+class NormTest(Ruled):
+    """Larger batches where a gradient is too noisy (AdAdaGrad, arXiv 2402.11215, by the norm test of Byrd et al. 2012).
+
+    With b prompts in a batch, the test is ``tr S / b <= eta^2 |g|^2``, with g the batch's gradient, whose squared norm
+    is ``|G|^2 + tr S / b`` in the mean. Where it fails, the next batch has ``ceil(tr S / (eta^2 |g|^2))`` prompts, up
+    to ``most``, and none fewer than the one before. The paper takes the variance of one batch; here all are means::
+
+        rollout:
+          plugins:
+            - norm_test: {eta: 0.7, most: 32}
+
+    Args:
+        eta: How much noise a gradient may have, as a share of its norm; the smaller, the larger are batches.
+    """
+
+    eta: Annotated[float, Limit(above=0, below=1)] = 0.5
+
+    def size(self, signal: float, noise: float, now: int, began: int) -> float:
+        """See above."""
+        wanted = math.ceil(noise / (self.eta**2 * (signal + noise / now)))
+        return max(now, min(wanted, self.most))
+
+
+@dataclass(frozen=True)
+class Goodput(Ruled):
+    """The size of most progress a second (COPUS, arXiv 2604.26687, without its choice of parallelism).
+
+    Goodput is throughput times statistical efficiency times what the learning rate gains:
+    ``B / (B + overhead) x F / (F + B) x sqrt(B)``, with ``F = calibration x noise scale``. Batches of the first one's
+    size times powers of 2 are compared, from ``least`` to ``most``, and another size is taken where it is better by
+    ``gain``. With no overhead the best is ``B = F``. The paper measures throughputs; here ``overhead`` says them::
+
+        rollout:
+          plugins:
+            - goodput: {overhead: 4, most: 32}
+
+    Args:
+        least: The fewest prompts of a batch, on all ranks together.
+        overhead: The time of a step that does not depend on its prompts, in prompts that would take as long.
+        calibration: What the noise scale is multiplied by; 2 in the paper.
+        gain: By which share the goodput has to be better; 0.1 in the paper.
+    """
+
+    least: Count = 1
+    overhead: NotNegative = 0.0
+    calibration: Positive = 2.0
+    gain: NotNegative = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_order(self, "least", "most")
+
+    def size(self, signal: float, noise: float, now: int, began: int) -> float:
+        """See above."""
+        scale = self.calibration * noise / signal
+        sizes = [began * 2.0**power for power in range(-20, 21)]
+        sizes = [size for size in sizes if self.least <= size <= self.most] or [now]
+        best = max(sizes, key=lambda size: self.goodput(size, scale))
+        return best if self.goodput(best, scale) >= (1 + self.gain) * self.goodput(now, scale) else now
+
+    def goodput(self, size: float, scale: float) -> float:
+        """Return the goodput of a batch of so many prompts."""
+        return size / (size + self.overhead) * scale / (scale + size) * math.sqrt(size)
+
+
+class Sizer(BatchSizer):
+    """Remembers the means, and asks the ``rule`` once a batch has been learnt from."""
+
+    def __init__(self, rule: NoiseScale) -> None:
+        self.rule, self.num_parts = rule, rule.parts
+        self._means_2, self._weight = np.zeros(2), 0.0  # of |G|^2 and tr S, not yet divided by their weight
+        self._num_measured = self._began = 0
+
+    def start_with(self, num_prompts: int) -> None:
+        """Begin with ``data.batch_size``, or go on."""
+        super().start_with(num_prompts)
+        self._began = self._began or num_prompts
+
+    @property
+    def step_scale(self) -> float:
+        """The square root of this batch's size over the first one's."""
+        return math.sqrt(self.num_prompts / self._began) if self._began else 1.0
+
+    def measured(self, norms: Sequence[SquaredNorm]) -> None:
+        """Count a step; one whose norms are not finite, or do not tell signal from noise, is left out."""
+        found = estimate(norms)
+        if found is not None:
+            keep = 1 - self.rule.smoothing
+            self._means_2 = keep * self._means_2 + self.rule.smoothing * np.array(found)
+            self._weight = keep * self._weight + self.rule.smoothing
+            self._num_measured += 1
+
+    def learnt(
+        self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int, gather: Callable[[Any], list[Any]]
+    ) -> dict[str, float]:
+        """Say how large the next batch is, and log what is known."""
+        num_ranks = len(gather(None))
+        signal, noise = (self._means_2 / self._weight).tolist() if self._weight else (math.nan, math.nan)
+        known = signal > 0 and noise > 0
+        logs = {"noise/signal": signal, "noise/trace": noise, "noise/scale": noise / signal if known else math.nan}
+        logs |= {"noise/prompts": float(self.num_prompts * num_ranks), "noise/step_scale": self.step_scale}
+        if isinstance(self.rule, Ruled) and known and self._num_measured >= self.rule.warm_up:
+            size = self.rule.size(signal, noise, self.num_prompts * num_ranks, self._began * num_ranks)
+            self.num_prompts = math.ceil(size / num_ranks)
+        return logs
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means, and the sizes of this and the first batch."""
+        means = {"means": self._means_2.tolist(), "weight": self._weight, "measured": self._num_measured}
+        return means | {"prompts": self.num_prompts, "began": self._began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._means_2, self._weight = np.array(state["means"]), state["weight"]
+        self._num_measured, self.num_prompts, self._began = state["measured"], state["prompts"], state["began"]
+
+
+def estimate(norms: Sequence[SquaredNorm]) -> tuple[float, float] | None:
+    """Return ``|G|^2`` and ``tr S`` by least squares, each without bias; None where they cannot be told apart."""
+    equations, squares = np.array([(norm.signal, norm.noise) for norm in norms]), np.array([n.square for n in norms])
+    scale = np.abs(equations).max(axis=0) if len(norms) else np.zeros(2)
+    if not np.isfinite(squares).all() or not scale.all():
+        return None
+    solved, _, rank, _ = np.linalg.lstsq(equations / scale, squares, rcond=1e-9)
+    signal, noise = (solved / scale).tolist()
+    return (signal, noise) if rank == 2 else None
+
+
+PLUGINS = {"noise_scale": NoiseScale(), "norm_test": NormTest(), "goodput": Goodput()}

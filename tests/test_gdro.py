@@ -1,0 +1,142 @@
+"""Groups of difficulty: their weights by the formulas in float64, and divisions against every other one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hand_made import plugin
+
+from lit_grpo.budgets.history import Outcome, Record
+from lit_grpo.budgets.prompts import PromptChooser
+from lit_grpo.methods.gdro import PromptGDRO, RolloutGDRO, bin_of
+from lit_grpo.plugins import RunFacts
+from lit_grpo.types import Prompt
+
+PROMPT = Prompt("a", (1,), "")
+
+
+def visited(*rates: float) -> Record:
+    recent = tuple(Outcome(version, rate) for version, rate in enumerate(rates))
+    return Record(len(rates), last_pass_rate=rates[-1], pass_rate=rates[-1], recent=recent)
+
+
+def test_a_group_is_the_share_of_visits_at_which_anybody_passed() -> None:
+    assert [bin_of(visited(rate), 4) for rate in (0.0, 0.01, 1.0)] == [0, 3, 3]
+    assert bin_of(visited(0.0, 0.5, 0.0, 0.0), 4) == 1 and bin_of(visited(0.0, 0.5, 0.5), 10) == 6
+    assert bin_of(visited(0.0, 0.0, 1.0), 3, num_latest=1) == 0
+
+
+def by_formula(losses: list[dict[int, list[float]]], rule: PromptGDRO) -> list[float]:
+    """The q of each group after batches with these losses, by eq. 12 to 15."""
+    scores: dict[int, float] = {}
+    for batch in losses:
+        for group, its in batch.items():
+            mean = math.fsum(its) / len(its)
+            scores[group] = (1 - rule.smoothing) * scores[group] + rule.smoothing * mean if group in scores else mean
+    weights = [math.exp(rule.sharpness * scores[group]) if group in scores else 1.0 for group in range(rule.bins)]
+    total = math.fsum(weights)
+    return [(1 - rule.exploration) * weight / total + rule.exploration / rule.bins for weight in weights]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weights_are_exponential_in_mean_losses(seed: int) -> None:
+    rng = random.Random(seed)
+    rule = PromptGDRO(rng.randint(2, 6), rng.uniform(0.1, 5), rng.uniform(0.05, 1), rng.uniform(0.01, 0.9))
+    state, losses = rule.begin([]), []
+    for _ in range(rng.randint(0, 8)):
+        batch: dict[int, list[float]] = {}
+        records = []
+        for _ in range(rng.randint(1, 5)):
+            earlier = [rng.choice([0.0, 0.5]) for _ in range(rng.randint(1, 6))]
+            passed = rng.random()
+            records.append(visited(*earlier, passed))
+            share = sum(rate > 0 for rate in earlier) / len(earlier)
+            batch.setdefault(min(math.floor(share * rule.bins), rule.bins - 1), []).append(1 - passed)
+        state = rule.learn(state, [], records)
+        losses.append(batch)
+    expected = by_formula(losses, rule)
+    assert rule.shares(state) == pytest.approx(expected, abs=1e-12)
+    for rates in ((0.0,), (0.0, 0.5), (0.5, 0.5)):
+        record = visited(*rates)
+        assert rule.chance(PROMPT, record, state) == pytest.approx(expected[bin_of(record, rule.bins)] / max(expected))
+
+
+def test_a_rare_group_counts_as_much_as_a_frequent_one_and_a_first_visit_nothing() -> None:
+    rule = PromptGDRO(bins=2)
+    state = rule.learn(rule.begin([]), [], [visited(0.0, 0.0)] + [visited(1.0, 1.0)] * 99 + [visited(0.0)])
+    assert state == {"loss_of_bin/0": 1.0, "loss_of_bin/1": 0.0}
+    hard, easy = (rule.chance(PROMPT, visited(rate), state) for rate in (0.0, 1.0))
+    of_hard, of_easy = 0.85 / (1 + math.exp(-2)) + 0.075, 0.85 / (1 + math.exp(2)) + 0.075
+    assert hard == 1.0 and easy == pytest.approx(of_easy / of_hard)
+    assert rule.chance(PROMPT, Record(), state) == 1.0
+    assert PromptChooser(rule, 0).metrics() == {"prompts/loss_of_bin/0": -1.0, "prompts/loss_of_bin/1": -1.0}
+
+
+def test_exploration_of_one_asks_all() -> None:
+    rule = PromptGDRO(exploration=1.0)
+    state = rule.learn(rule.begin([]), [], [visited(0.0, 0.0), visited(1.0, 1.0)])
+    assert [rule.chance(PROMPT, visited(rate), state) for rate in (0.0, 1.0)] == [1.0, 1.0]
+
+
+def noise(rates: list[float], counts: tuple[int, ...] | list[int], bins: int) -> float:
+    """``sum of v / n`` over prompts, each with the variance of its group's mean rate."""
+    groups = [min(math.floor(rate * bins), bins - 1) for rate in rates]
+    total = 0.0
+    for group, count in zip(groups, counts, strict=True):
+        its = [rate for rate, other in zip(rates, groups, strict=True) if other == group]
+        mean = math.fsum(its) / len(its)
+        total += mean * (1 - mean) / count
+    return total
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_division_has_the_least_noise_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.choice([0.0, 1.0, 0.5, rng.random(), rng.random()]) for _ in range(rng.randint(1, 5))]
+    least, most, bins = 2, rng.randint(3, 8), rng.choice([1, 3, 10])
+    budget = rng.randint(least * len(rates), (most + 1) * len(rates))
+    records = [Record(1, num_completions=8, pass_rate=rate) for rate in rates]
+    counts = RolloutGDRO(budget=budget, least=least, most=most, bins=bins).first(records, 8)
+    assert sum(counts) == min(budget, most * len(rates))
+    divisions = (
+        each for each in itertools.product(range(least, most + 1), repeat=len(rates)) if sum(each) == sum(counts)
+    )
+    best = min(noise(rates, each, bins) for each in divisions)
+    assert noise(rates, counts, bins) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+def test_counts_go_with_the_root_of_the_variance() -> None:
+    """Eq. 30: in proportion to sqrt(v), here 1/2 to 3/10 to 1/5 of variances 1/4, 9/100 and 1/25."""
+    rates = [0.5, 0.1, 0.5 - math.sqrt(0.21)]
+    counts = np.array(RolloutGDRO(budget=10_000).first([Record(1, pass_rate=rate) for rate in rates], 8))
+    assert counts / counts.sum() == pytest.approx(np.array([0.5, 0.3, 0.2]), abs=1e-3)
+
+
+def test_prompts_that_are_alike_or_new_get_as_many_each() -> None:
+    for rates in ([0.3] * 4, [0.0] * 4, [1.0] * 4):
+        assert RolloutGDRO().first([Record(1, pass_rate=rate) for rate in rates], 6) == [6] * 4
+    assert RolloutGDRO().first([Record()] * 3, 6) == [6] * 3
+    assert RolloutGDRO(bins=1).first([Record(1, pass_rate=rate) for rate in (0.1, 0.5, 0.9)], 6) == [6] * 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("prompt_gdro:bins=1", "bins must be at least 2, not 1; with one bin all prompts are alike"),
+        ("prompt_gdro:sharpness=0", "sharpness must be above 0, not 0"),
+        ("prompt_gdro:exploration=0", "exploration must be above 0 and at most 1, not 0"),
+        ("rollout_gdro:bins=0", "bins must be at least 1, not 0"),
+    ],
+)
+def test_fields_are_checked(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
+        plugin(spec)
+
+
+def test_a_budget_that_does_not_suffice_is_told() -> None:
+    with pytest.raises(ValueError, match="budget is 5 completions for 3 prompts, which is less than 2 each"):
+        RolloutGDRO(budget=5).check(RunFacts(num_prompts=3, num_generations=8, max_tokens=9, updates_per_batch=1))

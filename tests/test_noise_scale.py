@@ -1,0 +1,236 @@
+"""The gradient noise scale: of gradients whose noise is known, of a learner's own, and the sizes that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_policy
+from hand_made import plugin, random_groups
+from test_data import drawn, numbered
+from test_learner import make_learner
+
+from lit_grpo.budgets.batch_size import BatchSizer, SquaredNorm
+from lit_grpo.budgets.history import PromptHistory
+from lit_grpo.data.loaders import PromptLoader
+from lit_grpo.methods import make_plugins
+from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, Sizer, estimate
+from lit_grpo.rollout.session import RolloutSession
+from lit_grpo.types import PassRule, RolloutGroup
+
+
+def norms_of(gradients_PD: np.ndarray, ends: Sequence[Sequence[int]]) -> list[SquaredNorm]:
+    """Squared norms of parts of prompts' gradients; ``ends`` has the ends of the parts of each rank, from 0 on."""
+    number, begin = len(gradients_PD), 0
+    ranks = []
+    for of_rank in ends:
+        ranks.append([(gradients_PD[begin : begin + end].sum(0) / number, end) for end in of_rank])
+        begin += of_rank[-1]
+    norms = []
+    for parts in zip(*ranks, strict=True):
+        square = sum(float(added @ added) for added, _ in parts)
+        signal = sum(end**2 for _, end in parts) / number**2
+        norms.append(SquaredNorm(square, signal, sum(end for _, end in parts) / number**2))
+    whole = gradients_PD.mean(0)
+    last = SquaredNorm(float(whole @ whole), 1.0, 1 / number)
+    return [*norms[:-1], last] if len(ends) == 1 else [*norms, last]
+
+
+@pytest.mark.parametrize("ends", [[[4, 8]], [[2, 4, 6, 8]], [[3, 10]], [[2, 4], [2, 4]], [[1, 3], [4, 7]]])
+def test_both_are_unbiased_for_gradients_whose_noise_is_known(ends: list[list[int]]) -> None:
+    rng = np.random.default_rng(0)
+    mean_D, deviations_D = np.array([0.3, -0.5, 0.1, 0.0]), np.array([1.0, 0.5, 2.0, 0.1])
+    signal, trace = float(mean_D @ mean_D), float(deviations_D @ deviations_D)
+    number = sum(of_rank[-1] for of_rank in ends)
+    draws = rng.normal(size=(10_000, number, 4)) * deviations_D + mean_D
+    found = np.array([estimate(norms_of(gradients_PD, ends)) for gradients_PD in draws])
+    errors = found.std(0) / math.sqrt(len(found))
+    assert (np.abs(found.mean(0) - [signal, trace]) < 4 * errors).all()
+    assert errors[0] < 0.06 and errors[1] < 0.4  # of 0.35 and 5.26
+
+
+def test_without_noise_the_signal_is_exact_and_two_parts_are_the_papers_formula() -> None:
+    alike = np.tile([[0.6, -0.8]], (6, 1))
+    assert estimate(norms_of(alike, [[2, 4, 6]])) == pytest.approx((1.0, 0.0), abs=1e-12)
+    rng = np.random.default_rng(1)
+    gradients = rng.normal(size=(6, 3)) + 1
+    small, big = gradients[:2].mean(0), gradients.mean(0)
+    expected = (6 * big @ big - 2 * small @ small) / (6 - 2)  # |G|^2, with 2 and 6 prompts
+    trace = (small @ small - big @ big) / (1 / 2 - 1 / 6)
+    assert estimate(norms_of(gradients, [[2, 6]])) == pytest.approx((expected, trace))
+
+
+def test_what_cannot_be_told_apart_is_left_out() -> None:
+    whole = SquaredNorm(1.0, 1.0, 0.25)
+    for norms in ([], [whole], [SquaredNorm(0.0, 0.0, 0.0), whole], [SquaredNorm(math.nan, 0.25, 0.125), whole]):
+        assert estimate(norms) is None
+
+
+# ---- of a learner --------------------------------------------------------------------------------------
+
+
+class Hearing(BatchSizer):
+    """Keeps what it hears."""
+
+    def __init__(self, num_parts: int, scale: float = 1.0) -> None:
+        self.num_parts, self.scale = num_parts, scale
+        self.heard: list[list[SquaredNorm]] = []
+
+    @property
+    def step_scale(self) -> float:
+        return self.scale
+
+    def measured(self, norms: Sequence[SquaredNorm]) -> None:
+        self.heard.append([*norms])
+
+
+REWARDS = [[1.0, 0.0, 0.0], [1.0, 1.0], [0.0, 1.0, 1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
+"""The second and fourth groups teach nothing."""
+
+
+def groups() -> list[RolloutGroup]:
+    return random_groups(random_policy(), REWARDS, noise=0.05)
+
+
+def gradient(of: list[RolloutGroup], sizer: BatchSizer | None = None, **options: Any) -> torch.Tensor:
+    learner, steps = make_learner(**options)
+    learner.settings.sizer = sizer
+    learner.learn(of)
+    return steps.gradients[0]
+
+
+@pytest.mark.parametrize("max_tokens", [40, 10_000])
+@pytest.mark.parametrize("num_parts", [2, 3, 5, 8])
+def test_a_learners_norms_are_those_of_its_prompts_gradients(num_parts: int, max_tokens: int) -> None:
+    sizer = Hearing(num_parts)
+    whole = gradient(groups(), sizer, max_tokens_per_micro_batch=max_tokens)
+    plain = gradient(groups(), max_tokens_per_micro_batch=max_tokens)
+    assert float((whole - plain).norm() / plain.norm()) < 1e-12
+    tokens = [sum(r.completion.num_trained for r in group.rollouts) for group in groups()]
+    each = [gradient([group]) * of_it / sum(tokens) for group, of_it in zip(groups(), tokens, strict=True)]
+    ends = [5 * part // num_parts for part in range(1, num_parts)]
+    (heard,) = sizer.heard
+    for norm, end in zip(heard, [*ends, 5], strict=True):
+        added = sum(each[:end], torch.zeros_like(plain))
+        assert norm.square == pytest.approx(float(added @ added), rel=1e-6, abs=1e-18)
+        assert (norm.signal, norm.noise) == pytest.approx(((end / 5) ** 2, end / 25))
+
+
+def test_a_step_that_teaches_nothing_has_no_gradient_and_changes_nothing() -> None:
+    sizer = Hearing(2)
+    learner, steps = make_learner()
+    learner.settings.sizer = sizer
+    learner.learn(random_groups(random_policy(), [[1.0, 1.0], [0.0, 0.0]]))
+    assert not steps.gradients[0].any() and [norm.square for norm in sizer.heard[0]] == [0.0, 0.0]
+
+
+def test_the_learning_rate_is_scaled() -> None:
+    learner, steps = make_learner()
+    learner.settings.sizer = Hearing(2, scale=1.5)
+    learner.learn(groups())
+    assert steps.scales == [1.5]
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------
+
+
+def fed(rule: NoiseScale, signal: float, noise: float, prompts: int = 8, steps: int = 1, ranks: int = 1) -> Sizer:
+    """Its worker, which has heard of steps that are exactly as expected."""
+    sizer = rule.worker()
+    sizer.start_with(prompts)
+    for _ in range(steps):
+        half, whole = (SquaredNorm(a * signal + c * noise, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
+        sizer.measured([half, whole])
+        sizer.learnt([], PassRule(), 1, lambda own: [own] * ranks)
+    return sizer
+
+
+def test_what_is_known_is_logged_and_a_mere_measure_changes_no_size() -> None:
+    sizer = fed(NoiseScale(), 0.25, 5.0, steps=3)
+    logs = sizer.learnt([], PassRule(), 4, lambda own: [own])
+    expected = {"noise/signal": 0.25, "noise/trace": 5.0, "noise/scale": 20.0, "noise/prompts": 8.0}
+    assert logs == pytest.approx(expected | {"noise/step_scale": 1.0}) and sizer.num_prompts == 8
+    unknown = NoiseScale().worker()
+    unknown.start_with(8)
+    assert math.isnan(unknown.learnt([], PassRule(), 1, lambda own: [own])["noise/scale"])
+    below = fed(NoiseScale(), -0.1, 5.0)
+    assert math.isnan(below.learnt([], PassRule(), 1, lambda own: [own])["noise/scale"])
+
+
+def test_means_are_smoothed_and_each_step_weighs_as_it_should() -> None:
+    sizer = NoiseScale(smoothing=0.25).worker()
+    sizer.start_with(8)
+    values = [1.0, 2.0, 5.0]
+    for value in values:
+        half, whole = (SquaredNorm(a * value + c * 3 * value, a, c) for a, c in ((0.25, 1 / 16), (1.0, 1 / 8)))
+        sizer.measured([half, whole])
+    weights = [0.75**2, 0.75, 1.0]
+    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    logs = sizer.learnt([], PassRule(), 1, lambda own: [own])
+    assert (logs["noise/signal"], logs["noise/trace"]) == pytest.approx((mean, 3 * mean))
+
+
+def test_the_norm_test_grows_a_batch_by_its_formula_and_never_shrinks_it() -> None:
+    rule = NormTest(eta=0.5, most=64, warm_up=2)
+    assert fed(rule, 1.0, 8.0, steps=1).num_prompts == 8  # warming up
+    assert fed(rule, 1.0, 8.0, steps=2).num_prompts == math.ceil(8 / (0.25 * 2))  # |g|^2 = 1 + 8 / 8
+    assert fed(rule, 1.0, 0.1, steps=2).num_prompts == 8  # the test holds
+    assert fed(rule, 1.0, 1e6, steps=2).num_prompts == 32  # as |g|^2 is mostly noise
+    assert fed(NormTest(most=12, warm_up=1), 1.0, 8.0).num_prompts == 12
+    assert fed(NormTest(most=4, warm_up=1), 1.0, 8.0).num_prompts == 8
+    two = fed(NormTest(eta=0.5, warm_up=1), 1.0, 8.0, prompts=4, ranks=2)
+    assert two.num_prompts == 8 and two.step_scale == pytest.approx(math.sqrt(2))
+
+
+def test_goodput_is_best_at_the_noise_scale_where_steps_cost_nothing_by_themselves() -> None:
+    rule = Goodput(calibration=1.0, warm_up=1, most=1024)
+    fine = range(1, 4000)
+    for scale in (3.0, 32.0, 500.0):
+        assert fine[np.argmax([rule.goodput(size, scale) for size in fine])] == pytest.approx(scale, abs=1)
+        slow = Goodput(overhead=50.0)
+        by_hand = [size / (size + 50) * scale / (scale + size) * math.sqrt(size) for size in fine]
+        assert [slow.goodput(size, scale) for size in fine] == pytest.approx(by_hand)
+    assert fed(rule, 1.0, 32.0).num_prompts == 32 and fed(rule, 1.0, 2.0).num_prompts == 2
+    assert fed(Goodput(warm_up=1), 1.0, 32.0).num_prompts == 64  # twice the noise scale, up to 64
+    assert fed(Goodput(warm_up=1, least=4), 1.0, 0.5).num_prompts == 4
+    assert fed(rule, 1.0, 10.0).num_prompts == 8  # 8 of 8, 16 is not a tenth better
+    assert fed(Goodput(warm_up=1, most=5, least=5), 1.0, 32.0).num_prompts == 8  # no size fits
+    assert fed(rule, 1.0, 32.0).step_scale == 2.0
+
+
+def test_sizes_and_means_go_on_from_a_checkpoint() -> None:
+    one, again = fed(Goodput(warm_up=1), 1.0, 16.0, steps=5), Goodput(warm_up=1).worker()
+    again.load_state_dict(one.state_dict())
+    again.start_with(8)
+    assert again.num_prompts == one.num_prompts == 32 and again.step_scale == one.step_scale == 2.0
+    logs = [each.learnt([], PassRule(), 9, lambda own: [own]) for each in (one, again)]
+    assert logs[0] == logs[1]
+
+
+def test_the_next_batch_of_the_stream_has_that_size() -> None:
+    session = RolloutSession(make_plugins(["noise_scale"]))
+    loader = PromptLoader(numbered(30), 3)
+    session.open(PromptHistory(), loader)
+    assert session.sizer is not None and session.sizer.num_prompts == loader.batch_size == 3
+    batches = iter(loader)
+    assert len(drawn(next(batches))) == 3
+    session.sizer.num_prompts = 5
+    session.open(PromptHistory(), loader)
+    assert [len(drawn(next(batches))) for _ in range(2)] == [5, 5] and loader.state_dict()["prompts_consumed"] == 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("noise_scale:parts=1", "parts must be at least 2, not 1; of one part nothing can be told"),
+        ("norm_test:eta=1", "eta must be above 0 and below 1, not 1"),
+        ("goodput:least=9,most=4", "least must be at most most, 4, not 9"),
+    ],
+)
+def test_fields_are_checked(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins .*{sentence}"):
+        plugin(spec)
