@@ -83,16 +83,16 @@ TASKS = {
     "word_problems": Task("word_problems", 12_000, 3, _fields(8, 8, 2e-5, 64, 96)),
     "catch": Task(
         "catch",
-        16_000,
+        20_000,
         4,
         _fields(8, 8, 1e-3, 1024, 128),
         ({"environments": {"factory": "lit_grpo.tasks.Catch", "tool_timeout_s": 10}},),
     ),
     "calculator": Task(
         "calculator",
-        30_000,
+        16_000,
         3,
-        _fields(8, 8, 1e-3, 128, 256),
+        _fields(8, 8, 3e-4, 128, 256),
         (
             {
                 "environments": {
@@ -139,7 +139,8 @@ METHODS = {
     "arpo": Method(("arpo",), tasks=TURNS),
     "eptree": Method(("eptree",)),
     "treepo": Method(("treepo",)),
-    "st_ppo": Method(fields={"model.objective.loss": "st_ppo", "model.num_iterations": 2}, tasks=TURNS),
+    "two_iterations": Method(fields={"model.num_iterations": 2}, tasks=TURNS),
+    "turn_ppo": Method(fields={"model.num_iterations": 2, "model.objective.ratio": "turn"}, tasks=TURNS),
     # who is asked
     "greso": Method(("greso",)),
     "near_half": Method(("near_half",)),
