@@ -83,16 +83,16 @@ TASKS = {
     "word_problems": Task("word_problems", 12_000, 3, _fields(8, 8, 2e-5, 64, 96)),
     "catch": Task(
         "catch",
-        16_000,
+        20_000,
         4,
         _fields(8, 8, 1e-3, 1024, 128),
         ({"environments": {"factory": "lit_grpo.tasks.Catch", "tool_timeout_s": 10}},),
     ),
     "calculator": Task(
         "calculator",
-        30_000,
+        16_000,
         3,
-        _fields(8, 8, 1e-3, 128, 256),
+        _fields(8, 8, 3e-4, 128, 256),
         (
             {
                 "environments": {
@@ -123,23 +123,37 @@ class Method:
 
 
 FEW_OF_FOUR: dict[str, Any] = {"model.num_generations": 4}
+SMALL_GROUPS: dict[str, Any] = {"model.num_generations": 4, "data.batch_size": 16}
+LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
+ANSWER = r"(?:^|=)(\d+)$"
+UNLEARNT = json.dumps([{"function": "exact_match", "name": "correct", "weight": 0, "args": {"pattern": ANSWER}}])
+"""The demo's reward, for figures alone."""
 METHODS = {
     GRPO: Method(tasks=(*OUTCOMES, *TURNS)),
     "dps": Method(("dps",)),
-    "poise": Method(("poise",), {"model.num_generations": 4, "data.batch_size": 16}),
-    "drpo": Method(("drpo",)),
+    "poise": Method(("poise:at=12",)),
+    "poise, groups of 4": Method(("poise:at=12",), SMALL_GROUPS),
+    "groups of 4": Method(fields=SMALL_GROUPS),
+    "drpo": Method(("drpo",), LOSS_GRPO),
+    "loss grpo": Method(fields=LOSS_GRPO),
     "nat": Method(("nat",)),
-    "majority_vote": Method(("majority_vote",)),
+    "nat_uniform": Method(("nat_uniform",)),
+    "spaco": Method(("spaco:chunk=16",)),
+    "majority_vote": Method(({"majority_vote": {"pattern": ANSWER}},), {"model.rewards": UNLEARNT}, tasks=("demo",)),
     "xrpo": Method(("xrpo",)),
     "novelty": Method(("novelty",)),
-    "gdro": Method(("gdro",)),
+    "prompt_gdro": Method(("prompt_gdro",)),
+    "rollout_gdro": Method(("rollout_gdro",)),
     "capo": Method(("capo",)),
     "copo": Method(("copo",)),
-    "noise_scale": Method(("noise_scale",)),
+    "norm_test": Method(("norm_test:most=32",)),
+    "goodput": Method(("goodput:most=32",)),
     "arpo": Method(("arpo",), tasks=TURNS),
+    "aepo": Method(("aepo",), tasks=TURNS),
     "eptree": Method(("eptree",)),
-    "treepo": Method(("treepo",)),
-    "st_ppo": Method(fields={"model.objective.loss": "st_ppo", "model.num_iterations": 2}, tasks=TURNS),
+    "treepo": Method(("treepo:segment=8",)),
+    "two iterations": Method(fields={"model.num_iterations": 2}, tasks=TURNS),
+    "turn_ppo": Method(fields={"model.num_iterations": 2, "model.objective.ratio": "turn"}, tasks=TURNS),
     # who is asked
     "greso": Method(("greso",)),
     "near_half": Method(("near_half",)),
@@ -183,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = kept_rows(path, tasks) | ({} if row is None else {(task, method, seed): row})
             settings: Row = {name: shlex.join(each.words()) for name, each in tasks.items()}
             write("methods", replace(options, output=path), settings, [rows[each] for each in sorted(rows)], [])
-    print(*tables(json.loads(path.read_text())), sep="\n")
+    if path.exists():
+        print(*tables(json.loads(path.read_text())), sep="\n")
     return int(refused > 0)
 
 

@@ -199,16 +199,22 @@ class Trajectory:
         """
         import torch
 
-        spread: list[tuple[float, int]] = []
-        turn, in_turn = -1, False
+        counts = torch.tensor(self.trained_of_turns, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+
+    @property
+    def trained_of_turns(self) -> list[int]:
+        """How many tokens of each of ``turns`` are learnt from."""
+        counts: list[int] = []
+        in_turn = False
         for segment in self.segments:
             is_sampled = segment.version is not None
-            turn += is_sampled and not in_turn
-            in_turn = is_sampled
+            if is_sampled and not in_turn:
+                counts.append(0)
             if segment.trained:
-                spread.append((values[turn], segment.num_tokens))
-        counts = torch.tensor([count for _, count in spread], dtype=torch.int64)
-        return torch.tensor([value for value, _ in spread], dtype=torch.float32).repeat_interleave(counts)
+                counts[-1] += segment.num_tokens
+            in_turn = is_sampled
+        return counts
 
     @property
     def sampled_ids(self) -> list[int]:

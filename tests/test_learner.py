@@ -117,6 +117,9 @@ def ragged_groups() -> list[RolloutGroup]:
     return [RolloutGroup(first, five), RolloutGroup(second, three), RolloutGroup(third, [])]
 
 
+OBJECTIVES: dict[str, dict[str, Any]] = {"turn": {"loss": "dapo", "ratio": "turn"}}
+
+
 def reference_gradient(
     groups: Sequence[RolloutGroup],
     name: str,
@@ -124,7 +127,8 @@ def reference_gradient(
 ) -> torch.Tensor:
     """One token after another in float64, by the formulas of DAPO (eq. 12), GRPO (eq. 3) and GSPO (eq. 5).
 
-    ``of_token`` makes a token's advantage of that of its rollout.
+    ``turn`` is DAPO with the geometric mean of each turn's ratios. ``of_token`` makes a token's advantage of that of
+    its rollout.
     """
     policy: Any = random_policy().double()
     scored = []
@@ -144,10 +148,17 @@ def reference_gradient(
         ratios = [log_ratio.exp() for log_ratio in log_ratios]
         if name == "gspo":
             ratios = [(torch.stack(log_ratios).sum() / len(learnt)).exp()]
+        if name == "turn":
+            versions = rollout.completion.versions_T.tolist()
+            turns = [versions[:t].count(OBSERVED) for t in learnt]  # the same for all tokens of a turn
+            ratios = [
+                torch.stack([each for each, other in zip(log_ratios, turns, strict=True) if other == turn]).mean().exp()
+                for turn in turns
+            ]
         advantages = [of_token(rollout, advantage, token) for token in learnt][: len(ratios)]
         pairs = zip(ratios, advantages, strict=True)
         losses = [-torch.minimum(r * advantage, r.clamp(1 - LOW, 1 + HIGH) * advantage) for r, advantage in pairs]
-        divisor = num_tokens if name == "dapo" else len(scored) * len(ratios)
+        divisor = num_tokens if name in ("dapo", "turn") else len(scored) * len(ratios)
         (torch.stack(losses).sum() / divisor).backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
 
@@ -168,7 +179,7 @@ def test_learning_from_a_selection_is_learning_from_groups_of_those_alone() -> N
 
 
 @pytest.mark.parametrize("shares_prefix", [True, False])
-@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo"])
+@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo", "turn"])
 def test_groups_of_five_three_and_no_members_train_to_the_gradient_of_the_formula(
     name: str, shares_prefix: bool
 ) -> None:
@@ -177,7 +188,7 @@ def test_groups_of_five_three_and_no_members_train_to_the_gradient_of_the_formul
     least = least_tokens([rollout for group in groups for rollout in group.rollouts], shares_prefix)
     for max_tokens in (least, least + 3, 20, 10_000):
         learner, steps = make_learner(
-            objective=Objective(name, epsilon=LOW, epsilon_high=HIGH),
+            objective=Objective(**OBJECTIVES.get(name, {"loss": name}), epsilon=LOW, epsilon_high=HIGH),
             max_tokens_per_micro_batch=max_tokens,
             shares_prefix=shares_prefix,
         )

@@ -302,7 +302,7 @@ def test_a_checkpoint_brings_back_what_adapts_and_not_what_is_configured() -> No
             r"must be one of .* or the import path of a Recipe of your own.*, not 'math\.pi'",
         ),
         ({"loss": "math.NOPE"}, r"objective\.loss math\.NOPE cannot be loaded \(.*NOPE.*\); give one of grpo"),
-        ({"ratio": "word"}, r"objective\.ratio must be token or sequence, not 'word'"),
+        ({"ratio": "word"}, r"objective\.ratio must be token, turn or sequence, not 'word'"),
         ({"normalization": "tokens"}, r"objective\.normalization must be token, .*, not 'tokens'"),
         ({"epsilon": -0.1}, r"objective\.epsilon must be at least 0, not -0\.1"),
         ({"epsilon_high": math.nan}, r"objective\.epsilon_high must be a finite number of at least 0, not nan"),

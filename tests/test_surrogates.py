@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lit_grpo.trajectory import OBSERVED, Trajectory
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.tokens import Tokens, completion_means, completion_sums, log_ratios, spread
 
@@ -118,6 +120,53 @@ def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens() -> None:
     rows = [(-1.0, -1.5, 1.0), (-2.0, -1.0, 1.0), (-1.0, -4.0, 2.0)]
     ratios = log_ratios(tokens_of(rows, [2, 1]), "sequence").exp().tolist()
     assert ratios == pytest.approx([math.exp(-0.25), math.exp(-0.25), math.exp(3.0)])
+
+
+def turns_of(rows: list[tuple[float, float, float]], lengths: list[int], turns: list[int]) -> Tokens:
+    """The tokens of ``tokens_of`` with this many in each turn."""
+    return replace(tokens_of(rows, lengths), turn_lengths_S=torch.tensor(turns))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_clip_by_turns_is_that_of_its_formula_one_turn_after_another(seed: int) -> None:
+    """Turn-PPO: ``-min(w A, clip(w) A)`` for each token, w the geometric mean of the ratios of its turn."""
+    rng = random.Random(seed)
+    turns = [[rng.randint(1, 5) for _ in range(rng.randint(1, 4))] for _ in range(30)]
+    lengths, flat = [sum(each) for each in turns], [length for each in turns for length in each]
+    rows = [(old + rng.gauss(0, 0.6), old, rng.gauss(0, 1)) for old in (-rng.random() for _ in range(sum(flat)))]
+    tokens = turns_of(rows, lengths, flat)
+    losses, gradients, _ = losses_and_gradients(Objective("dapo", ratio="turn"), tokens)
+    wanted_losses, wanted_gradients, begin = [], [], 0
+    for length in flat:
+        mean = math.fsum(logprob - old for logprob, old, _ in rows[begin : begin + length]) / length
+        of_tokens = [
+            clip_reference(math.exp(mean), float(tokens.advantages_N[place]), 0.8, 1.2, math.inf)
+            for place in range(begin, begin + length)
+        ]
+        wanted_losses += [loss for loss, _ in of_tokens]
+        wanted_gradients += [math.fsum(slope for _, slope in of_tokens) / length] * length
+        begin += length
+    assert losses == pytest.approx(wanted_losses, rel=1e-12)
+    assert gradients == pytest.approx(wanted_gradients, rel=1e-12, abs=1e-15)
+
+
+def test_a_completion_of_one_turn_has_the_ratio_of_gspo() -> None:
+    rows = [(-1.0, -1.5, 1.0), (-2.0, -1.0, 1.0), (-1.0, -4.0, 2.0)]
+    for tokens in (tokens_of(rows, [2, 1]), turns_of(rows, [2, 1], [2, 1])):
+        assert torch.equal(log_ratios(tokens, "turn"), log_ratios(tokens, "sequence"))
+    by_turn = log_ratios(turns_of(rows, [3], [1, 2]), "turn").tolist()
+    assert by_turn == pytest.approx([0.5, 1.0, 1.0])
+
+
+def test_turns_are_counted_by_their_tokens_that_are_learnt_from() -> None:
+    """Sampled, observed, sampled by two versions, observed, sampled and not learnt from."""
+    versions = [3, 3, OBSERVED, 4, 5, 5, OBSERVED, OBSERVED, 6]
+    trained = [True, True, False, True, True, False, False, False, False]
+    trajectory = Trajectory(range(9), [-1.0] * 9, versions, trained)
+    assert [len(turn) for turn in trajectory.turns] == [2, 3, 1]
+    assert trajectory.trained_of_turns == [2, 2, 0]
+    assert trajectory.of_turns([1.0, 2.0, 3.0]).tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert Trajectory().trained_of_turns == []
 
 
 def test_the_gradient_of_gspo_is_that_of_gspo_token() -> None:

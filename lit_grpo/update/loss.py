@@ -98,6 +98,7 @@ def tokens_of(
         lengths_C=micro_batch.lengths_C,
         reference_logprobs_N=None if reference is None else step.values_of(reference, micro_batch),
         versions_N=micro_batch.versions_N,
+        turn_lengths_S=micro_batch.turn_lengths_S,
     )
 
 

@@ -328,3 +328,21 @@ def test_vllm_decodes_turns_too(tmp_path: Path) -> None:
         row = list(csv.DictReader(file))[-1]
     assert float(row["environments/tool_calls"]) > 0 and float(row["environments/turns"]) > 1
     assert float(row["sampling/logprob_gap_mean"]) < 1e-4  # of the tokens of all turns
+
+
+def test_ratios_by_turn_differ_from_those_of_tokens_once_the_policy_has_moved(tmp_path: Path) -> None:
+    norms = {}
+    for ratio in ("token", "turn"):
+        words = ["fit", "--config", "calculator", "--run.name", ratio, "--model.objective.ratio", ratio]
+        words += ["--model.num_iterations", "2", "--trainer.max_steps", "2", "--data.batch_size", "4"]
+        words += ["--trainer.limit_val_batches", "0", "--model.sampling.max_tokens", "32"]
+        command = [sys.executable, "-m", "lit_grpo", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        with (tmp_path / "runs" / ratio / "metrics.csv").open(newline="") as file:
+            (row,) = [row for row in csv.DictReader(file) if row["grad_norm"]]
+        norms[ratio] = float(row["grad_norm"])  # of two steps on one batch
+        assert float(row["environments/turns"]) > 1
+    assert norms["turn"] > 0 and norms["turn"] != pytest.approx(norms["token"], rel=1e-4)

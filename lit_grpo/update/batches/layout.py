@@ -40,9 +40,10 @@ class MicroBatch:
     token is the prompt's last. The last tokens of carried prompts count as standing after the row, one after another.
     ``versions_N`` are the policy versions that sampled them, and ``advantages_N`` their advantages, of which those of
     one completion may differ. ``prompts`` are those of groups that are split, by group, and None for all others.
-    ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of that axis; ``rows``, on
-    the host, is each one's place among the rollouts of the step. ``labels_3K`` is there on a device other than the
-    host, for a packed row: see :func:`lit_grpo.update.prefix.layout.key_labels`.
+    ``lengths_C``, the number of its tokens on the N axis, is per completion, in the order of that axis, and
+    ``turn_lengths_S`` per turn; ``rows``, on the host, is each completion's place among the rollouts of the step.
+    ``labels_3K`` is there on a device other than the host, for a packed row: see
+    :func:`lit_grpo.update.prefix.layout.key_labels`.
 
     Where completions share tokens, ``distinct_U`` are the places, on the N axis, of one of each that are the same, and
     ``same_N`` says which of them each token is: log-probs are computed of the distinct ones alone.
@@ -63,6 +64,7 @@ class MicroBatch:
     versions_N: torch.Tensor
     advantages_N: torch.Tensor
     lengths_C: torch.Tensor
+    turn_lengths_S: torch.Tensor
     rows: tuple[int, ...]
     groups: tuple[PackedGroup, ...] = ()
     prompts: tuple[SplitPrompt | None, ...] = ()
@@ -262,5 +264,6 @@ def _completions(members: Sequence[Member], sources: Sequence[torch.Tensor]) -> 
         "versions_N": torch.cat([*(completion.versions_T for completion in completions), _NONE])[trained],
         "advantages_N": torch.cat([*advantages, torch.empty(0, dtype=torch.float32)]),
         "lengths_C": torch.tensor([completion.num_trained for completion in completions], dtype=torch.int64),
+        "turn_lengths_S": torch.tensor([n for one in completions for n in one.trained_of_turns], dtype=torch.int64),
         "rows": tuple(member.row for member in members),
     }

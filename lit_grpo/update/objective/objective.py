@@ -65,7 +65,8 @@ class Objective:
             ``luspo``, ``cispo``, ``sapo``, ``gppo``, ``dcpo`` or ``vespo``; docs/objectives.md has each one's formula,
             source and defaults. An objective of your own is the import path of a
             :class:`lit_grpo.update.objective.recipes.Recipe`, as in ``my_file.ROW``.
-        ratio: What a probability ratio is taken over, ``token`` or ``sequence``.
+        ratio: What a probability ratio is taken over: ``token``, ``turn`` (all tokens between two answers of an
+            environment; Turn-PPO) or ``sequence``.
         normalization: What a token counts: ``token`` (each token alike), ``sequence`` (each completion alike),
             ``constant`` (by the limit on completion length) or ``sequence_sum`` (a completion by its length).
         epsilon: How far the probability ratio may fall below 1 before it is clipped.
@@ -182,7 +183,11 @@ class Objective:
         correction = f"model.objective.correction.mode {self.correction.mode}"
         proximal, only = f"model.objective.proximal {self.proximal_policy}", self.recipe.only_ratio
         of_sequence = self.correction.mode.startswith(("sequence", "geometric"))
-        each = {"token": "one for each token", "sequence": "one for all tokens of a completion"}
+        each = {
+            "token": "one for each token",
+            "turn": "one for all tokens of a turn",
+            "sequence": "one for all tokens of a completion",
+        }
         return [
             Clash(
                 f"{loss} needs a ratio of its own kind, {each.get(only or '', '')}",
@@ -198,8 +203,8 @@ class Objective:
             ),
             Clash(
                 f"{normalization} needs one ratio for all tokens of a completion",
-                f"{level} takes one for each token",
-                found=self.normalized_by == "sequence_sum" and self.ratio_level == "token",
+                f"{level} takes {each[self.ratio_level]}",
+                found=self.normalized_by == "sequence_sum" and self.ratio_level != "sequence",
                 remedy="take constant, which weighs all tokens alike too, or set model.objective.loss to luspo",
             ),
             Clash(

@@ -23,7 +23,8 @@ class Tokens:
     ``sampled_logprobs_N`` are those of the policy that sampled, ``old_logprobs_N`` those that ratios are taken to:
     the same, or of another proximal policy, where a correction bridges the two.
     ``reference_logprobs_N`` are there where a KL term needs them. ``versions_N`` says which policies sampled.
-    ``advantages_N`` may differ within a completion. ``lengths_C``: one a completion.
+    ``advantages_N`` may differ within a completion. ``lengths_C``: one a completion. ``turn_lengths_S``: one a turn, of
+    one completion after another; None where each completion is one turn.
     """
 
     logprobs_N: torch.Tensor
@@ -34,6 +35,7 @@ class Tokens:
     lengths_C: torch.Tensor
     reference_logprobs_N: torch.Tensor | None = None
     versions_N: torch.Tensor | None = None
+    turn_lengths_S: torch.Tensor | None = None
 
     @property
     def advantages_C(self) -> torch.Tensor:
@@ -61,7 +63,7 @@ def completion_means(values_N: torch.Tensor, lengths_C: torch.Tensor) -> torch.T
     return completion_sums(values_N, lengths_C) / lengths_C.clamp(min=1)
 
 
-RatioLevel = Literal["token", "sequence"]
+RatioLevel = Literal["token", "turn", "sequence"]
 
 
 def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
@@ -69,12 +71,15 @@ def log_ratios(tokens: Tokens, level: RatioLevel) -> torch.Tensor:
 
     ``token``: ``log r_t = log pi(o_t) - log pi_old(o_t)`` (PPO). ``sequence``: its mean over the completion, the
     log of ``s = (pi(o) / pi_old(o)) ** (1 / |o|)``, the same for all of its tokens (GSPO, arXiv 2507.18071, eq. 7).
-    Where a completion has one advantage, GSPO-token (eq. 13) has the same value and gradient.
+    Where a completion has one advantage, GSPO-token (eq. 13) has the same value and gradient. ``turn``: likewise over
+    each turn, between two answers of an environment (Turn-PPO of ST-PPO, arXiv 2511.20718).
     """
     log_ratio_N = tokens.logprobs_N - tokens.old_logprobs_N
     if level == "token":
         return log_ratio_N
-    return spread(completion_means(log_ratio_N, tokens.lengths_C), tokens.lengths_C, len(log_ratio_N))
+    turn_lengths_S = tokens.turn_lengths_S
+    lengths = tokens.lengths_C if level == "sequence" or turn_lengths_S is None else turn_lengths_S
+    return spread(completion_means(log_ratio_N, lengths), lengths, len(log_ratio_N))
 
 
 @torch.no_grad()
