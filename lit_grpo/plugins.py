@@ -124,7 +124,7 @@ class Plugin:
     :class:`lit_grpo.budgets.allocation.Allocation`     how many completions each prompt gets, in how many rounds
     :class:`lit_grpo.budgets.allocation.Replacement`    how many prompts are asked in place of groups without signal
     :class:`lit_grpo.update.selection.Selection`        which rollouts are learnt from, and which of their tokens
-    :class:`lit_grpo.update.credit.Credit`              what each turn of a completion is learnt from with
+    :class:`lit_grpo.update.credit.Credit`              what each turn or token is learnt from with
     :class:`lit_grpo.rollout.rules.RolloutMode`         when groups leave the buffer, and what becomes of the others
     :class:`Plugin` itself                              what its :class:`Worker` does during and after a rollout
     ==================================================  ==========================================================
