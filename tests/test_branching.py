@@ -189,9 +189,7 @@ class RandomForks(Environment):
         if number >= self.width or self._random.random() > 0.15:
             return None
         self._numbers[key[:2]] += 1
-        path = (*key[2], number)
-        self.forked.add((*key[:2], path))
-        return path
+        return (*key[2], number)
 
     def _within(self, request: Request, tokens: Any, least: int) -> list[Request]:
         path = self._path(request.key)
@@ -201,6 +199,7 @@ class RandomForks(Environment):
         if prefix.num_sampled == TURNS.max_tokens:
             return []
         made = Request(request.prompt, path, request.sampling, request.seed, prefix)
+        self.forked.add(made.key)
         self.begun[made.key] = prefix.token_ids_T.tolist()
         return [made]
 
@@ -208,6 +207,7 @@ class RandomForks(Environment):
         answer = super().step(events)
         ended = {each.request.key for each in events.finished}
         forks = {key: [path] for key in self.flight.active if key not in ended and (path := self._path(key))}
+        self.forked |= {(*key[:2], path) for key, (path,) in forks.items()}
         submit = [each for request in self.flight.away for each in self._within(request, request.prefix, 1)]
         return Answer(go_on=answer.go_on, fork=forks, submit=submit)
 
