@@ -20,6 +20,8 @@ REQUIREMENTS: dict[str, str] = {
     "whole_groups": "all members of a group to be in one update",
     "whole_rollouts": "every group to be sampled whole in one rollout that waits for its rewards",
     "fresh_members": "every member of a group to be sampled at this visit of its prompt",
+    "separate_completions": "every completion to be sampled by itself, from its prompt on",
+    "restorable_environments": "environments that can be restored in the middle",
     "kept_versions": "the weights of every policy that sampled a token to be kept",
     "ratios_to_sampler": "probability ratios to the policy that sampled each token",
     "hidden_states": "the policy's hidden states while completions are decoded",

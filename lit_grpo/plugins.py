@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lit_grpo.limits import check_fields
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.function import RewardFunction
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.flight import Flight
-    from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup
+    from lit_grpo.types import Completion, Key, PassRule, Request, RolloutGroup, SamplePath
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,11 @@ class Answer:
     """What a listener wants done with requests.
 
     Args:
-        submit: Further requests of open groups.
+        submit: Further requests of open groups. One with a ``prefix`` goes on from it: with
+            ``prefix=trajectory.until(n)`` it is a *fork* of a completion that has ended, or of a request that is away.
+            In answer to ``finish`` they keep the group open, where it would be whole.
+        fork: Active requests that divide: by their keys, the paths of further requests that begin with all that each
+            has come to.
         open: Requests of new groups.
         abort: These end with what they have, as members of their groups.
         drop: These are left out of their groups.
@@ -33,6 +37,7 @@ class Answer:
     """
 
     submit: Sequence[Request] = ()
+    fork: Mapping[Key, Sequence[SamplePath]] = field(default_factory=dict)
     open: Sequence[Request] = ()
     abort: Sequence[Key] = ()
     drop: Sequence[Key] = ()
@@ -43,7 +48,14 @@ class Answer:
 
 
 class Listener:
-    """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden."""
+    """Hears what happens in a rollout, and may answer. Each method does nothing where it is not overridden.
+
+    Attributes:
+        forks: Whether it asks for requests that begin within others. The path of a fork is that of its parent and one
+            number more. As long as a group is open, its prompt is then kept, and the states of its environments.
+    """
+
+    forks: bool = False
 
     def begin(self, flight: Flight) -> None:
         """A rollout begins; ``flight`` tells what is in work for as long as it lasts.
@@ -114,7 +126,7 @@ class Plugin:
     :class:`lit_grpo.budgets.batch_size.BatchSize`      how many prompts a batch has
     :class:`lit_grpo.update.selection.Selection`        which rollouts are learnt from, and which of their tokens
     :class:`lit_grpo.update.advantages.shaping.Shaping` what each rollout is learnt from with
-    :class:`lit_grpo.update.credit.Credit`              what each turn of a completion is learnt from with
+    :class:`lit_grpo.update.credit.Credit`              what each turn or token is learnt from with
     :class:`lit_grpo.rollout.rules.RolloutMode`         when groups leave the buffer, and what becomes of the others
     :class:`Plugin` itself                              what its :class:`Worker` does during and after a rollout
     ==================================================  ==========================================================

@@ -311,7 +311,8 @@ class Rollout:
     plug-ins logged of it, and ``advantage`` what it was learnt from with, NaN before that.
 
     ``turn_rewards`` is what each turn of the completion earned by itself, where an environment says so, and
-    ``turn_advantages`` what each turn was learnt from with, where that is not ``advantage`` for all of them.
+    ``token_advantages`` (float32, shape (completion.num_trained,)) what each token was learnt from with, where that is
+    not ``advantage`` for all of them.
     """
 
     prompt: Prompt
@@ -324,7 +325,7 @@ class Rollout:
     extra: dict[str, Any] = field(default_factory=dict)
     advantage: float = math.nan
     turn_rewards: tuple[float, ...] = ()
-    turn_advantages: tuple[float, ...] = ()
+    token_advantages: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class Environment(Listener):
         self.waiting[key] = (self._step + delay, request)
         return Answer(hold=[key])
 
-    def finish(self, completion: Completion) -> None:
+    def finish(self, completion: Completion) -> Answer | None:
         self.finished.append(completion.request.key)
 
     def step(self, events: Any) -> Answer:

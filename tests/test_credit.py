@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from test_learner import HIGH, LOW, make_learner, ragged_groups, reference_gradi
 
 from lit_grpo.rollout.buffer import _rollout, _rollout_state
 from lit_grpo.types import OBSERVED, Rollout, RolloutGroup
-from lit_grpo.update.credit import Credit
+from lit_grpo.update.credit import Credit, give_credit
 from lit_grpo.update.objective.objective import Objective
 
 
@@ -75,6 +76,100 @@ def test_equal_turns_change_nothing() -> None:
     assert torch.equal(*gradients)
 
 
+class Falling(Credit):
+    """Each token has ``1 / (1 + its place)`` of its rollout's advantage."""
+
+    def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[torch.Tensor]:
+        return [
+            torch.tensor([advantage / (1 + place) for place in _places(rollout)])
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+        ]
+
+    def of_token(self, rollout: Rollout, advantage: float, token: int) -> float:
+        return advantage / (1 + token)
+
+
+def _places(rollout: Rollout) -> list[int]:
+    trained: list[bool] = rollout.completion.trained_T.tolist()
+    return [place for place, is_trained in enumerate(trained) if is_trained]
+
+
+@pytest.mark.parametrize("shares_prefix", [True, False])
+def test_each_token_is_learnt_from_with_its_own(shares_prefix: bool) -> None:
+    groups = several_turns()
+    expected = reference_gradient(groups, "dapo", Falling().of_token)
+    learner, steps = make_learner(
+        objective=Objective("dapo", epsilon=LOW, epsilon_high=HIGH),
+        credit=Falling(),
+        max_tokens_per_micro_batch=20,
+        shares_prefix=shares_prefix,
+    )
+    learner.learn(groups)
+    assert float((steps.gradients[0] - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_equal_tokens_change_nothing() -> None:
+    class Equal(Credit):
+        def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> list[list[float]]:
+            pairs = zip(group.rollouts, advantages, strict=True)
+            return [[advantage] * rollout.completion.num_trained for rollout, advantage in pairs]
+
+    gradients = []
+    for credit in (Credit(), Equal()):
+        learner, steps = make_learner(credit=credit)
+        learner.learn(several_turns())
+        gradients.append(steps.gradients[0])
+    assert torch.equal(*gradients) and gradients[0].norm() > 0
+
+
+def test_a_batch_is_whitened_over_its_tokens_on_all_ranks() -> None:
+    class Whitened(Falling):
+        whitens = True
+
+    here, there = several_turns(), several_turns()
+    for group in (*here, *there):
+        for number, rollout in enumerate(group.rollouts):
+            rollout.advantage = number - 1.5 if group in here else 4.0 * number
+    here[0].rollouts[0].advantage = math.nan
+    plain = [rollout for group in (*here, *there) for rollout in group.rollouts if not math.isnan(rollout.advantage)]
+    values = [each.advantage / (1 + place) for each in plain for place in _places(each)]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    seen: list[Any] = []
+    give_credit(Whitened(), there, lambda own: seen.append(own) or [own])
+    give_credit(Whitened(), here, lambda own: [own, *seen])
+    for rollout in (each for group in here for each in group.rollouts):
+        if math.isnan(rollout.advantage):
+            assert rollout.token_advantages is None
+            continue
+        expected = [(rollout.advantage / (1 + place) - mean) / (deviation + 1e-4) for place in _places(rollout)]
+        assert rollout.token_advantages is not None
+        assert rollout.token_advantages.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("credited", "message"),
+    [
+        (lambda group: [], "credits 0 rollouts of prompt 'a', .*; give each a list with one number a token that is"),
+        (lambda group: [[]] * 9, "credits 9 rollouts of prompt 'a'"),
+        (
+            lambda group: [torch.full((each.completion.num_trained,), math.nan) for each in group.rollouts],
+            r"sample \(0,\) of prompt 'a' the advantages \[nan.*; give one finite number for each of its tokens",
+        ),
+        (
+            lambda group: [[1.0] * each.completion.num_tokens for each in group.rollouts],
+            r"sample \(1,\) .* its tokens that are learnt from, of which there are",
+        ),
+    ],
+)
+def test_credit_of_tokens_that_does_not_fit_is_refused(credited: Any, message: str) -> None:
+    class Wrong(Credit):
+        def credit_tokens(self, group: RolloutGroup, advantages: Sequence[float]) -> Any:
+            return credited(group)
+
+    with pytest.raises(ValueError, match=message):
+        make_learner(credit=Wrong())[0].learn(several_turns())
+
+
 def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
     """Rewards are all equal, so that no rollout has an advantage; the second turns have."""
     groups, credit = several_turns(), Alternating(0.75)
@@ -91,9 +186,9 @@ def test_turns_are_learnt_from_where_their_rollout_has_no_advantage() -> None:
 def test_a_later_batch_forgets_what_turns_were_given() -> None:
     groups = several_turns()
     make_learner(credit=Alternating())[0].learn(groups)
-    assert any(rollout.turn_advantages for group in groups for rollout in group.rollouts)
+    assert any(rollout.token_advantages is not None for group in groups for rollout in group.rollouts)
     make_learner()[0].learn(groups)
-    assert not any(rollout.turn_advantages for group in groups for rollout in group.rollouts)
+    assert not any(rollout.token_advantages is not None for group in groups for rollout in group.rollouts)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Allocation(Plugin):
     @property
     def needs(self) -> frozenset[str]:
         """With further rounds, rewards before the rollout ends."""
-        return frozenset({"whole_rollouts"}) if self.has_rounds else frozenset()
+        return frozenset({"whole_rollouts", "separate_completions"}) if self.has_rounds else frozenset()
 
     @property
     def has_rounds(self) -> bool:
@@ -181,7 +181,7 @@ class Replacement(Plugin):
     @property
     def needs(self) -> frozenset[str]:
         """Rewards before the rollout ends, and prompts to take."""
-        return frozenset({"whole_rollouts", "prompt_stream"})
+        return frozenset({"whole_rollouts", "separate_completions", "prompt_stream"})
 
 
 def proportional(weights: np.ndarray, costs: np.ndarray, budget: float, least: int, most: int) -> list[int]:

@@ -66,6 +66,11 @@ class Agent(Plugin):
         """Prompts are rendered by the data module."""
         return frozenset({"prompt_stream"})
 
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """What an agent does cannot be taken up midway."""
+        return {"restorable_environments": "leaves an episode to an agent, which cannot be taken up midway"}
+
     def check(self, run: RunFacts) -> None:
         """Check that there is room for what agents say.
 
@@ -109,6 +114,11 @@ class AgentKind(Kind):
     def responds(self) -> bool:
         """Whether the user may answer a turn: the agent does as it likes."""
         return True
+
+    @property
+    def can_be_restored(self) -> bool:
+        """Whether a trajectory can go on from a state that was kept: what an agent does cannot be taken up midway."""
+        return False
 
     @property
     def name(self) -> str:

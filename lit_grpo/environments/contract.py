@@ -23,7 +23,8 @@ and, all optional::
         done = False                                   # attribute or property: True ends the episode
         def respond(self, text: str) -> str | None     # the user's answer to a turn without a call; None ends it
         def turn_reward(self) -> float                 # what the last turn earned by itself
-        def state(self) -> Any                         # plain values; with restore(state) an episode outlives a kill
+        def state(self) -> Any                         # plain values; with restore(state) an episode outlives a kill,
+                                                       # and may be gone on with several times
         def restore(self, state: Any) -> None
         def close(self) -> None                        # after the episode has been scored
 """
@@ -86,6 +87,11 @@ class Kind:
     def gives_reward(self) -> bool:
         """Whether an episode ends with a reward."""
         return "get_reward" in self.methods
+
+    @property
+    def can_be_restored(self) -> bool:
+        """Whether a trajectory can go on from a state that was kept; functions have none."""
+        return self.type is None or "state" in self.methods
 
     @property
     def responds(self) -> bool:

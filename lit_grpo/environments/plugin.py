@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import logging
 import math
 import time
@@ -10,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
@@ -21,7 +23,7 @@ from lit_grpo.environments.workers import Calls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
 from lit_grpo.rewards.function import RewardFunction
-from lit_grpo.types import EMPTY, Completion, Episode, Key, Request
+from lit_grpo.types import EMPTY, Completion, Episode, GroupKey, Key, Request, RolloutGroup, SamplePath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +78,13 @@ class Environments(Plugin):
         """Prompts that show tools are rendered by the data module."""
         return frozenset({"prompt_stream"})
 
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """Where an environment has no ``state``, nothing can begin in the middle of an episode."""
+        lacking = [kind.name for kind in self._kinds().values() if not kind.can_be_restored]
+        has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
+        return {"restorable_environments": has} if lacking else {}
+
     def check(self, run: RunFacts) -> None:
         """Check that there is room for what is observed.
 
@@ -90,7 +99,6 @@ class Environments(Plugin):
         Raises:
             ValueError: A factory or tool cannot be loaded, or breaks the contract.
         """
-        given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
         limits = Limits(
             max_turns=self.max_turns,
             max_answer_tokens=self.max_answer_tokens,
@@ -99,11 +107,30 @@ class Environments(Plugin):
             trajectory_timeout_s=self.trajectory_timeout_s,
             retries=self.retries,
         )
+        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls)
+
+    def _kinds(self) -> dict[str | None, Kind]:
+        given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
         try:
-            kinds = make_kinds(self.factory, given)
+            return make_kinds(self.factory, given)
         except ValueError as error:
             raise ValueError(f"rollout.plugins environments: {error}") from None
-        return EnvironmentWorker(kinds, limits, self.num_threads, self.calls)
+
+
+class Snapshot(NamedTuple):
+    """What a trajectory had come to when its environment had answered, and the state of its session then."""
+
+    path: SamplePath
+    token_ids: list[int]
+    state: dict[str, Any]
+
+    def fits(self, request: Request) -> tuple[int, int]:
+        """Return how well a request can go on from it: common tokens and parts of the path; (-1, -1) for not at all."""
+        begun = request.prefix.until(len(self.token_ids)).token_ids_T.tolist()
+        if begun != self.token_ids:
+            return (-1, -1)
+        parts = zip(self.path, request.path, strict=False)
+        return (len(begun), sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts)))
 
 
 ADDED = ("x", " 0", "\n.")
@@ -158,6 +185,7 @@ class EnvironmentWorker(Worker):
         self._ended: list[tuple[Session, Completion]] = []  # in this rollout
         self._before: list[tuple[Session, Completion]] = []  # in the last one
         self._kept: dict[Key, dict[str, Any]] = {}  # of a checkpoint
+        self._snapshots: dict[GroupKey, list[Snapshot]] = {}  # of this rollout, where requests begin within others
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
         self._calls: Calls | None = None
@@ -231,6 +259,7 @@ class EnvironmentWorker(Worker):
         self._let_go(self._before)
         self._before, self._ended = self._ended, []
         self._counts.clear()
+        self._snapshots.clear()
         self._waited_s = self._lasted_s = 0.0
         self._num_turns = self._num_ended = self._num_restarted = 0
 
@@ -248,13 +277,31 @@ class EnvironmentWorker(Worker):
         if session is not None:
             session.close()
         session = self.sessions[request.key] = self._session(request)
-        kept = self._kept.pop(request.key, None)
+        kept = self._kept.pop(request.key, None) or self._snapshot(request)
         if request.prefix.num_tokens and kept is not None:
             session.restore(kept, request)
             return request
         self._num_restarted += request.prefix.num_tokens > 0
         session.open()
         return request.after(EMPTY)
+
+    def _snapshot(self, request: Request) -> dict[str, Any] | None:
+        """Return the state that a request begins in which begins within others; None where there is none."""
+        snapshots = self._snapshots.get(request.group, [])
+        best = max(snapshots, key=lambda snapshot: snapshot.fits(request), default=None)
+        return None if best is None or best.fits(request)[0] < 0 else copy.deepcopy(best.state)
+
+    def _keep_snapshot(self, session: Session, request: Request) -> None:
+        """Keep the state of a session that has come to the prefix of ``request``."""
+        state = session.state()
+        if state is not None:
+            token_ids: list[int] = request.prefix.token_ids_T.tolist()
+            kept = Snapshot(request.path, token_ids, copy.deepcopy(state))
+            self._snapshots.setdefault(request.group, []).append(kept)
+
+    def whole(self, group: RolloutGroup) -> None:
+        """No more requests begin within those of a group."""
+        self._snapshots.pop(group.key, None)
 
     def _session(self, request: Request) -> Session:
         assert self.chat is not None, "prepare comes first"
@@ -307,6 +354,9 @@ class EnvironmentWorker(Worker):
             if outcome.error is not None:
                 raise outcome.error
             session.waits = False
+            going = outcome.goes_on or outcome.begins
+            if going is not None and self._flight.forks:
+                self._keep_snapshot(session, going)
             if outcome.goes_on is not None:
                 go_on.append(outcome.goes_on)
             elif outcome.begins is not None:

@@ -132,11 +132,12 @@ class Session:
         return Episode(self.environment, self.messages, self.kind.name, reward, tuple(self.turn_rewards))
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps; None where it cannot go on from one."""
-        if "state" not in self.kind.methods or self.waits or self.environment is None:
+        """Return what a checkpoint keeps, or a branch begins with; None where it cannot go on from one."""
+        has_environment = self.kind.type is not None
+        if not self.kind.can_be_restored or self.waits or (has_environment and self.environment is None):
             return None
         own = {name: getattr(self, name) for name in ("messages", "turn_rewards", "num_turns")}
-        return own | {"environment": self.environment.state()}
+        return own | {"environment": self.environment.state() if has_environment else None}
 
     def restore(self, state: Mapping[str, Any], request: Request) -> None:
         """Go on from a checkpoint, with a fresh environment that is told its state; ``request`` then goes on."""
@@ -192,10 +193,11 @@ class Session:
     async def _restored(self, state: Mapping[str, Any], request: Request) -> Outcome:
         """Give a fresh environment its state; where that fails, begin again."""
         try:
-            self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
-            restore = self.environment.restore
-            is_async = _is_async(self.kind, "restore")
-            await self._guarded("is restored", lambda: restore(state["environment"]), is_async)
+            if self.kind.type is not None:
+                self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
+                restore = self.environment.restore
+                is_async = _is_async(self.kind, "restore")
+                await self._guarded("is restored", lambda: restore(state["environment"]), is_async)
         except Failure as failure:
             return await self._opened() if self._retries(failure) else Outcome()
         for name in ("messages", "turn_rewards", "num_turns"):

@@ -42,7 +42,7 @@ class Arrol(Plugin):
     @property
     def needs(self) -> frozenset[str]:
         """It compares the completions of one rollout by their hidden states."""
-        return frozenset({"whole_rollouts", "hidden_states"})
+        return frozenset({"whole_rollouts", "separate_completions", "hidden_states"})
 
     @property
     def changes(self) -> Mapping[str, str]:

@@ -99,11 +99,13 @@ class RolloutBuffer:
         """Ask for a further sample of an open group, or for one that goes on from another prefix.
 
         Raises:
-            ValueError: Its group is not open.
+            ValueError: Its group is not open, or has a completion of this path.
         """
         if request.group not in self._groups:
             raise ValueError(f"No group of {request.group} is open; open it with its prompt first.")
         group = self._groups[request.group]
+        if request.path in group.completions:
+            raise ValueError(f"Sample {request.path} of {request.group} has ended; give each sample a path of its own.")
         group.unfinished[request.path] = request
         group.away.discard(request.path)
 

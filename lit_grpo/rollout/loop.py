@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +19,7 @@ from lit_grpo.scheduling.plans.queue import Queue
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Decoder, Observation, StepEvents
-    from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplingParams
+    from lit_grpo.types import Completion, GroupKey, Key, Prompt, Request, RolloutGroup, SamplePath, SamplingParams
 
 
 AWAY_S = 0.001
@@ -113,7 +113,8 @@ class _Rollout:
         self._lengths, self._listeners = loop.lengths, loop.listeners
         self._generator.feature_points = tuple(sorted({*loop.lengths.points, *loop.points}))
         capacity = self._capacity = self._generator.capacity()
-        self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens)
+        forks = any(listener.forks for listener in self._listeners)
+        self._flight = Flight(capacity.slots, self._lengths, capacity.layout, capacity.kv_tokens, forks)
         self._plan: Queue | Probing = make_plan(loop.plan, self._lengths, capacity.slots)
         self._probe: Probing | None = None
         requests, away = self._buffer.unfinished, self._buffer.away
@@ -121,8 +122,7 @@ class _Rollout:
             self._plan = self._probe = Probing(loop.plan, self._lengths, capacity.slots, loop.points)
         self._requests, self._away = requests, away
         self._unplanned: set[Key] = set()  # of those away, the ones that the plan has not had
-        begun = [each for each in (*requests, *away) if each.prefix.num_sampled]
-        self._begun_with = {each.key: each.prefix.num_sampled for each in begun}
+        self._begun_with: dict[Key, int] = {}  # tokens that were sampled before, or of another request
         self._reports = LengthReports(self._lengths)
         self.stats = RolloutStats(spans=self._flight.spans)
 
@@ -188,6 +188,7 @@ class _Rollout:
         asked = [*requests, *away]
         if not asked:
             return
+        self._begun_with |= {each.key: each.prefix.num_sampled for each in asked if each.prefix.num_sampled}
         held = {request.key: request for listener in self._listeners for request in listener.requested(asked)}
         leaving = {request.key: request for request in away} | held
         for request in held.values():
@@ -227,7 +228,9 @@ class _Rollout:
             )
 
     def _release(self, requests: Iterable[Request]) -> None:
-        """Let go of the prompts of these requests that no other is going to need."""
+        """Let go of the prompts of these requests that no other needs; forks may, until their group is whole."""
+        if self._flight.forks:
+            return
         prompts = {request.group: request.prompt for request in requests}
         for group in list(prompts):
             if self._flight.waits(group) or (self._probe is not None and self._probe.parks(group)):
@@ -302,7 +305,13 @@ class _Rollout:
         if self._probe is not None:
             self._release([completion.request])
         self._count(completion.request.key, completion.num_sampled)
+        return self._ended(completion)
+
+    def _ended(self, completion: Completion) -> list[Answer | None]:
+        """Let listeners know that a completion has ended, and of its group, unless they ask for more of that."""
         answers = [listener.finish(completion) for listener in self._listeners]
+        for request in (each for answer in answers if answer is not None for each in answer.submit):
+            self._buffer.ask(request)
         return answers + self._whole(self._buffer.finish(completion))
 
     def _count(self, key: Key, num_tokens: int) -> None:
@@ -311,7 +320,11 @@ class _Rollout:
             self.stats.lengths.append(new)
 
     def _whole(self, group: RolloutGroup | None) -> list[Answer | None]:
-        return [] if group is None else [listener.whole(group) for listener in self._listeners]
+        if group is None:
+            return []
+        if self._flight.forks:
+            self._generator.release([group.prompt])
+        return [listener.whole(group) for listener in self._listeners]
 
     def _follow(self, answer: Answer | None) -> None:
         """Do what a listener has asked for.
@@ -333,21 +346,38 @@ class _Rollout:
             self._flight.drop(job.key)
             self._release([completion.request])
             answers += self._finish(job, completion)
-        for request in answer.submit:
+        further = [*answer.submit, *self._divide(answer.fork)]
+        for request in further:
+            request.check_prefix()
             self._buffer.ask(request)
         if answer.open:
             self._buffer.open(answer.open)
             self._generator.expect({request.group: request.prompt for request in answer.open}.values())
-        self._submit([*answer.submit, *answer.open])
+        self._submit([*further, *answer.open])
         for key in answer.abort:
             completion = self._stop(key).ended("abort")
-            answers += [listener.finish(completion) for listener in self._listeners]
-            answers += self._whole(self._buffer.finish(completion))
+            answers += self._ended(completion)
         for key in answer.drop:
             self._stop(key)
             answers += self._whole(self._buffer.drop(key))
         for each in answers:
             self._follow(each)
+
+    def _divide(self, forks: Mapping[Key, Sequence[SamplePath]]) -> list[Request]:
+        """Let active requests wait again, before all others; return those that begin with what each has come to."""
+        for key in forks:
+            if not self._flight.is_active(key):
+                raise ValueError(
+                    f"A listener forks {key}, which is not being decoded; submit requests that begin with a part of "
+                    "it, with prefix=trajectory.until(num_tokens)."
+                )
+        stopped = {request.key: request for request in self._generator.abort(forks)}
+        for key in forks:
+            self._plan.set_aside(self._flight.wait(stopped[key]))
+            self._buffer.ask(stopped[key])
+        if forks:
+            self._capacity = self._generator.capacity()
+        return [replace(stopped[key], path=path) for key, paths in forks.items() for path in paths]
 
     def _come_back(self, request: Request) -> None:
         """Let a request that is away wait for a slot."""

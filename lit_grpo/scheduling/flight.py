@@ -63,10 +63,13 @@ class Flight:
         lengths: What is thought of their lengths.
         layout: How keys and values lie in memory.
         kv_tokens: The KV tokens there is memory for; ``None`` for no limit.
+        forks: Whether further requests may begin within those in work.
     """
 
-    def __init__(self, num_slots: int, lengths: LearntLengths, layout: KVLayout, kv_tokens: int | None) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int, lengths: LearntLengths, layout: KVLayout, kv_tokens: int | None, forks: bool = False
+    ) -> None:
+        self.num_slots, self.forks = num_slots, forks
         self.kv_tokens = kv_tokens
         self.step = 0
         self.spans = SpanLog()

@@ -178,8 +178,8 @@ class Learner:
         advantages_R = self._advantages(rewards, groups, chosen_R)
         self.state.history.note(rewards.visits(groups, self.settings.pass_rule, version))
         for rollout, advantage in zip(rollouts, advantages_R.tolist(), strict=True):
-            rollout.advantage, rollout.turn_advantages = advantage, ()
-        give_credit(self.settings.credit, groups)
+            rollout.advantage, rollout.token_advantages = advantage, None
+        give_credit(self.settings.credit, groups, self.ranks.gather)
         return advantages_R, fixed
 
     def _fixed_logprobs(self, rollouts: Sequence[Rollout]) -> FixedLogprobs:
@@ -280,7 +280,7 @@ class Learner:
         policy; it counts in the denominator all the same.
         """
         if not self.settings.objective.uses_every_completion:
-            learnt = [(each, advantage) for each, advantage in learnt if advantage != 0 or any(each.turn_advantages)]
+            learnt = [(each, advantage) for each, advantage in learnt if advantage != 0 or _has_credit(each)]
         return Step(
             rollouts=[rollout for rollout, _ in learnt],
             advantages=[advantage for _, advantage in learnt],
@@ -368,6 +368,11 @@ class Learner:
             "reward or a callback changes its weights, the generator samples at another temperature, in another "
             "precision or with other weights; mend that, set model.objective.correction, or raise the limit."
         )
+
+
+def _has_credit(rollout: Rollout) -> bool:
+    """Whether tokens of a rollout have advantages of their own."""
+    return rollout.token_advantages is not None and bool(rollout.token_advantages.any())
 
 
 def _num_trained(learnt: Sequence[tuple[Rollout, float]]) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import random_policy, table_rows
 from hand_made import Environment, full_logprobs, observed, relative_error
+from test_branching import RandomForks, check_forks
 from test_learner import gradient_of
 
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
@@ -337,6 +338,15 @@ def test_trajectories_of_turns_are_what_they_are_one_by_one(generator: Any, poli
             request = alone.request.after(alone.followed_by(tokens))
         check_equal(completion, alone)
         assert completion.text == alone.text
+
+
+def test_requests_that_begin_within_others_are_what_they_would_be_by_themselves(generator: Any, policy: Any) -> None:
+    sampling, forks = SamplingParams(max_tokens=24, max_observed=12), RandomForks(seed=6)
+    groups, _ = RolloutLoop(generator, listeners=[forks]).collect(PROMPTS, 2, sampling, seed=0)
+    found = {each.completion.request.key: each.completion for group in groups for each in group.rollouts}
+    assert forks.forked <= found.keys() and len(found) > 12
+    assert any(len(key[2]) > 2 for key in found)  # a fork of a fork
+    check_forks(found, forks.begun, policy, generator)
 
 
 def test_observed_tokens_are_gone_on_from_and_keep_their_place(generator: Any, policy: Any) -> None:

@@ -63,9 +63,9 @@ class Step:
 
     @property
     def credits(self) -> list[float | torch.Tensor]:
-        """The advantage of each rollout, or where its turns have their own, that of each token that is learnt from."""
+        """The advantage of each rollout, or where its tokens have their own, that of each that is learnt from."""
         return [
-            rollout.completion.of_turns(rollout.turn_advantages) if rollout.turn_advantages else advantage
+            advantage if rollout.token_advantages is None else rollout.token_advantages
             for rollout, advantage in zip(self.rollouts, self.advantages, strict=True)
         ]
 

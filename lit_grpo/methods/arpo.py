@@ -1,0 +1,188 @@
+"""ARPO (arXiv 2507.19849) and AEPO (2510.14545): turns after a tool's answer that surprise the policy branch.
+
+H_t is the mean of -log p, in nats, over the first ``tokens`` tokens of the t-th turn, as they were sampled, H_0 that of
+the first turn, and u a random number from 0 to 1. After a turn that answers a tool, one more completion begins with all
+that came before the turn, as long as the group has less than ``width`` members::
+
+    ARPO:   clip(u - alpha (H_t - H_0), 0, 1) <= threshold
+    AEPO:   clip((u + alpha (H_t - H_0)) max(0, 1 - 0.05 n), 0, 1) >= threshold
+
+n is how many turns of the path have branched one after another. Once no path of a group is left, fresh ones fill the
+width. Advantages are those of the run's estimator: a token before a branch is in each of its completions, and so is
+learnt from with the mean of theirs.
+
+u depends on the seed, the prompt, the path and the turn alone, so that a run that goes on draws the same. With the
+``width`` of ``model.num_generations`` it is plain GRPO.
+
+It deviates from the papers: their entropies are of the ten likeliest tokens and divided by the log of the vocabulary
+(with which their alpha of 0.2 is 0.2 / log V here), n counts rounds of a prompt, and AEPO chooses by a first rollout
+how many paths begin. AEPO's update (gradients of clipped tokens, advantages by entropy) is not here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lit_grpo.limits import Count, NotNegative, Share
+from lit_grpo.methods.branches import Branching, Forking
+from lit_grpo.plugins import Answer, RunFacts
+from lit_grpo.rollout.generator import StepEvents
+from lit_grpo.scheduling.flight import Flight
+from lit_grpo.trajectory import OBSERVED
+from lit_grpo.types import Completion, GroupKey, Key, Request, Trajectory
+
+
+@dataclass(frozen=True)
+class ARPO(Forking):
+    """Branch after answers of tools that surprise the policy.
+
+    ``model.num_generations`` is how many paths begin at the prompt. For example, 8 of them become 16 members::
+
+        model: {num_generations: 8}
+        rollout:
+          plugins: [{environments: {factory: my_env.py:Game}}, {arpo: {width: 16}}]
+
+    The environment has to have ``state`` and ``restore``; tools without an environment need nothing.
+
+    Args:
+        width: Members of a group.
+        tokens: Tokens at the beginning of a turn whose -log p is looked at.
+        alpha: Weight of the rise of entropy, a nat.
+        threshold: Of the random number that it is added to.
+    """
+
+    width: Count = 16
+    tokens: Count = 20
+    alpha: NotNegative = 0.2
+    threshold: Share = 0.5
+
+    def check(self, run: RunFacts) -> None:
+        """Check that there is room for branches, or none by intention.
+
+        Raises:
+            ValueError: Groups begin with more members than they may have.
+        """
+        if self.width < run.num_generations:
+            raise ValueError(
+                f"width is {self.width}, and model.num_generations is {run.num_generations}, which is how many paths "
+                "begin; give a width of as many or more, such as 16 for 8 paths."
+            )
+
+    def worker(self) -> TurnBrancher:
+        """Return what branches."""
+        return TurnBrancher(self)
+
+    def branches(self, draw: float, rise: float, num_before: int) -> bool:
+        """Whether a turn branches.
+
+        Args:
+            draw: A random number from 0 to 1.
+            rise: H_t - H_0.
+            num_before: Turns right before it that have branched.
+        """
+        return _clipped(draw - self.alpha * rise) <= self.threshold
+
+
+@dataclass(frozen=True)
+class AEPO(ARPO):
+    """Branch after answers of tools that surprise the policy, the less often the more has branched right before."""
+
+    def branches(self, draw: float, rise: float, num_before: int) -> bool:
+        """Whether a turn branches; see :meth:`ARPO.branches`."""
+        return _clipped((draw + self.alpha * rise) * max(0.0, 1 - 0.05 * num_before)) >= self.threshold
+
+
+def _clipped(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
+
+
+def turn_starts(trajectory: Trajectory) -> list[int]:
+    """Return the place of the first token of each turn."""
+    starts: list[int] = []
+    begin, in_turn = 0, False
+    for segment in trajectory.segments:
+        if segment.version is not None and not in_turn:
+            starts.append(begin)
+        begin, in_turn = begin + segment.num_tokens, segment.version is not None
+    return starts
+
+
+class TurnBrancher(Branching):
+    """Branches before turns.
+
+    Args:
+        settings: Which.
+    """
+
+    def __init__(self, settings: ARPO) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def begin(self, flight: Flight) -> None:
+        """Begin with no group."""
+        super().begin(flight)
+        self._members: dict[GroupKey, set[Key]] = {}
+        self._begun_with: dict[Key, int] = {}
+        self._in_a_row: Counter[Key] = Counter()  # turns that have branched one after another
+        self._pending: list[Request] = []
+
+    def requested(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Count the members of groups; none is away first."""
+        for request in requests:
+            self._members.setdefault(request.group, set()).add(request.key)
+        return ()
+
+    def step(self, events: StepEvents) -> Answer | None:
+        """Look at the turns that have ended; branches are asked for next time, or as their group would be whole."""
+        answer = self._answer()
+        for completion in events.finished:
+            self._look_at(completion)
+        return answer
+
+    def _look_at(self, completion: Completion) -> None:
+        """Ask for a branch before the last turn of a completion, where that is to be."""
+        request, settings = completion.request, self.settings
+        starts = turn_starts(completion)
+        if len(starts) < 2 or starts[-1] == self._begun_with.get(request.key):
+            return
+        members = self._members.setdefault(request.group, {request.key})
+        first, last = (self._entropy(completion, start) for start in (starts[0], starts[-1]))
+        draw = random.Random(f"{request.seed}/{request.key}/{len(starts)}").random()
+        if not settings.branches(draw, last - first, self._in_a_row[request.key]):
+            self._in_a_row[request.key] = 0
+            return
+        self._in_a_row[request.key] += 1
+        if len(members) < settings.width:
+            made = self.branch(request, completion.until(starts[-1]))
+            members.add(made.key)
+            self._begun_with[made.key], self._in_a_row[made.key] = starts[-1], self._in_a_row[request.key]
+            self._pending.append(made)
+
+    def _entropy(self, completion: Completion, start: int) -> float:
+        """Estimate the entropy at the beginning of a turn, in nats."""
+        sampled_T = completion.versions_T[start : start + self.settings.tokens] != OBSERVED
+        num_tokens = int(sampled_T.long().cumprod(0).sum())  # the turn may be shorter
+        return -float(completion.logprobs_T[start : start + num_tokens].double().mean())
+
+    def finish(self, completion: Completion) -> Answer | None:
+        """Fill the width of a group with fresh paths, once none of it is left."""
+        group = completion.request.group
+        asked = any(request.group == group for request in self._pending)
+        if not asked and not self._flight.num_of(group):
+            members = self._members.setdefault(group, {completion.request.key})
+            self._pending += [self.branch(completion.request) for _ in range(self.settings.width - len(members))]
+        return self._answer()
+
+    def idle(self) -> Answer | None:
+        """Ask for branches."""
+        return self._answer()
+
+    def _answer(self) -> Answer | None:
+        submit, self._pending = self._pending, []
+        return Answer(submit=submit) if submit else None
+
+
+PLUGINS = {"arpo": ARPO(), "aepo": AEPO()}

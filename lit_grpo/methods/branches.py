@@ -1,0 +1,67 @@
+"""What plug-ins have in common whose completions begin within others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lit_grpo.plugins import Plugin, Worker
+from lit_grpo.scheduling.flight import Flight
+from lit_grpo.types import EMPTY, Key, Request, RolloutGroup, SamplePath, Trajectory
+
+
+class Forking(Plugin):
+    """A plug-in that lets completions begin within others, and so is the only one of its kind in a run."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Groups that are sampled whole at once, without another one of its kind."""
+        own = {"whole_groups", "whole_rollouts", "separate_completions", "restorable_environments"}
+        return super().needs | own
+
+    @property
+    def changes(self) -> Mapping[str, str]:
+        """Completions have beginnings in common."""
+        return {"separate_completions": "lets completions begin within others"}
+
+
+class Branching(Worker):
+    """Names completions that begin within others, and counts them and the tokens that they share.
+
+    A branch has the path of its parent and one number more, counted for each parent.
+    """
+
+    forks = True
+
+    def __init__(self) -> None:
+        self._numbers: Counter[Key] = Counter()
+        self._num_members = self._num_branches = self._num_saved = 0
+
+    def begin(self, flight: Flight) -> None:
+        """Begin with no group."""
+        Branching.__init__(self)
+        self._flight = flight
+
+    def next_path(self, parent: Key, num_saved: int) -> SamplePath:
+        """Return the path of a further branch, which begins with so many tokens that its parent has sampled."""
+        number = self._numbers[parent]
+        self._numbers[parent] += 1
+        self._num_branches += num_saved > 0
+        self._num_saved += num_saved
+        return (*parent[2], number)
+
+    def branch(self, request: Request, prefix: Trajectory = EMPTY) -> Request:
+        """Return a request that goes on from ``prefix``, a part of what ``request`` has come to; or a fresh one."""
+        return replace(request, path=self.next_path(request.key, prefix.num_sampled), prefix=prefix)
+
+    def whole(self, group: RolloutGroup) -> None:
+        """Count its members."""
+        self._num_members += len(group.rollouts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of members that began within others, and the tokens that were not sampled for them again."""
+        return {
+            "rollout/branched_share": self._num_branches / max(self._num_members, 1),
+            "rollout/branched_tokens_saved": float(self._num_saved),
+        }
