@@ -1,8 +1,9 @@
 """What a tree of rollouts saves, against the share of tokens that its leaves have in common.
 
-Each prompt has a tree of depth three: eight leaves, all equally long, that divide in two at three places. The update
-takes the same leaves once with every common prefix computed once and once completion by completion (the prompt is
-shared on both sides), interleaved; the best that sharing can do is the quotient of the tokens.
+Each prompt has a tree of depth three: eight leaves, all equally long, that divide in two at three places. The rollout
+decodes the leaves in as many slots as there are prompts, forking what is being decoded, beside as many completions that begin at the prompt. The
+update takes the same leaves with every common prefix computed once, beside completion by completion; the prompt is
+shared on both sides. Both sides by turns. The best that sharing can do is the quotient of the tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +23,22 @@ from benchmarks.report import Claim, Options, Row, finish, note, parse_options
 if TYPE_CHECKING:
     import torch
 
-    from lit_grpo.types import Rollout
+    from lit_grpo.types import Prompt, Rollout
 
 VOCAB_SIZE, PROMPT_TOKENS, NEVER = 1000, 64, 10**9
 SAVED = (0.0, 0.25, 0.5, 0.7)  # of the leaves' tokens
 
 
 def main(options: Options) -> int:
-    """Measure update by update at each share of common tokens."""
-    from dataclasses import replace
-
-    num_prompts, num_tokens, repeats, sizes = (2, 60, 2, "smallest") if options.quick else (2, 288, 5, "7M")
+    """Measure rollout and update at each share of common tokens."""
+    num_prompts, num_tokens, repeats, sizes = (2, 60, 2, "smallest") if options.quick else (4, 192, 5, "7M")
     model = random_qwen3(replace(TO_UPDATE[sizes], vocab_size=VOCAB_SIZE), options.device).train()
     rows: list[Row] = []
     claims: list[Claim] = []
     for share in SAVED:
-        leaves = [leaf for number in range(num_prompts) for leaf in _leaves(number, num_tokens, share)]
-        row = _compare(model, leaves, repeats)
+        between = int(share * 8 * num_tokens / 17)  # of 24 stretches in 8 leaves 1 + 2 + 4 are computed
+        leaves = [leaf for number in range(num_prompts) for leaf in _leaves(number, num_tokens, between)]
+        row = _compare(model, leaves, repeats) | _compare_rollouts(model, num_prompts, num_tokens, between, repeats)
         rows.append(row)
         note(f"{share:.0%} in common: {row}")
         claims.append(
@@ -61,15 +62,20 @@ def main(options: Options) -> int:
     return finish("trees", options, settings, rows, claims)
 
 
-def _leaves(number: int, num_tokens: int, share: float) -> list[Rollout]:
-    """Return the leaves of a prompt's tree, of which ``share`` of all tokens is saved when prefixes are shared."""
-    from lit_grpo.types import Completion, Prompt, Request, Rollout, SamplingParams
+def _prompt(number: int) -> Prompt:
+    from lit_grpo.types import Prompt
 
     rng = random.Random(number)
+    return Prompt(str(number), tuple(rng.randrange(2, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)), "")
+
+
+def _leaves(number: int, num_tokens: int, between: int) -> list[Rollout]:
+    """Return the leaves of a prompt's tree, which divide after so many tokens, again and again."""
+    from lit_grpo.types import Completion, Request, Rollout, SamplingParams
+
+    rng, prompt = random.Random(number), _prompt(number)
     token = partial(rng.randrange, 2, VOCAB_SIZE)
-    prompt = Prompt(str(number), tuple(token() for _ in range(PROMPT_TOKENS)), "")
     paths: list[list[int]] = [[]]
-    between = round(share * 8 * num_tokens / 17)  # 8 T leaf tokens, of which 1 + 2 + 4 for 24 stretches are left
     for _ in range(3):
         trunks = [[*path, *(token() for _ in range(between))] for path in paths]
         paths = [trunk for trunk in trunks for _ in range(2)]
@@ -107,6 +113,73 @@ def _compare(model: Any, leaves: Sequence[Rollout], repeats: int) -> Row:
         "reached": round(speed_up / ideal, 3),
         "difference": float(difference),
     }
+
+
+def _compare_rollouts(model: Any, num_prompts: int, num_tokens: int, between: int, repeats: int) -> Row:
+    tree = partial(_rollout, model, num_prompts, num_tokens, between)
+    alone = partial(_rollout, model, num_prompts, num_tokens, 0)
+    tree(), alone()
+    pairs = [(tree(), alone()) for _ in range(repeats)]
+    seconds, seconds_alone = (statistics.median(pair[side][1] for pair in pairs) for side in (0, 1))
+    decoded, decoded_alone = pairs[0][0][0], pairs[0][1][0]
+    return {
+        "decoded": decoded,
+        "decoded_alone": decoded_alone,
+        "rollout_s": round(seconds, 4),
+        "rollout_alone_s": round(seconds_alone, 4),
+        "rollout_speed_up": round(seconds_alone / seconds, 3),
+        "rollout_ideal": round(decoded_alone / decoded, 3),
+    }
+
+
+def _rollout(model: Any, num_prompts: int, num_tokens: int, between: int) -> tuple[int, float]:
+    """Decode eight leaves of each prompt in a slot for each; return how many tokens were decoded, and the seconds."""
+    from benchmarks.make_tiny import make_tokenizer
+    from lit_grpo.plugins import Answer, Listener
+    from lit_grpo.policy.spec import PolicySpec
+    from lit_grpo.rollout.loop import RolloutLoop
+    from lit_grpo.rollout.slots.generator import SlotGenerator
+    from lit_grpo.types import SamplingParams
+
+    class Divider(Listener):
+        """Divides each request after ``between`` tokens, three times."""
+
+        forks = True
+
+        def begin(self, flight: Any) -> None:
+            self.flight, self.depths = flight, dict[Any, int]()
+
+        def step(self, events: Any) -> Answer:
+            forks: dict[Any, list[tuple[int, ...]]] = {}
+            for key, tokens in self.flight.progress().items():
+                depth = self.depths.get(key, 0)
+                if between and depth < 3 and tokens == (depth + 1) * between:
+                    path = (*key[2], depth)
+                    self.depths[key] = self.depths[(*key[:2], path)] = depth + 1
+                    forks[key] = [path]
+            return Answer(fork=forks)
+
+    class Endless(PolicySpec):
+        """A policy whose completions end at their limit alone."""
+
+        @property
+        def eos_ids(self) -> Sequence[int]:
+            return (-1,)
+
+    model.eval()
+    generator = SlotGenerator(num_prompts)
+    generator.start(Endless(model, make_tokenizer()))
+    generator.load_weights(model.named_parameters(), 0)
+    prompts = [_prompt(number) for number in range(num_prompts)]
+    begin = time.perf_counter()
+    groups, stats = RolloutLoop(generator, listeners=[Divider()]).collect(
+        prompts, 1 if between else 8, SamplingParams(max_tokens=num_tokens), 0
+    )
+    seconds = time.perf_counter() - begin
+    assert [len(group.rollouts) for group in groups] == [8] * num_prompts
+    generator.close()
+    model.train()
+    return int(sum(stats.lengths)), seconds
 
 
 def _update(model: Any, leaves: Sequence[Rollout], least_shared: int) -> tuple[torch.Tensor, int, float]:

@@ -63,6 +63,7 @@ def test_the_gpu_path_of_trls_head_computes_the_same_on_a_cpu(monkeypatch: pytes
     [
         "update_memory",
         "shared_prefix",
+        "trees",
         "update_gpu",
         "weight_sync",
         "lora_sync",
