@@ -1,9 +1,9 @@
 """What a tree of rollouts saves, against the share of tokens that its leaves have in common.
 
 Each prompt has a tree of depth three: eight leaves, all equally long, that divide in two at three places. The rollout
-decodes the leaves in as many slots as there are prompts, forking what is being decoded, beside as many completions that begin at the prompt. The
-update takes the same leaves with every common prefix computed once, beside completion by completion; the prompt is
-shared on both sides. Both sides by turns. The best that sharing can do is the quotient of the tokens.
+decodes the leaves in as many slots as there are prompts, and forks what is being decoded; beside it as many completions
+begin at the prompt. The update takes the same leaves with every common prefix computed once, beside completion by
+completion; the prompt is shared on both sides. The best that sharing can do is the quotient of the tokens.
 """
 
 from __future__ import annotations
