@@ -36,6 +36,8 @@ from lit_grpo.methods import shipped
 
 SEEDS = (0, 1, 2)
 MOST_UPDATES = 1000
+REFUSED = 2
+"""The exit code of a command line that is refused; others are of signals."""
 Case = tuple[str, str, int]
 """Task, method and seed."""
 
@@ -287,7 +289,9 @@ def _train(task: Task, name: str, method: str, seed: int) -> Row | None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             curves = train_here(run, Path(folder) / run.name)
-        except SystemExit:
+        except SystemExit as end:
+            if end.code != REFUSED:
+                raise
             said = (Path(folder) / run.name / "output.txt").read_text()
             note(f"{name}, {method}, seed {seed} is refused:\n{said[-2000:]}")
             return None

@@ -147,6 +147,25 @@ def test_a_call_runs_what_is_not_there_and_passes_over_what_this_checkout_lacks(
     assert "absent is passed over: this checkout has no plug-in no_such_plugin." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [2, 143])
+def test_a_refused_run_is_passed_over_and_a_signal_ends_all(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(run: object, folder: Path) -> Curves:
+        folder.mkdir()
+        (folder / "output.txt").write_text("error: such a method.")
+        raise SystemExit(code)
+
+    monkeypatch.setattr(methods, "train_here", train)
+    asked = ["--task", "demo", "--method", "grpo", "pods", "--seed", "3", "--output", str(tmp_path / "r.json")]
+    if code == 2:
+        assert main(asked) == 1
+        assert "demo, pods, seed 3 is refused:\nerror: such a method." in capsys.readouterr().err
+    else:
+        with pytest.raises(SystemExit, match="143"):
+            main(asked)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_set_as_the_command_line_takes_it(method: str) -> None:
     beside = METHODS[method]
