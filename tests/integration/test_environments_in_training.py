@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversations import chat_tokenizer, chatty_policy
 from test_environment_adapters import Counting, Die, Higher
 
 import lit_grpo
+from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
