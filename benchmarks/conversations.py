@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,7 @@ NUM_GROUPS, GROUP_SIZE = 4, 4
 NUM_SLOTS = 16
 LONGEST = 3072
 """Tokens of a prompt with its conversation."""
+History = Literal["appended", "rerendered"]
 WORDS = ("the", "answer", "is", "here,", "go on.", "\n\n", " ", "<b>", "42", "ü", "…", "</think>", "{}", "tool")
 
 
@@ -220,8 +221,14 @@ GENERATORS: dict[str, Callable[[], Generator]] = {
 }
 
 
-def play(family: str, make: Callable[[], Generator], num_conversations: int) -> Played:
+def play(family: str, make: Callable[[], Generator], num_conversations: int, history: History = "appended") -> Played:
     """Play conversations by a family's template, each alone in its group, and then some in groups of several.
+
+    Args:
+        family: Of the template.
+        make: The generator.
+        num_conversations: How many are alone.
+        history: See :class:`lit_grpo.environments.Environments`.
 
     Raises:
         ValueError: TRL, whose wheel has the template, is not installed.
@@ -231,7 +238,7 @@ def play(family: str, make: Callable[[], Generator], num_conversations: int) -> 
         raise ValueError(f"The chat template of {family} comes with TRL, which is not installed.")
     tokenizer = chat_tokenizer(template, FAMILIES[family])
     policy, chat = chatty_policy(tokenizer), Calling(tokenizer)
-    worker = Environments(factory=Talkative, max_turns=MOST_TURNS).worker()
+    worker = Environments(factory=Talkative, max_turns=MOST_TURNS, history=history).worker()
     worker.prepare(tokenizer, {})
     worker.chat = chat
     renderer = PromptRenderer(conversing=worker, max_prompt_tokens=LONGEST)

@@ -31,7 +31,7 @@ def test_tokens_learnt_are_tokens_sampled_in_random_conversations(family: str) -
     """Each is what a float64 forward of the whole gives; observed ones have no gradient and are in no number."""
     if template_of(family) is None:
         pytest.skip("TRL, whose wheel has the templates, is not installed")
-    assert wrong(check(play(family, GENERATORS["slots"], NUM_CONVERSATIONS))) == []
+    assert wrong(check(play(family, GENERATORS["slots"], NUM_CONVERSATIONS)), "slots") == []
 
 
 # ---- calls --------------------------------------------------------------------------------------------
