@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,10 +20,11 @@ from lit_grpo.environments import Environments
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.tools import Tool
+from lit_grpo.plugins import Answer, Listener
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import Generator, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
-from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, RolloutGroup, SamplingParams
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>")
 SPECIAL += ("<|end_header_id|>", "<|eot_id|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -38,7 +41,7 @@ FAMILIES = {"qwen3": "<|im_end|>", "qwen2_5": "<|im_end|>", "llama3_1": "<|eot_i
 """Chat templates, with the token that ends a turn."""
 MOST_TURNS = 16
 SAMPLING = SamplingParams(max_tokens=200, max_observed=1600)
-NUM_GROUPS, GROUP_SIZE = 4, 4
+NUM_GROUPS, GROUP_SIZE, MOST_OF_SIBLINGS = 4, 4, 3
 NUM_SLOTS = 16
 LONGEST = 3072
 """Tokens of a prompt with its conversation."""
@@ -145,14 +148,13 @@ class Calling(Chat):
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self.num_read = 0
         self.said: set[tuple[int, ...]] = set()
 
     def read(self, token_ids: Sequence[int], before: Sequence[int], tools: Mapping[str, Tool]) -> Turn:
         """Read a turn, and make calls of it."""
         turn = super().read(token_ids, before, tools)
-        self.num_read += 1
-        calls = (Call("tell", {}),) * (1 + self.num_read % 2) if self.num_read % 3 else ()
+        number = zlib.crc32(repr(list(token_ids)).encode())
+        calls = (Call("tell", {}),) * (1 + number % 2) if number % 3 else ()
         return Turn(turn.content, turn.reasoning, calls)
 
     def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -166,6 +168,20 @@ class Calling(Chat):
     def _noted(self, observed: list[int]) -> list[int]:
         self.said.add(tuple(observed))
         return observed
+
+
+class EndsSiblings(Listener):
+    """Ends all trajectories of a group but the first after ``MOST_OF_SIBLINGS`` turns."""
+
+    def __init__(self) -> None:
+        self._turns: Counter[Key] = Counter()
+
+    def turn(self, completion: Completion) -> Answer | None:
+        """Let no other listener hear of the turn that is the last."""
+        key = completion.request.key
+        self._turns[key] += 1
+        ends = completion.request.path != (0,) and self._turns[key] == MOST_OF_SIBLINGS
+        return Answer() if ends else None
 
 
 @dataclass
@@ -252,7 +268,7 @@ def play(family: str, make: Callable[[], Generator], num_conversations: int, his
     try:
         generator.load_weights(generator.weights(), 0)
         played = Played(policy, [], [], said=chat.said)
-        loop = RolloutLoop(_noted(generator, played.order), listeners=[worker])
+        loop = RolloutLoop(_noted(generator, played.order), listeners=[EndsSiblings(), worker])
         played.alone = loop.collect(prompts[:num_conversations], 1, SAMPLING, seed=0)[0]
         played.siblings = loop.collect(prompts[num_conversations:], GROUP_SIZE, SAMPLING, seed=0)[0]
     finally:
