@@ -24,6 +24,7 @@ from lit_grpo.plugins import Answer, Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import OBSERVED, Completion, Prompt, Request, Rollout, RolloutGroup, SamplingParams, Trajectory
+from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.logprobs.reference import Reference, ReferenceSettings
 from lit_grpo.update.objective.controllers import EntropyBonus
 from lit_grpo.update.objective.kl import KLTerm
@@ -265,6 +266,7 @@ EVERY = Objective(kl=KLTerm(0.1), entropy=EntropyBonus(0.05))
         (Objective(kl=KLTerm(0.1, place="reward")), {}),
         (Objective(top_entropy_quantile=0.5), {}),
         (Objective("dr_grpo"), {}),
+        (Objective(), {"advantages": Advantages("least_variance")}),
     ],
 )
 def test_rows_with_all_that_was_before_them_are_the_one_row_they_stand_for(
