@@ -132,6 +132,7 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         **rollout.prompt.extra,
         "completion": rollout.completion.text,
         **({} if rollout.completion.episode is None else {"messages": rollout.completion.episode.messages}),
+        **({"rows": len(rollout.completion.contexts)} if rollout.completion.contexts else {}),
         "tokens": rollout.completion.num_sampled,
         "finish": rollout.completion.finish_reason,
         "reward": rollout.reward,

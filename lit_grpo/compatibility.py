@@ -28,6 +28,7 @@ REQUIREMENTS: dict[str, str] = {
     "own_devices": "a generator with devices of its own",
     "keeps_kv": "a generator that can keep keys and values over a sync of weights",
     "prompt_stream": "prompts from lit_grpo.data.PromptDataModule",
+    "one_row": "each completion to be learnt from in one row",
     "one_step_per_batch": "one optimizer step on each batch",
     "all_tokens": "all tokens of a step to choose from",
     "all_ranks": "the whole batch, of all ranks, before its first gradient",

@@ -34,6 +34,8 @@ class Answer:
             names them in ``finish``, ``abort`` or ``drop``. Their slots are free meanwhile, and their groups open.
         finish: Completions of requests that are away.
         again: These are away, and begin again after their prefixes: what was sampled after those is lost.
+        rewritten: These are away, and go on after other tokens than those they have come to: the listener keeps what
+            they have sampled, and puts it together in what it names in ``finish``.
     """
 
     submit: Sequence[Request] = ()
@@ -45,6 +47,7 @@ class Answer:
     hold: Sequence[Key] = ()
     finish: Sequence[Completion] = ()
     again: Sequence[Request] = ()
+    rewritten: Sequence[Request] = ()
 
 
 class Listener:

@@ -82,15 +82,20 @@ class Trajectory:
     A token takes eight bytes, and there are no tensors until they are asked for: ``logprobs_T`` is then the memory that
     is kept, the others are copies. Ids, log-probs and versions can be assigned as a whole.
 
+    Where its turns were sampled after other tokens than those before them here, such as a conversation whose earlier
+    turns were written again without their reasoning, ``contexts`` has for each turn the tokens between the prompt and
+    it, and ``rows`` what it is learnt from in.
+
     Args:
         token_ids_T: Tensor, array or sequence.
         logprobs_T: Likewise.
         versions_T: Likewise.
         trained_T: Likewise; all that were sampled by default.
         entropy: See above.
+        contexts: See above; none where every turn was sampled after all that is before it.
     """
 
-    __slots__ = ("_memory", "_num_tokens", "entropy", "segments")
+    __slots__ = ("_memory", "_num_tokens", "contexts", "entropy", "segments")
 
     def __init__(
         self,
@@ -99,11 +104,13 @@ class Trajectory:
         versions_T: Values = (),
         trained_T: Values | None = None,
         entropy: float = math.nan,
+        contexts: Sequence[Sequence[int]] = (),
     ) -> None:
         self._memory, self._num_tokens = bytearray(), 0  # ids (int32), then log-probs (float32)
         self.token_ids_T, self.logprobs_T = token_ids_T, logprobs_T
         self.segments = _segments(versions_T, trained_T)
         self.entropy = entropy
+        self.contexts = tuple(map(tuple, contexts))
 
     @classmethod
     def blank(cls, num_tokens: int, version: int = 0) -> Trajectory:
@@ -180,16 +187,43 @@ class Trajectory:
     def turns(self) -> list[list[int]]:
         """The tokens of each turn: a stretch of sampled tokens, between two that were observed."""
         token_ids: list[int] = self.token_ids_T.tolist()
-        turns: list[list[int]] = []
+        return [token_ids[begin:end] for begin, end in self._places_of_turns()]
+
+    def _places_of_turns(self) -> list[tuple[int, int]]:
+        """Where each turn begins and ends."""
+        places: list[tuple[int, int]] = []
         begin, in_turn = 0, False
         for segment in self.segments:
             end, is_sampled = begin + segment.num_tokens, segment.version is not None
             if is_sampled and in_turn:
-                turns[-1] += token_ids[begin:end]
+                places[-1] = (places[-1][0], end)
             elif is_sampled:
-                turns.append(token_ids[begin:end])
+                places.append((begin, end))
             begin, in_turn = end, is_sampled
-        return turns
+        return places
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """What it is learnt from in: itself, or where it has ``contexts``, each turn after its own.
+
+        Together they have each sampled token once.
+        """
+        if not self.contexts:
+            return [self]
+        columns = [values.tolist() for values in (self.token_ids_T, self.logprobs_T, self.versions_T, self.trained_T)]
+        rows: list[Trajectory] = []
+        for context, (begin, end) in zip(self.contexts, self._places_of_turns(), strict=True):
+            token_ids, logprobs, versions, trained = (values[begin:end] for values in columns)
+            number = len(context)
+            row = Trajectory(
+                token_ids_T=[*context, *token_ids],
+                logprobs_T=[*[0.0] * number, *logprobs],
+                versions_T=[*[OBSERVED] * number, *versions],
+                trained_T=[*[False] * number, *trained],
+                entropy=self.entropy,
+            )
+            rows.append(row)
+        return rows
 
     def of_turns(self, values: Sequence[float]) -> torch.Tensor:
         """Give each token that is learnt from the value of its turn, float32.
@@ -236,7 +270,7 @@ class Trajectory:
     def take(self, other: Trajectory) -> None:
         """Become what another is, and share its memory."""
         self._memory, self._num_tokens = other._memory, other._num_tokens
-        self.segments, self.entropy = other.segments, other.entropy
+        self.segments, self.entropy, self.contexts = other.segments, other.entropy, other.contexts
 
     def until(self, num_tokens: int) -> Trajectory:
         """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
@@ -246,7 +280,7 @@ class Trajectory:
 
     def masked(self) -> Trajectory:
         """Return the same tokens, of which none is learnt from."""
-        part = Trajectory(self.token_ids_T, self.logprobs_T, entropy=self.entropy)
+        part = Trajectory(self.token_ids_T, self.logprobs_T, entropy=self.entropy, contexts=self.contexts)
         part.segments = tuple(segment._replace(trained=False) for segment in self.segments)
         return part
 

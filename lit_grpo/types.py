@@ -262,6 +262,7 @@ class Completion(Trajectory):
         text: The tokens that were sampled, as text.
         entropy: See :class:`Trajectory`.
         trained_T: Likewise.
+        contexts: Likewise.
 
     Attributes:
         episode: What its environment has to say of it, where it has one.
@@ -279,8 +280,9 @@ class Completion(Trajectory):
         text: str = "",
         entropy: float = math.nan,
         trained_T: Values | None = None,
+        contexts: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().__init__(token_ids_T, logprobs_T, versions_T, trained_T, entropy)
+        super().__init__(token_ids_T, logprobs_T, versions_T, trained_T, entropy, contexts)
         self.request = request
         self.finish_reason: FinishReason = finish_reason
         self.text = text
@@ -326,6 +328,26 @@ class Rollout:
     advantage: float = math.nan
     turn_rewards: tuple[float, ...] = ()
     token_advantages: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def rows(self) -> list[Rollout]:
+        """What it is learnt from in: itself, or where its completion has ``contexts``, a rollout for each turn.
+
+        Each of these has its advantage, or the turn's, and a path of its own.
+        """
+        if not self.completion.contexts:
+            return [self]
+        request, rows = self.completion.request, self.completion.rows
+        return [
+            replace(
+                self,
+                completion=Completion.of(
+                    replace(request, path=(*request.path, turn)), row, self.completion.finish_reason
+                ),
+                turn_advantages=self.turn_advantages[turn : turn + 1],
+            )
+            for turn, row in enumerate(rows)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,64 +1,17 @@
-"""Chat tokenizers of families, made on the spot, and a generator that says what a test tells it to."""
+"""A generator that says what a test tells it to, and what environments make of that."""
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.conversations import chat_tokenizer
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
-
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>")
-SPECIAL += ("<|end_header_id|>", "<|eot_id|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
-PLAIN = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
-    "{% if message.content %}{{ message.content }}{% endif %}"
-    "{% for call in message.tool_calls or [] %}"
-    "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}"
-    "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML as SmolLM2 has it, with calls; it shows no tools."""
-FAMILIES = {"qwen3": "<|im_end|>", "qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>", "smollm2": "<|im_end|>"}
-TRL = find_spec("trl")
-
-
-def template_of(family: str) -> str | None:
-    """The chat template of a family, as the installed TRL has it; None without TRL."""
-    if family == "smollm2":
-        return PLAIN
-    if TRL is None or TRL.origin is None:
-        return None
-    return (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
-
-
-@functools.cache
-def chat_tokenizer(template: str = PLAIN, end: str = "<|im_end|>") -> Any:
-    """A byte-level BPE tokenizer with merges, special tokens and a chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
-    words = "the answer of a tool is here, and the user says: go on.\n\n" * 4
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)  # pyright: ignore
-    tokenizer.train_from_iterator([words], trainer)
-    tokenizer.add_special_tokens([AddedToken(each, special=not each.endswith(("call>", "think>"))) for each in SPECIAL])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token="<|endoftext|>")
-    made.chat_template = template
-    return made
-
 
 Says = Callable[[Request, int], str]
 """What a request says in its n-th turn, counted from 0."""
@@ -150,21 +103,3 @@ def only(groups: Sequence[RolloutGroup]) -> Completion:
 def text_of(completion: Completion) -> str:
     """All that the policy read and wrote."""
     return chat_tokenizer().decode([*completion.request.prompt.token_ids, *completion.token_ids_T.tolist()])
-
-
-def chatty_policy(tokenizer: Any, sharpness: float = 6.0) -> torch.nn.Module:
-    """A random policy of a tokenizer's size that ends its turns soon."""
-    from conftest import random_policy
-
-    end: int = tokenizer.eos_token_id
-    policy: Any = random_policy(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=4096,
-        eos_token_id=end,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
-    with torch.no_grad():
-        states = policy.model(torch.arange(10, 200)[None]).last_hidden_state[0].mean(0)
-        policy.lm_head.weight[end] = states * (sharpness / states.pow(2).sum())
-    return policy

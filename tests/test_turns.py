@@ -262,6 +262,7 @@ def test_a_request_may_begin_again(make: Any) -> None:
         ),
         (lambda _: Answer(go_on=[Request(PROMPTS[0], (9,), SAMPLING)]), "is not away; hold it first"),
         (lambda _: Answer(finish=[Request(PROMPTS[0], (9,), SAMPLING).ended("stop")]), "is not away; hold it first"),
+        (lambda _: Answer(rewritten=[Request(PROMPTS[0], (9,), SAMPLING)]), r"rewrites .* is not away; hold it first"),
     ],
 )
 def test_answers_that_cannot_be_are_refused(act: Any, message: str, make: Any) -> None:

@@ -158,13 +158,16 @@ class Chat:
 
     # ---- before anything is sampled --------------------------------------------------------------------
 
-    def check(self, schemas: Sequence[Mapping[str, Any]], calls: bool, responds: bool) -> list[str]:
+    def check(
+        self, schemas: Sequence[Mapping[str, Any]], calls: bool, responds: bool, rewrites: bool = False
+    ) -> list[str]:
         """Try the turns that will come, with reasoning in them and without; return what the user has to know.
 
         Args:
             schemas: Of tools.
             calls: Whether turns may call tools.
             responds: Whether the user may answer.
+            rewrites: Whether each turn is sampled after the conversation as the template writes it then.
 
         Raises:
             ValueError: The chat template refuses an answer, or does not show it.
@@ -193,10 +196,21 @@ class Chat:
                     )
                 if not self._extends(before, answer):
                     changed.append(f"{what}{' to a turn with reasoning' * thought}")
-        if changed:
+        differs = f"The chat template writes earlier turns differently after {' and '.join(changed)}"
+        if rewrites and changed:
             told.append(
-                f"The chat template writes earlier turns differently after {' and '.join(changed)}; here they stay as "
-                "they were sampled, reasoning among them. What serves the policy later has to keep them too."
+                f"{differs}; with history rerendered each turn is sampled after the conversation as it is written "
+                "then, and is a row of its own in the update."
+            )
+        elif rewrites:
+            told.append(
+                "With history rerendered each turn is a row of its own in the update; the chat template only adds to "
+                "conversations, so that history appended does the same in one row."
+            )
+        elif changed:
+            told.append(
+                f"{differs}; here they stay as they were sampled, reasoning among them. What serves the policy later "
+                "has to keep them too."
             )
         return told
 

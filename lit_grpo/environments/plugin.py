@@ -12,13 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import CallFormatName
 from lit_grpo.environments.chat import Chat
 from lit_grpo.environments.contract import COLUMN, Factory, Kind, make_kinds
-from lit_grpo.environments.session import Limits, Outcome, Session
+from lit_grpo.environments.session import Limits, Outcome, RewritingSession, Session
 from lit_grpo.environments.workers import Calls
 from lit_grpo.limits import Count, Limit, Number
 from lit_grpo.plugins import Answer, Plugin, RunFacts, Worker
@@ -58,6 +58,22 @@ class Environments(Plugin):
         num_threads: How many calls run at a time, those of async functions apart.
         calls: How the policy writes calls: ``qwen``, ``hermes``, ``llama`` or ``json``; by default what the tokenizer's
             ``response_template`` or its chat template says.
+        history: What a turn is sampled after. ``appended``: all that was sampled and observed before it, as it was,
+            in one row of the update. ``rerendered``: the conversation as the chat template writes it at that time,
+            perhaps without the reasoning of earlier turns; each turn is then a row of its own in the update, and what
+            serves the policy later may use the template as it is.
+
+    Example:
+        For a policy that is to forget what it thought in earlier turns, as Qwen3's chat template has it::
+
+            rollout:
+              plugins:
+              - environments: {factory: my_env.py:Game, history: rerendered}
+
+        A trajectory counts once in its group, with one reward, and each of its turns has its advantage; the update
+        reads each turn's conversation again, so that its work grows with the square of the turns.
+        ``model.sampling.max_observed`` then limits the conversation before each turn, ``max_tokens`` all turns
+        together.
     """
 
     role: ClassVar[str] = "what turns are answered by"
@@ -72,15 +88,36 @@ class Environments(Plugin):
     retries: Number = 2
     num_threads: Count = 64
     calls: CallFormatName | None = None
+    history: Literal["appended", "rerendered"] = "appended"
 
     @property
     def needs(self) -> frozenset[str]:
-        """Prompts that show tools are rendered by the data module."""
-        return frozenset({"prompt_stream"})
+        """Prompts that show tools are rendered by the data module; a conversation that is rewritten is in one rollout.
+
+        Earlier turns are not in a request's prefix then, so that no other rollout could go on from that.
+        """
+        return frozenset({"prompt_stream"} | ({"whole_rollouts"} if self._rewrites else set[str]()))
+
+    @property
+    def remedy(self) -> str:
+        """The other history."""
+        return "set its history to appended" if self._rewrites else ""
+
+    @property
+    def _rewrites(self) -> bool:
+        return self.history == "rerendered"
 
     @property
     def changes(self) -> Mapping[str, str]:
-        """Where an environment has no ``state``, nothing can begin in the middle of an episode."""
+        """Turns that are sampled after other tokens than each other are learnt from apart.
+
+        Nothing can begin in the middle of such an episode, nor where an environment has no ``state``.
+        """
+        if self._rewrites:
+            return {
+                "one_row": "makes each turn a row of its own",
+                "restorable_environments": "writes the conversation again for each turn",
+            }
         lacking = [kind.name for kind in self._kinds().values() if not kind.can_be_restored]
         has = f"has {' and '.join(lacking)}, to which state and restore would have to be added"
         return {"restorable_environments": has} if lacking else {}
@@ -107,7 +144,8 @@ class Environments(Plugin):
             trajectory_timeout_s=self.trajectory_timeout_s,
             retries=self.retries,
         )
-        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls)
+        begin = RewritingSession if self._rewrites else Session
+        return EnvironmentWorker(self._kinds(), limits, self.num_threads, self.calls, begin)
 
     def _kinds(self) -> dict[str | None, Kind]:
         given = [self.tools] if isinstance(self.tools, str) or callable(self.tools) else self.tools
@@ -218,6 +256,7 @@ class EnvironmentWorker(Worker):
                 schemas=[schema for kind in kinds for schema in kind.schemas],
                 calls=any(kind.tools for kind in kinds),
                 responds=any(kind.responds for kind in kinds),
+                rewrites=self._begin is RewritingSession,
             )
         except ValueError as error:
             raise ValueError(f"rollout.plugins environments: {error}") from None
@@ -261,7 +300,7 @@ class EnvironmentWorker(Worker):
         self._counts.clear()
         self._snapshots.clear()
         self._waited_s = self._lasted_s = 0.0
-        self._num_turns = self._num_ended = self._num_restarted = 0
+        self._num_turns = self._num_rows = self._num_ended = self._num_restarted = 0
 
     def requested(self, requests: Sequence[Request]) -> list[Request]:
         """Let each request begin with an environment of its own, which is reset first."""
@@ -339,6 +378,7 @@ class EnvironmentWorker(Worker):
     def _answer(self) -> Answer:
         """Take what has come of trajectories of this rollout, and leave what is of another one to that."""
         go_on: list[Request] = []
+        rewritten: list[Request] = []
         again: list[Request] = []
         finish: list[Completion] = []
         drop: list[Key] = []
@@ -353,12 +393,14 @@ class EnvironmentWorker(Worker):
                 continue
             if outcome.error is not None:
                 raise outcome.error
-            session.waits = False
+            session.took()
             going = outcome.goes_on or outcome.begins
             if going is not None and self._flight.forks:
                 self._keep_snapshot(session, going)
             if outcome.goes_on is not None:
                 go_on.append(outcome.goes_on)
+            elif outcome.rewritten is not None:
+                rewritten.append(outcome.rewritten)
             elif outcome.begins is not None:
                 again.append(outcome.begins)
             elif outcome.finished is not None:
@@ -367,7 +409,7 @@ class EnvironmentWorker(Worker):
                 drop.append(key)
                 del self.sessions[key]
         self._outcomes.extend(of_others)
-        return Answer(go_on=go_on, again=again, finish=finish, drop=drop)
+        return Answer(go_on=go_on, rewritten=rewritten, again=again, finish=finish, drop=drop)
 
     def finish(self, completion: Completion) -> None:
         """A trajectory has ended, perhaps in the middle; its environment is kept until it has been scored."""
@@ -376,10 +418,14 @@ class EnvironmentWorker(Worker):
             return
         session.stop()
         if completion.episode is None:  # another has ended it
+            whole = session.whole(completion)
+            completion.take(whole)
+            completion.request, completion.text = whole.request, whole.text
             completion.episode = session.episode()._replace(turn_rewards=())
         self._ended.append((session, completion))
         self._num_ended += 1
         self._num_turns += session.num_turns
+        self._num_rows += max(len(completion.contexts), 1)
         self._waited_s += session.waited_s
         self._lasted_s += time.monotonic() - session.began
 
@@ -407,6 +453,7 @@ class EnvironmentWorker(Worker):
         names += ("failures", "retries", "dropped", "timeouts")
         return {
             "environments/turns": self._num_turns / ended,
+            "environments/rows": self._num_rows / ended,
             "environments/waiting_share": self._waited_s / self._lasted_s if self._lasted_s else math.nan,
             "environments/restarted": float(self._num_restarted),
             **{f"environments/{name}": float(self._counts[name]) for name in names},

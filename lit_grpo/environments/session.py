@@ -7,15 +7,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.rendering import with_added
 from lit_grpo.environments.calls import BrokenCall, Call
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
 from lit_grpo.environments.workers import Calls, CallTimeout, TooManyHang
 from lit_grpo.rewards.function import read_value
 from lit_grpo.rewards.loading import error_text
-from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request
+from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
@@ -48,6 +50,7 @@ class Outcome:
     """What has become of a request that is away: one of these, or none where it is to be dropped."""
 
     goes_on: Request | None = None
+    rewritten: Request | None = None
     begins: Request | None = None
     finished: Completion | None = None
     error: BaseException | None = None
@@ -78,6 +81,7 @@ class Session:
         counts: What has happened in this rollout, by name.
 
     Attributes:
+        said: What the environment has said at its reset.
         num_tokens: Of what it has come to, as far as the environment knows.
         waits: Whether the environment is at work, or what came of it has not been taken.
         waited_s: Seconds in which the environment was at work.
@@ -93,6 +97,7 @@ class Session:
     environment: Any = None
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    said: str = ""
     num_turns: int = 0
     num_tokens: int = 0
     num_failed: int = 0
@@ -113,6 +118,14 @@ class Session:
         """Let the environment answer a turn."""
         self.num_tokens, self._has_sampled = completion.num_tokens, True
         self._do(self._answered(completion))
+
+    def took(self) -> None:
+        """The rollout has taken what has come of the last turn, or of the reset."""
+        self.waits = False
+
+    def whole(self, completion: Completion) -> Completion:
+        """Return all that the trajectory has come to, of what a request has."""
+        return completion
 
     def close(self) -> Future[None] | None:
         """Let go of the environment for good; return what it is closed by, where it has a ``close``."""
@@ -171,13 +184,13 @@ class Session:
 
     async def _reset(self) -> Outcome:
         self._spent_s, self.num_turns, self.messages, self.turn_rewards = 0.0, 0, [], []
-        said = ""
+        said = self.said = ""
         if self.kind.type is not None:
             self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
             reset, arguments = self.environment.reset, self.kind.arguments(self.request.prompt.columns)
             is_async = _is_async(self.kind, "reset")
             told = await self._guarded("is reset", lambda: reset(**arguments), is_async, self.limits.reset_timeout_s)
-            said = "" if told is None else text_of(told, f"{self.kind.name}.reset")
+            said = self.said = "" if told is None else text_of(told, f"{self.kind.name}.reset")
         observed = self.chat.opening(self.request.prompt, said, self.kind.schemas)
         most = self.request.sampling.max_observed
         if len(observed) > most:
@@ -227,16 +240,18 @@ class Session:
         self.messages += answers
         if not answers or await self._is_done():
             return await self._over(completion, "stop")
-        observed = self.chat.following(answers, sampled[-1])
-        sampling = completion.request.sampling
-        if (
-            self.num_turns == self.limits.max_turns
-            or completion.num_observed + len(observed) > sampling.max_observed
-            or completion.num_sampled >= sampling.max_tokens
-        ):
+        outcome = self._goes_on(completion, self.chat.following(answers, sampled[-1]))
+        is_full = completion.num_sampled >= completion.request.sampling.max_tokens
+        if self.num_turns == self.limits.max_turns or is_full or outcome is None:
             self.counts["cut_short"] += 1
             del self.messages[len(self.messages) - len(answers) :]
             return await self._over(completion, "length")
+        return outcome
+
+    def _goes_on(self, completion: Completion, observed: Sequence[int]) -> Outcome | None:
+        """Go on after a turn and what follows it; None where more would be observed than may be."""
+        if completion.num_observed + len(observed) > completion.request.sampling.max_observed:
+            return None
         request = completion.request.after(completion.followed_by(observed))
         self.num_tokens = request.prefix.num_tokens
         return Outcome(goes_on=request)
@@ -377,6 +392,93 @@ class Session:
         text, is_cut = self.chat.shorten(text, self.limits.max_answer_tokens)
         self.counts["shortened_answers"] += is_cut
         return text
+
+
+class _Before(NamedTuple):
+    """What a trajectory has come to before a turn.
+
+    Args:
+        turns: Those before it, and what followed them.
+        text: What they say.
+        contexts: Of these turns and of the one that is sampled.
+    """
+
+    turns: Trajectory = EMPTY
+    text: str = ""
+    contexts: tuple[tuple[int, ...], ...] = ((),)
+
+
+@dataclass(eq=False)
+class RewritingSession(Session):
+    """A trajectory whose conversation is written by the chat template again before each turn.
+
+    The request of a turn has the conversation as its prefix, all of it observed, and random numbers of its own. What
+    the trajectory has come to is put together here: the turns as they were sampled, each with the conversation before
+    it among :attr:`lit_grpo.types.Trajectory.contexts`, and between two of them what the answer added to the first.
+    """
+
+    _before: _Before = field(default_factory=_Before)
+    _next: _Before = field(default_factory=_Before)  # once the rollout has taken the outcome
+
+    def took(self) -> None:
+        """The next turn begins."""
+        super().took()
+        self._before = self._next
+
+    def whole(self, completion: Completion) -> Completion:
+        """Return all turns, of what the request of the last one has; as many tokens as may be sampled of it."""
+        before, begin = self._before, len(self._before.contexts[-1])
+        sampled: list[int] = completion.token_ids_T[begin:].tolist()
+        room = self.request.sampling.max_tokens - before.turns.num_sampled
+        is_cut = len(sampled) > room
+        logprobs: list[float] = completion.logprobs_T[begin : begin + room].tolist()
+        turns = before.turns.followed_by(sampled[:room], logprobs, completion.newest_version or 0)
+        turns.contexts = before.contexts if sampled else before.contexts[:-1]
+        said = "" if is_cut else completion.text
+        said = said or str(self.chat.tokenizer.decode(sampled[:room], skip_special_tokens=True))
+        reason = "length" if is_cut else completion.finish_reason
+        return Completion.of(self.request, turns, reason, before.text + said)
+
+    async def _reset(self) -> Outcome:
+        outcome = await super()._reset()
+        request = outcome.begins or outcome.goes_on
+        assert request is not None, "a reset lets the trajectory begin"
+        self._next = _Before(contexts=(tuple(request.prefix.token_ids_T.tolist()),))
+        return outcome
+
+    async def _turn(self, completion: Completion) -> Outcome:
+        return await super()._turn(self.whole(completion))
+
+    def _goes_on(self, completion: Completion, observed: Sequence[int]) -> Outcome | None:
+        context = self._written()
+        if len(context) > completion.request.sampling.max_observed:
+            return None
+        contexts = (*self._before.contexts, tuple(context))
+        self._next = _Before(turns=completion.followed_by(observed), text=completion.text, contexts=contexts)
+        seed = self.request.seed + self.num_turns  # a turn may stand where an earlier one has stood
+        request = replace(self.request, seed=seed, prefix=EMPTY.followed_by(context))
+        self.num_tokens = len(context)
+        return Outcome(rewritten=request)
+
+    def _written(self) -> list[int]:
+        """Return the tokens of the conversation after those of the prompt.
+
+        Raises:
+            ValueError: The chat template refuses it, or changes the prompt.
+        """
+        prompt = self.request.prompt
+        begins = prompt.messages or [{"role": "user", "content": ""}]
+        begins = with_added(begins, self.said) if self.said else begins
+        try:
+            context = self.chat.beginning(prompt, [*begins, *self.messages], self.kind.schemas)
+        except UnusableRow as error:
+            raise ValueError(f"The conversation that goes on from {prompt.prompt_id} {error}.") from None
+        if context is None:
+            raise ValueError(
+                f"The chat template changes the prompt of {prompt.prompt_id} once the conversation has gone on, and a "
+                "trajectory keeps its prompt; leave history of the plug-in environments at appended."
+            )
+        return context
 
 
 def text_of(said: Any, who: str) -> str:

@@ -41,8 +41,8 @@ class Replay(Plugin):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Members join whole groups, and older policies sampled their tokens."""
-        return frozenset({"whole_groups", "ratios_to_sampler"})
+        """Members join whole groups, older policies sampled their tokens, and what is kept of each is one row."""
+        return frozenset({"whole_groups", "ratios_to_sampler", "one_row"})
 
     @property
     def changes(self) -> Mapping[str, str]:

@@ -416,7 +416,7 @@ def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
 
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
-    names = ("token_ids_T", "logprobs_T", "versions_T", "trained_T", "entropy")
+    names = ("token_ids_T", "logprobs_T", "versions_T", "trained_T", "entropy", "contexts")
     return {name: getattr(trajectory, name) for name in names}
 
 

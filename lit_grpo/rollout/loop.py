@@ -341,6 +341,9 @@ class _Rollout:
             self._come_back(request)
         for request in answer.again:
             self._begin_again(request)
+        for request in answer.rewritten:
+            self._away_request(request.key, "rewrites")
+            self._wait_again(request)
         for completion in answer.finish:
             job = job_of(self._away_request(completion.request.key, "finishes"))
             self._flight.drop(job.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -64,9 +64,11 @@ class PolicyPasses:
     ) -> dict[Key, torch.Tensor]:
         """Measure every token that is learnt from under the policy, or under a model that is lent for it.
 
+        A completion of several rows has its values under its own key and those of its rows.
+
         Where the budget is open and the memory of a rank runs out, all of them start again with half of it.
         """
-        with_tokens = [rollout for rollout in rollouts if rollout.completion.num_trained]
+        with_tokens = [row for rollout in rollouts for row in rollout.rows if row.completion.num_trained]
         no_advantages = [0.0] * len(with_tokens)
         while True:
             values: dict[Key, torch.Tensor] | None = None
@@ -82,7 +84,7 @@ class PolicyPasses:
                     raise
             short = self.budget is not None and bool(self.ranks.max(float(values is None)))
             if values is not None and not short:
-                return values
+                return values | _of_several_rows(rollouts, values)
             self.halve_budget(with_tokens)
 
     def gradient(
@@ -180,3 +182,13 @@ class PolicyPasses:
             tokens = estimate_tokens(self.policy, free_bytes(self.device), settings.shares_prefix, is_selective)
             self.budget = MicroBatchSize(int(-self.ranks.max(-tokens)))
         return max(self.budget.tokens, least_tokens(rollouts, settings.shares_prefix))
+
+
+def _of_several_rows(rollouts: Sequence[Rollout], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    """Return what was measured of completions that are learnt from in several rows, one row after another."""
+    keys = {
+        rollout.completion.request.key: [row.completion.request.key for row in rollout.rows]
+        for rollout in rollouts
+        if rollout.completion.contexts and rollout.completion.num_trained
+    }
+    return {key: torch.cat([values[row] for row in rows if row in values]) for key, rows in keys.items()}

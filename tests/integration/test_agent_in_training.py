@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import lightning.pytorch as pl
 import pytest
-from conversations import chat_tokenizer, chatty_policy
 
 import lit_grpo
+from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.plugins import Listener
 from lit_grpo.tasks.calculator import calculate
 from lit_grpo.types import Completion

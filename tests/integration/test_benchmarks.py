@@ -215,6 +215,7 @@ def test_the_simulation_of_vllm_plan_gives_the_steps_of_the_engine() -> None:
         "length_prediction",
         "decode_gpu",
         "turns",
+        "conversation_tokens",
     ],
 )
 def test_the_other_benchmarks_run(name: str, tmp_path: Path) -> None:

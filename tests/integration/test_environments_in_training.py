@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import random
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversations import chat_tokenizer, chatty_policy
 from test_environment_adapters import Counting, Die, Higher
 
 import lit_grpo
+from benchmarks.conversations import chat_tokenizer, chatty_policy
 from lit_grpo.environments.adapters import OpenEnv
 from lit_grpo.environments.calls import Call, Turn
 from lit_grpo.environments.chat import Chat
@@ -177,6 +178,39 @@ def test_turns_of_a_game_get_credit_of_their_own(rule: str, folder: str) -> None
     prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
     rows = train(folder, prompts, [], rule, factory=Catch)
     assert max(logged(rows, "grad_norm")) > 0  # by what turns earned, whatever became of the ball
+
+
+def test_conversations_that_are_rerendered_train_and_samples_say_so(folder: str) -> None:
+    prompts = [{"prompt": "Play.", "seed": number} for number in range(4)]
+    rows = train(folder, prompts, [], "mt_grpo", factory=Catch, history="rerendered")
+    assert max(logged(rows, "grad_norm")) > 0 and logged(rows, "environments/dropped") == [0, 0]
+    assert (
+        logged(rows, "environments/rows") == logged(rows, "environments/turns")
+        and min(logged(rows, "environments/rows")) > 1
+    )
+    assert max(logged(rows, "sampling/logprob_gap_mean")) < 1e-5  # each turn is learnt from after what it was sampled
+    (file,) = Path().glob("**/samples.jsonl")
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    turns = [sum(message["role"] == "assistant" for message in sample["messages"]) for sample in samples]
+    assert [sample["rows"] for sample in samples] == turns
+
+
+def test_an_objective_of_whole_completions_is_refused_where_turns_are_rows(folder: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"model\.objective\.normalization sequence needs each completion to be learnt from in one row, ",
+    ):
+        lit_grpo.train(
+            folder,
+            [{"prompt": "Play.", "seed": 1}],
+            [],
+            max_steps=1,
+            batch_size=1,
+            objective={"loss": "grpo"},
+            sampling={"max_tokens": 9, "max_observed": 400},
+            callbacks={"rollout": {"plugins": [{"environments": {"factory": Catch, "history": "rerendered"}}]}},
+            trainer={"accelerator": "cpu"},
+        )
 
 
 def test_python_names_an_environment_and_tools_and_its_reward_decides_who_passes(folder: str) -> None:

@@ -158,13 +158,12 @@ def taking_part_and_learnt(
 
     Those without an advantage (NaN) or a token to learn from, and those that are not kept, count in nothing. Those that
     ended at the limit on their length count as completions, but their tokens do not, where ``mask_truncated`` (DAPO's
-    overlong filtering; as in TRL).
+    overlong filtering; as in TRL). Those learnt from are rows, of which a completion may have several.
     """
     pairs = zip(rollouts, advantages, strict=True)
     valid = [(r, a) for r, a in pairs if a == a and r.kept and r.completion.num_trained]
-    if not mask_truncated:
-        return valid, valid
-    return valid, [(r, a) for r, a in valid if r.completion.finish_reason != "length"]
+    learnt = [(r, a) for r, a in valid if not mask_truncated or r.completion.finish_reason != "length"]
+    return valid, [(row, a) for r, a in learnt for row in r.rows]
 
 
 def log_baseline_weights(rollouts: Sequence[Rollout], scores: Mapping[Key, torch.Tensor]) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Correction:
     @property
     def needs(self) -> frozenset[str]:
         """What it needs, by words of :data:`lit_grpo.compatibility.REQUIREMENTS`."""
-        return frozenset({"sampled_log_probs"} if self.active else ())
+        of_sequence = {"one_row"} if self.mode.startswith(("sequence", "geometric")) else set[str]()
+        return frozenset({"sampled_log_probs"} | of_sequence if self.active else ())
 
     @property
     def truncates(self) -> bool:

@@ -166,6 +166,7 @@ class Objective:
             Part(f"model.objective.correction.mode {self.correction.mode}", needs=self.correction.needs),
             Part(f"model.objective.step_size.rule {self.step_size.rule}", needs=self.step_size.needs),
             self._proximal_part,
+            *self._one_row_parts,
             *self.kl.parts,
         ]
         if self.top_entropy_quantile < 1:
@@ -175,6 +176,19 @@ class Objective:
             name = f"model.objective.entropy with normalization {self.normalized_by}"
             parts.append(Part(name, needs=frozenset({"all_ranks"})))
         return parts
+
+    @property
+    def _one_row_parts(self) -> list[Part]:
+        """What takes all tokens of a completion together."""
+        together = {
+            "ratio sequence": self.ratio_level == "sequence",
+            "normalization sequence": self.normalized_by == "sequence",
+            "off_policy_threshold": self.off_policy_threshold is not None,
+            "off_policy_kl": self.off_policy_kl is not None,
+            "proximal snapshots": self.proximal_policy == "snapshots",
+        }
+        needs = frozenset({"one_row"})
+        return [Part(f"model.objective.{name}", needs, chosen=chosen) for name, chosen in together.items()]
 
     @property
     def _clashes(self) -> list[Clash]:
