@@ -242,6 +242,10 @@ def test_the_next_batch_of_the_stream_has_that_size() -> None:
         (SHARDS, "whole weights on each rank, and trainer.strategy fsdp2 leaves a shard of them there; take ddp"),
         (LearnerSettings(**SETTINGS, num_iterations=2).parts()[-1], "one optimizer step on each batch, and .* takes 2"),
         (
+            LearnerSettings(**SETTINGS, sequence_parallel_size=2).parts()[-1],
+            "prompts of its own on each rank, and model.sequence_parallel_size 2 lets ranks share the tokens of each",
+        ),
+        (
             LearnerSettings(**SETTINGS, max_tokens_per_micro_batch="auto").parts()[-1],
             "micro-batches of a fixed number of tokens, and .* auto halves the number",
         ),
