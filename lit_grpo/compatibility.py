@@ -37,6 +37,7 @@ REQUIREMENTS: dict[str, str] = {
     "token_scores": "the squared norm of the gradient of each token's log-probability",
     "history": "what earlier visits of each prompt showed",
     "unsharded_weights": "whole weights on each rank",
+    "own_prompts": "prompts of its own on each rank",
     "fixed_token_budget": "micro-batches of a fixed number of tokens",
     "kl_term": "a KL term",
     "own_reference": "a reference whose weights are its own",

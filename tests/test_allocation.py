@@ -257,6 +257,7 @@ def test_rules_have_names_fields_and_class_paths() -> None:
         "dars_equal",
         "dars_hardness",
         "balanced",
+        "xrpo",
     ]
     assert plugin("uniform").first(at(0.2, None), 6) == [6, 6]
 

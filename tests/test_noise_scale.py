@@ -16,11 +16,24 @@ from test_learner import make_learner
 
 from lit_grpo.budgets.batch_size import BatchSizer, SquaredNorm
 from lit_grpo.budgets.history import PromptHistory
+from lit_grpo.compatibility import SHARDS, Part
 from lit_grpo.data.loaders import PromptLoader
 from lit_grpo.methods import make_plugins
 from lit_grpo.methods.noise_scale import Goodput, NoiseScale, NormTest, Sizer, estimate
+from lit_grpo.plugins import RunFacts
 from lit_grpo.rollout.session import RolloutSession
 from lit_grpo.types import PassRule, RolloutGroup
+from lit_grpo.update.advantages.estimator import Advantages
+from lit_grpo.update.learner_settings import LearnerSettings
+from lit_grpo.update.objective.objective import Objective
+
+SETTINGS: dict[str, Any] = {
+    "objective": Objective(),
+    "advantages": Advantages(),
+    "weights": {"exact": 1.0},
+    "temperature": 1.0,
+    "max_tokens": 20,
+}
 
 
 def norms_of(gradients_PD: np.ndarray, ends: Sequence[Sequence[int]]) -> list[SquaredNorm]:
@@ -221,6 +234,30 @@ def test_the_next_batch_of_the_stream_has_that_size() -> None:
     session.sizer.num_prompts = 5
     session.open(PromptHistory(), loader)
     assert [len(drawn(next(batches))) for _ in range(2)] == [5, 5] and loader.state_dict()["prompts_consumed"] == 8
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (SHARDS, "whole weights on each rank, and trainer.strategy fsdp2 leaves a shard of them there; take ddp"),
+        (LearnerSettings(**SETTINGS, num_iterations=2).parts()[-1], "one optimizer step on each batch, and .* takes 2"),
+        (
+            LearnerSettings(**SETTINGS, sequence_parallel_size=2).parts()[-1],
+            "prompts of its own on each rank, and model.sequence_parallel_size 2 lets ranks share the tokens of each",
+        ),
+        (
+            LearnerSettings(**SETTINGS, max_tokens_per_micro_batch="auto").parts()[-1],
+            "micro-batches of a fixed number of tokens, and .* auto halves the number",
+        ),
+    ],
+)
+def test_what_it_needs_of_a_run_is_told(part: Part, sentence: str) -> None:
+    facts = RunFacts(num_prompts=4, num_generations=8, max_tokens=20, updates_per_batch=1)
+    RolloutSession(make_plugins(["noise_scale"])).check(facts, [])
+    with pytest.raises(ValueError, match=rf"^rollout\.plugins noise_scale needs {sentence}"):
+        RolloutSession(make_plugins(["noise_scale"])).check(facts, [part])
+    with pytest.raises(ValueError, match="norm_test and goodput, which both decide how many prompts a batch has"):
+        make_plugins(["norm_test", "goodput"])
 
 
 @pytest.mark.parametrize(

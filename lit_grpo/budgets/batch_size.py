@@ -64,4 +64,4 @@ class BatchSize(Plugin):
     def needs(self) -> frozenset[str]:
         """Steps on whole batches, whose gradients each rank has whole."""
         once = {"one_step_per_batch", "whole_rollouts", "prompt_stream"}
-        return frozenset(once | {"unsharded_weights", "fixed_token_budget"})
+        return frozenset(once | {"unsharded_weights", "fixed_token_budget", "own_prompts"})

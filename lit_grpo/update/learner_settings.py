@@ -87,7 +87,8 @@ class LearnerSettings:
         parts = [*self.objective.parts, *self.advantages.parts]
         if self.sequence_parallel_size > 1:
             name = f"model.sequence_parallel_size {self.sequence_parallel_size}"
-            parts.append(Part(name, needs=frozenset({"all_ranks", "fixed_token_budget"})))
+            changes = {"own_prompts": "lets ranks share the tokens of each"}
+            parts.append(Part(name, needs=frozenset({"all_ranks", "fixed_token_budget"}), changes=changes))
         if self.max_tokens_per_micro_batch == "auto":
             changes = {"fixed_token_budget": "halves the number wherever the memory of a rank runs out"}
             parts.append(Part("model.max_tokens_per_micro_batch auto", changes=changes, remedy="give a number"))
