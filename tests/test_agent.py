@@ -40,6 +40,7 @@ TOOL = {
     },
 }
 ASKED = {"role": "user", "content": "Guess."}
+ENDS = [7, chat_tokenizer().eos_token_id]
 
 
 class Client:
@@ -78,6 +79,7 @@ def user(content: str) -> dict[str, Any]:
 def worker_of(run: Any, **options: Any) -> AgentWorker:
     worker = Agent(run=run, **options).worker()
     worker.prepare(chat_tokenizer(), {})
+    worker.start(ENDS)
     return worker
 
 
@@ -164,7 +166,8 @@ def test_the_token_route_goes_on_from_ids_alone() -> None:
         client = Client(f"{root}/v1", api_key, **{"X-Session-ID": session_id})
         token_ids = tokenizer("<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
         for more in ("\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n", ""):
-            answered = client.generate(token_ids, model="m", sampling_params={"logprobs": 1, "stop_token_ids": [5]})
+            asked = {"logprobs": 1, "stop_token_ids": [tokenizer.eos_token_id]}  # as verifiers' client does
+            answered = client.generate(token_ids, model="m", sampling_params=asked)
             seen.append(answered.json())
             token_ids += answered.json()["choices"][0]["token_ids"] + tokenizer(more)["input_ids"]
         return float("add nothing" in refusal(client.generate(token_ids)))
@@ -281,6 +284,12 @@ def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[A
     [
         ({"n": 2}, "n can be 1 alone here, not 2; leave it out."),
         ({"stop": "\n"}, r"The run does not stop at ['\n']; name them in model.sampling.stop."),
+        (
+            {"sampling_params": {"stop_token_ids": [*ENDS, 5]}},
+            f"The run does not stop at the token ids [5] of stop_token_ids, but at {ENDS}; leave them out, or add them",
+        ),
+        ({"stop_token_ids": 5}, "The run does not stop at the token ids [5]"),
+        ({"sampling_params": {"ignore_eos": True}}, "ignore_eos can be False alone here, not True; leave it out."),
         ({"response_format": {"type": "json_object"}}, "response_format can be {'type': 'text'} alone here"),
         ({"tools": [TOOL]}, "The tools are not those that were shown at the start."),
         ({"tools": [{"name": "add"}]}, "tools are no list of"),
@@ -609,6 +618,72 @@ def test_an_aborted_trajectory_ends_its_agent() -> None:
     assert over.wait(20) and said == ["turn 0", 404]
     assert completion.finish_reason == "abort" and completion.episode is not None and completion.episode.reward is None
     assert worker.metrics()["environments/refused_requests"] == 0
+    worker.close()
+
+
+class Drops(Listener):
+    """Leaves out what is decoded, and what is away once it is told to."""
+
+    def __init__(self, told: Sequence[Any]) -> None:
+        self.told = told
+
+    def begin(self, flight: Any) -> None:
+        self.flight = flight
+
+    def step(self, events: StepEvents) -> Answer | None:
+        return Answer(drop=self.flight.active) if not events.finished else None
+
+    def idle(self) -> Answer | None:
+        return Answer(drop=[request.key for request in self.flight.away]) if self.told else None
+
+
+def dropped(worker: EnvironmentWorker, told: Sequence[Any], generator: Callable[..., Scripted] = Scripted) -> None:
+    """A rollout whose only trajectory is left out of its group."""
+    loop = RolloutLoop(generator(chat_tokenizer(), numbered), listeners=[worker, Drops(told)])
+    (group,), _ = loop.collect(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, seed=0)
+    assert group.rollouts == [] and not worker.sessions
+
+
+def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_closed() -> None:
+    happened: list[str] = []
+    over = threading.Semaphore(0)
+
+    class Working:
+        async def run(self, base_url: str, api_key: str, **columns: Any) -> None:
+            await asyncio.to_thread(Client(base_url, api_key).say, ASKED)
+            happened.append("asked")
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                happened.append("cancelled")
+                over.release()
+                raise
+
+        def close(self) -> None:
+            happened.append("closed")
+            over.release()
+
+    worker = worker_of(Working)
+    dropped(worker, happened)
+    assert over.acquire(timeout=20) and over.acquire(timeout=20)
+    assert sorted(happened) == ["asked", "cancelled", "closed"]
+    assert worker.metrics()["environments/retries"] == worker.metrics()["environments/dropped"] == 0
+    worker.close()
+
+
+def test_an_agent_whose_trajectory_is_dropped_while_the_policy_answers_is_told_that_it_is_over() -> None:
+    told: list[Any] = []
+    over = threading.Event()
+
+    def solve(base_url: str, api_key: str, **columns: Any) -> None:
+        client = Client(base_url, api_key)
+        told.append(refusal(client.chat(ASKED), 410))
+        told.append(client.chat(ASKED).status_code)
+        over.set()
+
+    worker = worker_of(solve)
+    dropped(worker, told, Endless)
+    assert over.wait(20) and told == ["This trajectory is over, or was never begun.", 404]
     worker.close()
 
 

@@ -17,7 +17,7 @@ from lit_grpo.data.chat import UnusableRow
 from lit_grpo.environments import EnvironmentFailed, Environments
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
-from lit_grpo.plugins import RunFacts
+from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.rollout.buffer import RolloutBuffer, group_requests
@@ -53,6 +53,60 @@ class Guess:
 
     def get_reward(self) -> float:
         return float(self.right)
+
+
+class DropsAway(Listener):
+    """Leaves out what is away, once it is told to."""
+
+    def __init__(self, told: threading.Event) -> None:
+        self.told = told
+
+    def begin(self, flight: Any) -> None:
+        self.flight = flight
+
+    def idle(self) -> Answer | None:
+        return Answer(drop=[request.key for request in self.flight.away]) if self.told.is_set() else None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_environment_whose_trajectory_is_dropped_is_closed_after_its_call_and_asked_no_more(fails: bool) -> None:
+    happened: list[str] = []
+    calling, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Guess):
+        @property
+        def done(self) -> bool:
+            happened.append("done")
+            return False
+
+        def reset(self, number: int, **_: Any) -> str:
+            happened.append("reset")
+            return super().reset(number)
+
+        def guess(self, number: int) -> str:
+            """Guess the number.
+
+            Args:
+                number: Your guess.
+            """
+            calling.set()
+            goes_on.wait(20)
+            happened.append("guessed")
+            if fails:
+                raise ConnectionError("gone")
+            return ""
+
+        def close(self) -> None:
+            happened.append("closed")
+            closed.set()
+
+    worker = worker_of(Slow)
+    loop = RolloutLoop(Scripted(chat_tokenizer(), counting), listeners=[worker, DropsAway(calling)])
+    (group,), _ = loop.collect(prompts_of(worker, [{"prompt": "?", "number": 3}]), 1, SAMPLING, seed=0)
+    assert group.rollouts == [] and not worker.sessions and happened == ["reset"]
+    goes_on.set()
+    worker.close()
+    assert closed.is_set() and happened == ["reset", "guessed", "closed"]
 
 
 def counting(request: Request, turn: int) -> str:

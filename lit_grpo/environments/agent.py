@@ -181,8 +181,13 @@ class AgentWorker(EnvironmentWorker):
     def __init__(self, kind: AgentKind, limits: Limits, num_threads: int, form: str | None) -> None:
         from lit_grpo.environments.endpoint import Endpoint
 
-        begin = functools.partial(AgentSession, endpoint=Endpoint(), tell=self._tell)
+        self._endpoint = Endpoint()
+        begin = functools.partial(AgentSession, endpoint=self._endpoint, tell=self._tell)
         super().__init__({None: kind}, limits, num_threads, form, begin)
+
+    def start(self, eos_ids: Sequence[int]) -> None:
+        """Learn at which tokens turns end."""
+        self._endpoint.ends = tuple(eos_ids)
 
     def adds(self, row: Mapping[str, Any]) -> bool:
         """Whether the agent may write the prompt: always."""
@@ -226,17 +231,11 @@ class AgentSession(Session):
     endpoint: Endpoint
     tell: Callable[[str], None]
     _attempt: _Attempt | None = None
-    _is_stopped: bool = False
 
     def stop(self) -> None:
-        """The trajectory has ended: its agent is answered nothing any more."""
-        self._is_stopped = True
+        """The trajectory has ended: its agent is cancelled where it is async, and answered nothing any more."""
+        super().stop()
         self._end_attempt()
-
-    def close(self) -> Future[None] | None:
-        """End the agent's work, and let go of its object; return what that is closed by, where it has a ``close``."""
-        self.stop()
-        return super().close()
 
     def _let_go(self) -> Future[None] | None:
         self._end_attempt()
@@ -271,7 +270,7 @@ class AgentSession(Session):
         begun = asyncio.Event()
         attempt = _Attempt(dialogue, begun, asyncio.create_task(self._run(given, begun)))
         self._attempt = attempt
-        if self._is_stopped:  # meanwhile
+        if self._is_over:  # meanwhile
             self._end_attempt()
             raise asyncio.CancelledError
         return attempt

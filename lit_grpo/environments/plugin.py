@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -157,6 +157,7 @@ class EnvironmentWorker(Worker):
         self.sessions: dict[Key, Session] = {}
         self._ended: list[tuple[Session, Completion]] = []  # in this rollout
         self._before: list[tuple[Session, Completion]] = []  # in the last one
+        self._closing: list[Future[None]] = []  # of trajectories that were dropped
         self._kept: dict[Key, dict[str, Any]] = {}  # of a checkpoint
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
@@ -229,6 +230,7 @@ class EnvironmentWorker(Worker):
         """A rollout begins; environments of the one before the last have been scored."""
         self._flight = flight
         self._let_go(self._before)
+        self._closing = [future for future in self._closing if not future.done()]
         self._before, self._ended = self._ended, []
         self._counts.clear()
         self._waited_s = self._lasted_s = 0.0
@@ -315,7 +317,6 @@ class EnvironmentWorker(Worker):
                 finish.append(outcome.finished)
             else:
                 drop.append(key)
-                del self.sessions[key]
         self._outcomes.extend(of_others)
         return Answer(go_on=go_on, again=again, finish=finish, drop=drop)
 
@@ -332,6 +333,12 @@ class EnvironmentWorker(Worker):
         self._num_turns += session.num_turns
         self._waited_s += session.waited_s
         self._lasted_s += time.monotonic() - session.began
+
+    def dropped(self, request: Request) -> None:
+        """A trajectory has been left out of its group, by whatever: its environment is let go."""
+        session = self.sessions.pop(request.key, None)
+        if session is not None and (closing := session.close()) is not None:
+            self._closing.append(closing)
 
     def end(self, failed: bool) -> None:
         """Let go of all environments where the rollout has failed: what they were told of it is void."""
@@ -389,7 +396,7 @@ class EnvironmentWorker(Worker):
         """End all environments, and what calls them."""
         sessions = [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]
         closing = [future for session in sessions if (future := session.close()) is not None]
-        wait(closing, timeout=CLOSING_S)
+        wait([*closing, *self._closing], timeout=CLOSING_S)
         self.sessions.clear()
         self._before, self._ended = [], []
         if self._calls is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections import Counter, deque
@@ -100,6 +101,8 @@ class Session:
     waited_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
     told_failure: Callable[[str], None] = lambda _: None
+    _work: Future[None] | None = None  # beside decoding
+    _is_over: bool = False
     _spent_s: float = 0.0  # of trajectory_timeout_s
     _has_sampled: bool = False  # since the request has begun
 
@@ -115,11 +118,18 @@ class Session:
         self._do(self._answered(completion))
 
     def close(self) -> Future[None] | None:
-        """Let go of the environment for good; return what it is closed by, where it has a ``close``."""
-        return self._let_go()
+        """Let go of the environment for good; return what it is closed by, where it has a ``close``.
+
+        A call that is being made comes to its end first, and no other one is made.
+        """
+        self.stop()
+        if self._work is None or self._work.done():
+            return self._let_go()
+        return self.calls.start(self._closed_after(self._work))
 
     def stop(self) -> None:
         """The trajectory has ended; its environment is kept until it has been scored."""
+        self._is_over = True
 
     def _let_go(self) -> Future[None] | None:
         environment, self.environment = self.environment, None
@@ -147,7 +157,7 @@ class Session:
 
     def _do(self, work: Any) -> None:
         self.waits = True
-        self.calls.start(self._told(work))
+        self._work = self.calls.start(self._told(work))
 
     async def _told(self, work: Any) -> None:
         """Do some work, and tell what has come of it."""
@@ -343,6 +353,8 @@ class Session:
 
     async def _within(self, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None) -> Any:
         """Make a call within its limit and that of the trajectory."""
+        if self._is_over:
+            raise asyncio.CancelledError
         limit_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
         left_s = self.limits.trajectory_timeout_s - self._spent_s
         return await self.calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self._spend)
@@ -363,6 +375,11 @@ class Session:
             return False
         self.counts["retries"] += 1
         return True
+
+    async def _closed_after(self, work: Future[None]) -> None:
+        await asyncio.wait([asyncio.wrap_future(work)])
+        if (closing := self._let_go()) is not None:
+            await asyncio.wrap_future(closing)
 
     async def _closed(self, environment: Any) -> None:
         try:

@@ -344,7 +344,9 @@ class _Rollout:
             answers += [listener.finish(completion) for listener in self._listeners]
             answers += self._whole(self._buffer.finish(completion))
         for key in answer.drop:
-            self._stop(key)
+            request = self._stop(key)
+            for listener in self._listeners:
+                listener.dropped(request)
             answers += self._whole(self._buffer.drop(key))
         for each in answers:
             self._follow(each)

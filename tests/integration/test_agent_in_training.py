@@ -33,7 +33,8 @@ def solve(base_url: str, api_key: str, prompt: str, **columns: Any) -> float:
     """Two turns, of which the second is streamed."""
     openai = importlib.import_module("openai")
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    asked: Any = {"model": client.models.list().data[0].id, "extra_body": {"return_token_ids": True}}
+    ids = {"return_token_ids": True, "stop_token_ids": [chat_tokenizer().eos_token_id]}  # where the policy's turns end
+    asked: Any = {"model": client.models.list().data[0].id, "extra_body": ids}
     messages: list[Any] = [{"role": "user", "content": prompt}]
     choice = client.chat.completions.create(messages=messages, **asked).choices[0]
     messages += [choice.message.model_dump(), {"role": "user", "content": "Once more."}]
