@@ -21,6 +21,7 @@ from lit_grpo.environments import workers
 from lit_grpo.environments.agent import Agent, AgentWorker
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
+from lit_grpo.methods.mt_grpo import MTGRPO
 from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
@@ -745,6 +746,55 @@ def test_an_object_of_a_class_gives_its_reward_later_and_is_handed_to_reward_fun
     runner.close()
     assert group.rollouts[0].rewards == {"Solver": 6.0, "closed": 0.0}
     assert group.rollouts[0].completion.episode.environment.closed  # pyright: ignore
+
+
+EARNED = {"reward": 0.5, "turn_rewards": [0.25, 1]}
+
+
+class Later:
+    def run(self, base_url: str, api_key: str, prompt: str) -> None:
+        two_turns(base_url, api_key, prompt)
+
+    def get_reward(self) -> Any:
+        return EARNED
+
+
+def at_once(base_url: str, api_key: str, prompt: str) -> Any:
+    two_turns(base_url, api_key, prompt)
+    return EARNED
+
+
+@pytest.mark.parametrize("agent", [at_once, Later])
+def test_what_turns_earned_by_themselves_is_learnt_from_by_turn(agent: Any) -> None:
+    worker = worker_of(agent)
+    (group,) = play(worker, rows=[{"prompt": "Guess."}], num_generations=2)
+    assert [rollout.turn_rewards for rollout in group.rollouts] == [(0.25, 1.0)] * 2
+    assert [reward.name for reward in worker.rewards] == [agent.__name__]
+    assert {rollout.completion.episode.reward for rollout in group.rollouts} == {0.5}  # pyright: ignore
+    group.rollouts[1].turn_rewards = (0.75, 0.0)
+    for rollout in group.rollouts:
+        rollout.reward = 0.5
+    compares = MTGRPO(weight=2.0, scale=False).credit(group, [0.0, 0.0])
+    assert compares == [[-0.5, 1.0], [0.5, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"turn_rewards": [1.0]}, r"turn_rewards is \[1.0\], and 2 turns were taken; give a number for each"),
+        ({"turn_rewards": [1.0, None]}, r"turn_rewards is \[1.0, None\], and 2 turns were taken"),
+        ({"turn_rewards": 1.0}, "turn_rewards is 1.0, which is no list; give a number for each turn"),
+        ({"turn_rewards": [1.0, "x"]}, "it returned 'x', which is not a number"),
+        ({"rewards": 1.0}, "it returned a mapping with 'rewards'; give it 'reward' and 'turn_rewards' alone"),
+    ],
+)
+def test_rewards_of_turns_that_cannot_be_read_are_refused(told: Any, message: str) -> None:
+    def solve(base_url: str, api_key: str, prompt: str) -> Any:
+        two_turns(base_url, api_key, prompt)
+        return told
+
+    with pytest.raises(ValueError, match=f"solve: {message}"):
+        play(worker_of(solve), rows=[{"prompt": "Guess."}])
 
 
 def test_what_an_agent_returns_is_a_number() -> None:

@@ -42,7 +42,8 @@ class Agent(Plugin):
         run: A function, async or not, by its path as in ``my_agent.py:solve``, or a class with such a method ``run``
             and, where the reward comes later, ``get_reward``. It is called with a row's columns, ``base_url`` and
             ``api_key``, and ``session_id`` where it names it, once for each completion. When it returns, the
-            completion is over, and earns what it returned.
+            completion is over, and earns what it returned: a number, or with what each turn earned by itself
+            ``{"reward": 1.0, "turn_rewards": [0.0, 0.5, 0.5]}``, for ``mt_grpo``, ``return_to_go`` or ``gigpo``.
         timeout_s: The most seconds between two requests of an agent, before the first and after the last.
         trajectory_timeout_s: The most seconds of an agent in all. Waiting for the policy counts in neither.
         retries: How often a trajectory begins again after its agent has failed. After that it is left out of its
@@ -339,13 +340,35 @@ class AgentSession(Session):
         if "get_reward" in self.kind.methods:
             told = await self._ask("get_reward")
         try:
-            reward = read_value(told)
+            reward, self.turn_rewards = _earned(told, self.num_turns)
         except ValueError as wrong:
             raise ValueError(f"{self.kind.name}: {wrong}.") from None
         reason = "length" if ran_out else completion.finish_reason
         ended = self.request.after(completion).ended(reason, completion.text)
         ended.episode = self.episode(reward)
         return Outcome(finished=ended)
+
+
+EARNED = ("reward", "turn_rewards")
+
+
+def _earned(told: Any, num_turns: int) -> tuple[float | None, list[float]]:
+    """Read what an agent gives: the reward of the whole, and of each of its turns where it says so.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(told, Mapping):
+        return read_value(told), []
+    if unknown := [name for name in told if name not in EARNED]:
+        raise ValueError(f"it returned a mapping with {unknown[0]!r}; give it {' and '.join(map(repr, EARNED))} alone")
+    reward, given = read_value(told.get("reward")), told.get("turn_rewards") or []
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"turn_rewards is {given!r:.80}, which is no list; give a number for each turn")
+    by_turn = [read_value(value) for value in given]
+    if by_turn and (None in by_turn or len(by_turn) != num_turns):
+        raise ValueError(f"turn_rewards is {by_turn!r:.80}, and {num_turns} turns were taken; give a number for each")
+    return reward, [value or 0.0 for value in by_turn]
 
 
 async def _first(work: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None) -> None:
