@@ -23,8 +23,8 @@ from lit_grpo.types import PromptBatch
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 ASKING, SILENT, LATER, NEVER = 2, 3, 6, 8
-"""Rows whose agents are at work when the run is killed: two since the first update, with a turn and without one, and one
-since the second. From the last of these rows on they are at work at the end, too."""
+"""Rows whose agents are at work when the run is killed: two since the first update, with a turn and without one, and
+one since the second. From the last of these rows on they are at work at the end, too."""
 LEARNT = {1: {0, 1}, 2: {4, 5}, 3: {2, 3}, 4: {6, 7}}
 """The rows of each update; the run is killed in the third."""
 NUM_GENERATIONS = 2
