@@ -346,6 +346,11 @@ class EnvironmentWorker(Worker):
 
     def end(self, failed: bool) -> None:
         """Let go of all environments where the rollout has failed: what they were told of it is void."""
+        if self._num_ended and self._counts["cut_short"] >= self._num_ended:
+            self._tell(
+                f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
+                "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
+            )
         if failed:
             for session in self.sessions.values():
                 session.close()
