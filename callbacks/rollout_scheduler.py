@@ -140,7 +140,10 @@ class RolloutScheduler(pl.Callback):
             self.session.open(pl_module.learner.state.history, own_loader(trainer))
         if self._started:
             return
-        pl_module.generator.start(replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep"))
+        policy = replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep")
+        for worker in self.session.workers.values():
+            worker.start(policy.eos_ids)
+        pl_module.generator.start(policy)
         rows = loaded_prompts(trainer)["predict"][:1] if trainer.predicting else []
         if pl_module.rewards and all(can_score(pl_module.rewards, row) for row in rows):
             self.session.rewards = RewardRunner(

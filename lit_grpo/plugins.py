@@ -96,6 +96,9 @@ class Listener:
     def finish(self, completion: Completion) -> Answer | None:
         """A completion has ended: after its last turn, where it has several."""
 
+    def dropped(self, request: Request) -> None:
+        """A request has been left out of its group, by whichever listener; its prefix is what it had come to."""
+
     def whole(self, group: RolloutGroup) -> Answer | None:
         """The last member of a group has ended."""
 
@@ -214,6 +217,9 @@ class Worker(Listener):
     def rewards(self) -> Sequence[RewardFunction]:
         """Reward functions that it brings, beside those of ``model.rewards``."""
         return ()
+
+    def start(self, eos_ids: Sequence[int]) -> None:
+        """The policy has been loaded, before the first rollout; a completion ends at any of ``eos_ids``."""
 
     @property
     def gathers(self) -> bool:

@@ -21,6 +21,7 @@ from lit_grpo.environments import workers
 from lit_grpo.environments.agent import Agent, AgentWorker
 from lit_grpo.environments.plugin import EnvironmentWorker
 from lit_grpo.methods import make_plugins
+from lit_grpo.methods.mt_grpo import MTGRPO
 from lit_grpo.plugins import Answer, Listener, RunFacts
 from lit_grpo.rewards import RewardRunner
 from lit_grpo.rewards.function import RewardFunction
@@ -40,6 +41,7 @@ TOOL = {
     },
 }
 ASKED = {"role": "user", "content": "Guess."}
+ENDS = [7, chat_tokenizer().eos_token_id]
 
 
 class Client:
@@ -78,6 +80,7 @@ def user(content: str) -> dict[str, Any]:
 def worker_of(run: Any, **options: Any) -> AgentWorker:
     worker = Agent(run=run, **options).worker()
     worker.prepare(chat_tokenizer(), {})
+    worker.start(ENDS)
     return worker
 
 
@@ -164,7 +167,8 @@ def test_the_token_route_goes_on_from_ids_alone() -> None:
         client = Client(f"{root}/v1", api_key, **{"X-Session-ID": session_id})
         token_ids = tokenizer("<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
         for more in ("\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n", ""):
-            answered = client.generate(token_ids, model="m", sampling_params={"logprobs": 1, "stop_token_ids": [5]})
+            asked = {"logprobs": 1, "stop_token_ids": [tokenizer.eos_token_id]}  # as verifiers' client does
+            answered = client.generate(token_ids, model="m", sampling_params=asked)
             seen.append(answered.json())
             token_ids += answered.json()["choices"][0]["token_ids"] + tokenizer(more)["input_ids"]
         return float("add nothing" in refusal(client.generate(token_ids)))
@@ -281,6 +285,12 @@ def test_a_history_that_the_trajectory_does_not_have_is_refused(messages: list[A
     [
         ({"n": 2}, "n can be 1 alone here, not 2; leave it out."),
         ({"stop": "\n"}, r"The run does not stop at ['\n']; name them in model.sampling.stop."),
+        (
+            {"sampling_params": {"stop_token_ids": [*ENDS, 5]}},
+            f"The run does not stop at the token ids [5] of stop_token_ids, but at {ENDS}; leave them out, or add them",
+        ),
+        ({"stop_token_ids": 5}, "The run does not stop at the token ids [5]"),
+        ({"sampling_params": {"ignore_eos": True}}, "ignore_eos can be False alone here, not True; leave it out."),
         ({"response_format": {"type": "json_object"}}, "response_format can be {'type': 'text'} alone here"),
         ({"tools": [TOOL]}, "The tools are not those that were shown at the start."),
         ({"tools": [{"name": "add"}]}, "tools are no list of"),
@@ -612,7 +622,74 @@ def test_an_aborted_trajectory_ends_its_agent() -> None:
     worker.close()
 
 
-def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_too_old() -> None:
+class Drops(Listener):
+    """Leaves out what is decoded, and what is away once it is told to."""
+
+    def __init__(self, told: Sequence[Any]) -> None:
+        self.told = told
+
+    def begin(self, flight: Any) -> None:
+        self.flight = flight
+
+    def step(self, events: StepEvents) -> Answer | None:
+        return Answer(drop=self.flight.active) if not events.finished else None
+
+    def idle(self) -> Answer | None:
+        return Answer(drop=[request.key for request in self.flight.away]) if self.told else None
+
+
+def dropped(worker: EnvironmentWorker, told: Sequence[Any], generator: Callable[..., Scripted] = Scripted) -> None:
+    """A rollout whose only trajectory is left out of its group."""
+    loop = RolloutLoop(generator(chat_tokenizer(), numbered), listeners=[worker, Drops(told)])
+    (group,), _ = loop.collect(prompts_of(worker, [{"prompt": "Guess."}]), 1, SAMPLING, seed=0)
+    assert group.rollouts == [] and not worker.sessions
+
+
+def test_an_agent_whose_trajectory_is_dropped_while_it_works_is_cancelled_and_closed() -> None:
+    happened: list[str] = []
+    over = threading.Semaphore(0)
+
+    class Working:
+        async def run(self, base_url: str, api_key: str, **columns: Any) -> None:
+            await asyncio.to_thread(Client(base_url, api_key).say, ASKED)
+            happened.append("asked")
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                happened.append("cancelled")
+                over.release()
+                raise
+
+        def close(self) -> None:
+            happened.append("closed")
+            over.release()
+
+    worker = worker_of(Working)
+    dropped(worker, happened)
+    assert over.acquire(timeout=20) and over.acquire(timeout=20)
+    assert sorted(happened) == ["asked", "cancelled", "closed"]
+    assert worker.metrics()["environments/retries"] == worker.metrics()["environments/dropped"] == 0
+    worker.close()
+
+
+def test_an_agent_whose_trajectory_is_dropped_while_the_policy_answers_is_told_that_it_is_over() -> None:
+    told: list[Any] = []
+    over = threading.Event()
+
+    def solve(base_url: str, api_key: str, **columns: Any) -> None:
+        client = Client(base_url, api_key)
+        told.append(refusal(client.chat(ASKED), 410))
+        told.append(client.chat(ASKED).status_code)
+        over.set()
+
+    worker = worker_of(solve)
+    dropped(worker, told, Endless)
+    assert over.wait(20) and told == ["This trajectory is over, or was never begun.", 404]
+    worker.close()
+
+
+@pytest.mark.parametrize("asks_between", [True, False])
+def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_too_old(asks_between: bool) -> None:
     """As in modes that keep groups open: once it is away when the rollout ends, once its turn is too old."""
     begun: list[str] = []
     goes_on = threading.Event()
@@ -634,9 +711,12 @@ def test_an_agent_works_on_over_several_rollouts_and_begins_again_where_it_is_to
         is_away = lambda _: bool(begun) and any(each.num_turns for each in worker.sessions.values())  # noqa: B023, E731
         RolloutLoop(generator, buffer, listeners=[worker]).run(is_away)
         buffer.learnt()
-        assert worker.state_dict() == {"sessions": []}  # no agent outlives a kill
+        assert worker.state_dict() == {"sessions": [[["train/0", 0, (0,)], None]]}  # no agent outlives a kill
         generator.version = version
         goes_on.set()
+        until = time.monotonic() + 20
+        while asks_between and not worker._outcomes and time.monotonic() < until:  # as during an update
+            time.sleep(0.01)
         RolloutLoop(generator, buffer, listeners=[worker]).run(lambda _: not buffer.asks)  # noqa: B023
         completion = only(buffer.take())
         assert len(completion.turns) == 2 and completion.oldest_version == version and len(begun) == times
@@ -670,6 +750,55 @@ def test_an_object_of_a_class_gives_its_reward_later_and_is_handed_to_reward_fun
     runner.close()
     assert group.rollouts[0].rewards == {"Solver": 6.0, "closed": 0.0}
     assert group.rollouts[0].completion.episode.environment.closed  # pyright: ignore
+
+
+EARNED = {"reward": 0.5, "turn_rewards": [0.25, 1]}
+
+
+class Later:
+    def run(self, base_url: str, api_key: str, prompt: str) -> None:
+        two_turns(base_url, api_key, prompt)
+
+    def get_reward(self) -> Any:
+        return EARNED
+
+
+def at_once(base_url: str, api_key: str, prompt: str) -> Any:
+    two_turns(base_url, api_key, prompt)
+    return EARNED
+
+
+@pytest.mark.parametrize("agent", [at_once, Later])
+def test_what_turns_earned_by_themselves_is_learnt_from_by_turn(agent: Any) -> None:
+    worker = worker_of(agent)
+    (group,) = play(worker, rows=[{"prompt": "Guess."}], num_generations=2)
+    assert [rollout.turn_rewards for rollout in group.rollouts] == [(0.25, 1.0)] * 2
+    assert [reward.name for reward in worker.rewards] == [agent.__name__]
+    assert {rollout.completion.episode.reward for rollout in group.rollouts} == {0.5}  # pyright: ignore
+    group.rollouts[1].turn_rewards = (0.75, 0.0)
+    for rollout in group.rollouts:
+        rollout.reward = 0.5
+    compares = MTGRPO(weight=2.0, scale=False).credit(group, [0.0, 0.0])
+    assert compares == [[-0.5, 1.0], [0.5, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"turn_rewards": [1.0]}, r"turn_rewards is \[1.0\], and 2 turns were taken; give a number for each"),
+        ({"turn_rewards": [1.0, None]}, r"turn_rewards is \[1.0, None\], and 2 turns were taken"),
+        ({"turn_rewards": 1.0}, "turn_rewards is 1.0, which is no list; give a number for each turn"),
+        ({"turn_rewards": [1.0, "x"]}, "it returned 'x', which is not a number"),
+        ({"rewards": 1.0}, "it returned a mapping with 'rewards'; give it 'reward' and 'turn_rewards' alone"),
+    ],
+)
+def test_rewards_of_turns_that_cannot_be_read_are_refused(told: Any, message: str) -> None:
+    def solve(base_url: str, api_key: str, prompt: str) -> Any:
+        two_turns(base_url, api_key, prompt)
+        return told
+
+    with pytest.raises(ValueError, match=f"solve: {message}"):
+        play(worker_of(solve), rows=[{"prompt": "Guess."}])
 
 
 def test_what_an_agent_returns_is_a_number() -> None:

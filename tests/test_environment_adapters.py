@@ -177,6 +177,32 @@ def test_a_text_that_is_no_action_is_answered_by_its_error() -> None:
     assert told == {"role": "user", "content": "invalid literal for int() with base 10: 'two'"}
 
 
+@pytest.mark.parametrize(
+    ("code", "failures"), [("VALIDATION_ERROR", 0), ("EXECUTION_ERROR", 0), ("SESSION_ERROR", 2), (None, 2)]
+)
+def test_an_action_that_a_server_refuses_is_answered_by_its_error(code: str | None, failures: int) -> None:
+    """It is the policy's mistake, and no failure of the server; how the client of OpenEnv 0.10 says so."""
+    refusal = f"Server error: Invalid message (code: {code})" if code else "no running event loop"
+
+    class Strict(Counting):
+        async def step(self, action: int) -> SimpleNamespace:
+            if action > 2:
+                raise RuntimeError(refusal)
+            return await super().step(action)
+
+    class Refusing(OpenEnv):
+        def __init__(self) -> None:
+            mistakes = ("VALIDATION_ERROR", "EXECUTION_ERROR") if code == "EXECUTION_ERROR" else ("VALIDATION_ERROR",)
+            super().__init__(Strict(), act=int, show=lambda seen: str(seen.total), mistakes=mistakes)
+
+    worker = worker_of(Refusing, retries=1)
+    (group,) = play(worker, lambda _, turn: "2" if turn else "9", [{"prompt": "Count."}])
+    assert worker.metrics()["environments/failures"] == failures and len(group.rollouts) == (failures == 0)
+    for rollout in group.rollouts:
+        assert rollout.turn_rewards == (0.0, 1.0, 1.0)
+        assert said(rollout.completion)[1] == {"role": "user", "content": refusal}
+
+
 @contextmanager
 def adding_server() -> Iterator[type]:
     """A server of OpenEnv on loopback; yields an environment that adds with it."""
@@ -234,7 +260,8 @@ def adding_server() -> Iterator[type]:
     class Sum(OpenEnv):
         def __init__(self) -> None:
             client = Client(f"http://127.0.0.1:{port}")
-            super().__init__(client, lambda text: Add(number=int(text)), lambda seen: f"The sum is {seen.total}.")
+            act = lambda text: Add.model_construct(number=int(text) if text.isdigit() else text)  # noqa: E731
+            super().__init__(client, act, lambda seen: f"The sum is {seen.total}.")
 
     try:
         yield Sum
@@ -247,6 +274,15 @@ def test_a_server_of_openenv_on_loopback() -> None:
     with adding_server() as environment:
         groups = play(worker_of(environment), lambda *_: "2", [{"prompt": "Count."}], num_generations=4)
     assert [rollout.turn_rewards for rollout in groups[0].rollouts] == [(1.0, 1.0)] * 4
+
+
+def test_a_server_of_openenv_refuses_an_action_and_the_session_goes_on() -> None:
+    with adding_server() as environment:
+        worker = worker_of(environment)
+        (group,) = play(worker, lambda _, turn: "2" if turn else "two", [{"prompt": "Count."}])
+    (rollout,) = group.rollouts
+    assert rollout.turn_rewards == (0.0, 1.0, 1.0) and worker.metrics()["environments/failures"] == 0
+    assert "VALIDATION_ERROR" in said(rollout.completion)[1]["content"]
 
 
 # ---- TextArena ----------------------------------------------------------------------------------------
@@ -496,6 +532,16 @@ class Sandboxed(SumTask):
         return [lambda trace, runtime: 1.0]
 
 
+class Preparing(SumTask):
+    async def setup(self, trace: Any, runtime: Any) -> None:
+        raise AssertionError("it is not run")
+
+
+class Finishing(SumTask):
+    async def finalize(self, trace: Any, runtime: Any) -> None:
+        raise AssertionError("it is not run")
+
+
 class WithTools(SumTask):
     @classmethod
     def toolsets(cls, config: Any) -> list[Any]:
@@ -508,6 +554,8 @@ class WithTools(SumTask):
         (SumTask(None, "1"), "has no prompt, and nobody else asks; give it one"),
         (InContainer("?", "1"), "needs a container, and none is started; take a taskset without"),
         (WithTools("?", "1"), "has tool servers, and none is started; take a taskset without, and give functions"),
+        (Preparing("?", "1"), r"has a setup of its own, Preparing\.setup, and no rollout of verifiers runs it; take a"),
+        (Finishing("?", "1"), r"has a finalize of its own, Finishing\.finalize, and no rollout of verifiers runs it;"),
         (
             Sandboxed("?", "1"),
             "has rewards that all need a runtime, and none is started; give one of them runtime=None",

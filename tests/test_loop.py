@@ -292,6 +292,9 @@ class Once(Listener):
     def finish(self, completion: Completion) -> None:
         self.heard.append(f"{completion.request.key[0]}{completion.request.path[0]} {completion.finish_reason}")
 
+    def dropped(self, request: Request) -> None:
+        self.heard.append(f"{request.key[0]}{request.path[0]} dropped with {request.prefix.num_tokens}")
+
     def whole(self, group: RolloutGroup) -> Answer | None:
         self.heard.append(f"whole {group.prompt.prompt_id} {len(group.rollouts)}")
         answer, self.answer = self.answer, None
@@ -319,7 +322,8 @@ def test_a_listener_may_leave_a_request_out_of_its_group(slots: int) -> None:
     groups, stats = controller(generator, listeners=[listener]).collect(prompts("a", "b"), 2, SAMPLING, seed=0)
     assert [[r.completion.request.path for r in group.rollouts] for group in groups] == [[(0,), (1,)], [(0,)]]
     assert stats.num_steps == 5 and not generator.remaining
-    assert listener.heard == ["a0 stop", "a1 stop", "whole a 2", "b0 stop", "whole b 1", "end"]
+    said = f"b1 dropped with {2 if slots == 4 else 0}"
+    assert listener.heard == ["a0 stop", "a1 stop", "whole a 2", said, "b0 stop", "whole b 1", "end"]
 
 
 class DropsAtOnce(Listener):

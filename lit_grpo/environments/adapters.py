@@ -31,6 +31,7 @@ import asyncio
 import inspect
 import json
 import random
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ SELF = 0
 OWN_MOVE = "PLAYER_ACTION"
 """The kind of a message by which TextArena repeats a move; some games send it in their own name."""
 _RANDOMNESS = threading.Lock()
+_SERVERS_ERROR = re.compile(r"\(code: (?P<code>\w+)\)\Z")
+"""How the message of an error of OpenEnv's client ends, where its server has answered with one."""
 
 
 class _Earning:
@@ -120,6 +123,8 @@ class OpenEnv(_Earning):
         act: Makes the client's action of the text of a turn; a ValueError that it raises is told the policy.
         show: Makes text of an observation.
         columns: The columns of a row that the server's ``reset`` gets, where the row has them.
+        mistakes: The server's errors that are the policy's mistakes, and told it, by their codes; any other one is a
+            failure of the server. Add ``EXECUTION_ERROR`` where the server's ``step`` raises at a bad move.
     """
 
     def __init__(
@@ -128,9 +133,11 @@ class OpenEnv(_Earning):
         act: Callable[[str], Any],
         show: Callable[[Any], str],
         columns: Sequence[str] = ("seed",),
+        mistakes: Sequence[str] = ("VALIDATION_ERROR",),
     ) -> None:
         super().__init__()
         self._client, self._act, self._show, self._columns = client, act, show, columns
+        self._mistakes = mistakes
 
     async def reset(self, **columns: Any) -> str | None:
         """Begin."""
@@ -144,7 +151,13 @@ class OpenEnv(_Earning):
             action = self._act(text)
         except ValueError as error:
             return str(error)
-        result = await self._client.step(action)
+        try:
+            result = await self._client.step(action)
+        except RuntimeError as error:  # as the client raises what the server answers
+            said = _SERVERS_ERROR.search(str(error))
+            if said is None or said["code"] not in self._mistakes:
+                raise
+            return str(error)
         self._take(result.reward, result.done)
         return self._show(result.observation) or None
 
@@ -270,6 +283,13 @@ def _refusal(task: Any) -> str | None:
         return "needs a container, and none is started; take a taskset without"
     if type(task).toolsets(task.config):
         return _HAS_TOOLS
+    for name in ("setup", "finalize"):
+        own = getattr(type(task), name, None)  # what verifiers' own Task has does nothing
+        if own is not None and own.__module__ != "verifiers.v1.task":
+            return (
+                f"has a {name} of its own, {own.__qualname__}, and no rollout of verifiers runs it; take a taskset "
+                "without, or ask through the plug-in agent"
+            )
     rewards = task.hooks("reward")
     if rewards and all(map(_needs_runtime, rewards)) and not task.config.judges:
         return "has rewards that all need a runtime, and none is started; give one of them runtime=None as default"

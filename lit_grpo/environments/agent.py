@@ -42,7 +42,8 @@ class Agent(Plugin):
         run: A function, async or not, by its path as in ``my_agent.py:solve``, or a class with such a method ``run``
             and, where the reward comes later, ``get_reward``. It is called with a row's columns, ``base_url`` and
             ``api_key``, and ``session_id`` where it names it, once for each completion. When it returns, the
-            completion is over, and earns what it returned.
+            completion is over, and earns what it returned: a number, or with what each turn earned by itself
+            ``{"reward": 1.0, "turn_rewards": [0.0, 0.5, 0.5]}``, for ``mt_grpo``, ``return_to_go`` or ``gigpo``.
         timeout_s: The most seconds between two requests of an agent, before the first and after the last.
         trajectory_timeout_s: The most seconds of an agent in all. Waiting for the policy counts in neither.
         retries: How often a trajectory begins again after its agent has failed. After that it is left out of its
@@ -191,8 +192,13 @@ class AgentWorker(EnvironmentWorker):
     def __init__(self, kind: AgentKind, limits: Limits, num_threads: int, form: str | None) -> None:
         from lit_grpo.environments.endpoint import Endpoint
 
-        begin = functools.partial(AgentSession, endpoint=Endpoint(), tell=self._tell)
+        self._endpoint = Endpoint()
+        begin = functools.partial(AgentSession, endpoint=self._endpoint, tell=self._tell)
         super().__init__({None: kind}, limits, num_threads, form, begin)
+
+    def start(self, eos_ids: Sequence[int]) -> None:
+        """Learn at which tokens turns end."""
+        self._endpoint.ends = tuple(eos_ids)
 
     def adds(self, row: Mapping[str, Any]) -> bool:
         """Whether the agent may write the prompt: always."""
@@ -236,17 +242,11 @@ class AgentSession(Session):
     endpoint: Endpoint
     tell: Callable[[str], None]
     _attempt: _Attempt | None = None
-    _is_stopped: bool = False
 
     def stop(self) -> None:
-        """The trajectory has ended: its agent is answered nothing any more."""
-        self._is_stopped = True
+        """The trajectory has ended: its agent is cancelled where it is async, and answered nothing any more."""
+        super().stop()
         self._end_attempt()
-
-    def close(self) -> Future[None] | None:
-        """End the agent's work, and let go of its object; return what that is closed by, where it has a ``close``."""
-        self.stop()
-        return super().close()
 
     def _let_go(self) -> Future[None] | None:
         self._end_attempt()
@@ -265,7 +265,7 @@ class AgentSession(Session):
 
     async def _reset(self) -> Outcome:
         """Let an agent begin; the trajectory goes on with its first request."""
-        self._spent_s, self.num_turns, self.num_tokens = 0.0, 0, 0
+        self._spent_s, self.num_turns = 0.0, 0
         if self.kind.type is not None:
             self.environment = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
         attempt = await self._begin()
@@ -281,7 +281,7 @@ class AgentSession(Session):
         begun = asyncio.Event()
         attempt = _Attempt(dialogue, begun, asyncio.create_task(self._run(given, begun)))
         self._attempt = attempt
-        if self._is_stopped:  # meanwhile
+        if self._is_over:  # meanwhile
             self._end_attempt()
             raise asyncio.CancelledError
         return attempt
@@ -333,9 +333,7 @@ class AgentSession(Session):
             self.counts["timeouts"] += 1
             await self.calls.replace_if_blocked()
             raise Failure("takes too long until its next request")
-        request = attempt.dialogue.goes_on
-        self.num_tokens = request.prefix.num_tokens
-        return Outcome(goes_on=request)
+        return Outcome(goes_on=attempt.dialogue.goes_on)
 
     async def _over_with(self, dialogue: Dialogue, told: Any, error: BaseException | None) -> Outcome:
         """End the trajectory with what the agent has returned or raised."""
@@ -350,13 +348,35 @@ class AgentSession(Session):
         if "get_reward" in self.kind.methods:
             told = await self._ask("get_reward")
         try:
-            reward = read_value(told)
+            reward, self.turn_rewards = _earned(told, self.num_turns)
         except ValueError as wrong:
             raise ValueError(f"{self.kind.name}: {wrong}.") from None
         reason = "length" if ran_out else completion.finish_reason
         ended = self.request.after(completion).ended(reason, completion.text)
         ended.episode = self.episode(reward)
         return Outcome(finished=ended)
+
+
+EARNED = ("reward", "turn_rewards")
+
+
+def _earned(told: Any, num_turns: int) -> tuple[float | None, list[float]]:
+    """Read what an agent gives: the reward of the whole, and of each of its turns where it says so.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(told, Mapping):
+        return read_value(told), []
+    if unknown := [name for name in told if name not in EARNED]:
+        raise ValueError(f"it returned a mapping with {unknown[0]!r}; give it {' and '.join(map(repr, EARNED))} alone")
+    reward, given = read_value(told.get("reward")), told.get("turn_rewards") or []
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"turn_rewards is {given!r:.80}, which is no list; give a number for each turn")
+    by_turn = [read_value(value) for value in given]
+    if by_turn and (None in by_turn or len(by_turn) != num_turns):
+        raise ValueError(f"turn_rewards is {by_turn!r:.80}, and {num_turns} turns were taken; give a number for each")
+    return reward, [value or 0.0 for value in by_turn]
 
 
 async def _first(work: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None) -> None:

@@ -33,6 +33,8 @@ ONLY: Mapping[str, Sequence[Any]] = {
     "presence_penalty": [0],
     "frequency_penalty": [0],
     "repetition_penalty": [1],
+    "ignore_eos": [False],
+    "min_tokens": [0],
 }
 """What is refused where it is anything else: tokens would not be sampled as the agent believes."""
 
@@ -43,12 +45,17 @@ class Endpoint:
     Each trajectory has an address of its own, ``http://127.0.0.1:PORT/ID/v1``; at the address without an id, the header
     ``X-Session-ID`` says which it is. It runs on the event loop that :meth:`serve` is called on.
 
+    A run that is resumed has another port and another ``api_key``. So it refuses what an agent of the run before still
+    asks, which a kill may have left at work in a process of its own.
+
     Attributes:
         api_key: What clients have to show as bearer token.
+        ends: The tokens that end a turn.
     """
 
     def __init__(self) -> None:
         self.api_key = secrets.token_urlsafe(32)
+        self.ends: tuple[int, ...] = ()
         self._dialogues: dict[str, Dialogue] = {}
         self._started: asyncio.Future[web.AppRunner] | None = None
 
@@ -117,8 +124,8 @@ class Endpoint:
         try:
             if not isinstance(body, dict):
                 raise Refused("The request is no JSON object.")
-            _check_sampling(body, dialogue)
-            _check_sampling(body.get("sampling_params"), dialogue)
+            for asked in (body, body.get("sampling_params")):
+                _check_sampling(asked, dialogue, self.ends)
             is_sent_again = request.headers.get("X-Stainless-Retry-Count", "0") != "0"
             reply = await dialogue.again(body) if is_sent_again else None
             return dialogue, body, reply or await turn(dialogue, body)
@@ -178,7 +185,7 @@ class Endpoint:
         return await _stream(request, [*map(json.dumps, chunks), "[DONE]"])
 
 
-def _check_sampling(asked: Any, dialogue: Dialogue) -> None:
+def _check_sampling(asked: Any, dialogue: Dialogue, ends: Sequence[int]) -> None:
     """Check that the run samples as a request asks, and tell of what it asks in vain.
 
     Raises:
@@ -193,6 +200,12 @@ def _check_sampling(asked: Any, dialogue: Dialogue) -> None:
     stop = asked.get("stop") or []
     if unknown := {*([stop] if isinstance(stop, str) else map(str, stop))} - {*own.stop}:
         raise Refused(f"The run does not stop at {sorted(unknown)}; name them in model.sampling.stop.")
+    ids = asked.get("stop_token_ids") or []
+    if unknown := [each for each in (ids if isinstance(ids, list) else [ids]) if each not in ends]:
+        raise Refused(
+            f"The run does not stop at the token ids {unknown} of stop_token_ids, but at {list(ends)}; leave them out, "
+            "or add them to eos_token_id of the policy's generation_config."
+        )
     for name in OWN:
         held = getattr(own, {"max_completion_tokens": "max_tokens"}.get(name, name))
         if asked.get(name) not in (None, held, -1):  # which is none, for top_k

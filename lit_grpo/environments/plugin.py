@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -222,7 +222,8 @@ class EnvironmentWorker(Worker):
         self.sessions: dict[Key, Session] = {}
         self._ended: list[tuple[Session, Completion]] = []  # in this rollout
         self._before: list[tuple[Session, Completion]] = []  # in the last one
-        self._kept: dict[Key, dict[str, Any]] = {}  # of a checkpoint
+        self._closing: list[Future[None]] = []  # of trajectories that were dropped
+        self._kept: dict[Key, dict[str, Any] | None] = {}  # of a checkpoint; None for what begins again
         self._snapshots: dict[GroupKey, list[Snapshot]] = {}  # of this rollout, where requests begin within others
         self._outcomes: deque[tuple[Session, Outcome]] = deque()
         self._counts: Counter[str] = Counter()
@@ -296,6 +297,7 @@ class EnvironmentWorker(Worker):
         """A rollout begins; environments of the one before the last have been scored."""
         self._flight = flight
         self._let_go(self._before)
+        self._closing = [future for future in self._closing if not future.done()]
         self._before, self._ended = self._ended, []
         self._counts.clear()
         self._snapshots.clear()
@@ -316,11 +318,12 @@ class EnvironmentWorker(Worker):
         if session is not None:
             session.close()
         session = self.sessions[request.key] = self._session(request)
+        had_begun = request.key in self._kept
         kept = self._kept.pop(request.key, None) or self._snapshot(request)
         if request.prefix.num_tokens and kept is not None:
             session.restore(kept, request)
             return request
-        self._num_restarted += request.prefix.num_tokens > 0
+        self._num_restarted += had_begun or request.prefix.num_tokens > 0
         session.open()
         return request.after(EMPTY)
 
@@ -394,9 +397,11 @@ class EnvironmentWorker(Worker):
             if outcome.error is not None:
                 raise outcome.error
             session.took()
-            going = outcome.goes_on or outcome.begins
-            if going is not None and self._flight.forks:
-                self._keep_snapshot(session, going)
+            following = outcome.goes_on or outcome.begins or outcome.rewritten
+            if following is not None:
+                session.num_tokens = following.prefix.num_tokens
+                if self._flight.forks:
+                    self._keep_snapshot(session, following)
             if outcome.goes_on is not None:
                 go_on.append(outcome.goes_on)
             elif outcome.rewritten is not None:
@@ -407,7 +412,6 @@ class EnvironmentWorker(Worker):
                 finish.append(outcome.finished)
             else:
                 drop.append(key)
-                del self.sessions[key]
         self._outcomes.extend(of_others)
         return Answer(go_on=go_on, rewritten=rewritten, again=again, finish=finish, drop=drop)
 
@@ -429,8 +433,19 @@ class EnvironmentWorker(Worker):
         self._waited_s += session.waited_s
         self._lasted_s += time.monotonic() - session.began
 
+    def dropped(self, request: Request) -> None:
+        """A trajectory has been left out of its group, by whatever: its environment is let go."""
+        session = self.sessions.pop(request.key, None)
+        if session is not None and (closing := session.close()) is not None:
+            self._closing.append(closing)
+
     def end(self, failed: bool) -> None:
         """Let go of all environments where the rollout has failed: what they were told of it is void."""
+        if self._num_ended and self._counts["cut_short"] >= self._num_ended:
+            self._tell(
+                f"All {self._num_ended} trajectories of a rollout were cut short by max_turns, max_tokens or "
+                "max_observed, and none came to its end; have the environment say so with done, or raise the limits."
+            )
         if failed:
             for session in self.sessions.values():
                 session.close()
@@ -474,19 +489,18 @@ class EnvironmentWorker(Worker):
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of environments that can be restored."""
-        states = ((key, session.state()) for key, session in self.sessions.items())
-        return {"sessions": [[list(key), state] for key, state in states if state is not None]}
+        """Return which trajectories have begun, and the states of those environments that can be restored."""
+        return {"sessions": [[list(key), session.state()] for key, session in self.sessions.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; trajectories whose environments cannot be restored begin again."""
+        """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
         self._kept = {(name, visit, tuple(path)): each for (name, visit, path), each in state["sessions"]}
 
     def close(self) -> None:
         """End all environments, and what calls them."""
         sessions = [*self.sessions.values(), *(session for session, _ in [*self._before, *self._ended])]
         closing = [future for session in sessions if (future := session.close()) is not None]
-        wait(closing, timeout=CLOSING_S)
+        wait([*closing, *self._closing], timeout=CLOSING_S)
         self.sessions.clear()
         self._before, self._ended = [], []
         if self._calls is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections import Counter, deque
@@ -82,7 +83,7 @@ class Session:
 
     Attributes:
         said: What the environment has said at its reset.
-        num_tokens: Of what it has come to, as far as the environment knows.
+        num_tokens: Of what it had come to when the environment or the rollout was last told of the other.
         waits: Whether the environment is at work, or what came of it has not been taken.
         waited_s: Seconds in which the environment was at work.
     """
@@ -105,6 +106,8 @@ class Session:
     waited_s: float = 0.0
     began: float = field(default_factory=time.monotonic)
     told_failure: Callable[[str], None] = lambda _: None
+    _work: Future[None] | None = None  # beside decoding
+    _is_over: bool = False
     _spent_s: float = 0.0  # of trajectory_timeout_s
     _has_sampled: bool = False  # since the request has begun
 
@@ -128,11 +131,18 @@ class Session:
         return completion
 
     def close(self) -> Future[None] | None:
-        """Let go of the environment for good; return what it is closed by, where it has a ``close``."""
-        return self._let_go()
+        """Let go of the environment for good; return what it is closed by, where it has a ``close``.
+
+        A call that is being made comes to its end first, and no other one is made.
+        """
+        self.stop()
+        if self._work is None or self._work.done():
+            return self._let_go()
+        return self.calls.start(self._closed_after(self._work))
 
     def stop(self) -> None:
         """The trajectory has ended; its environment is kept until it has been scored."""
+        self._is_over = True
 
     def _let_go(self) -> Future[None] | None:
         environment, self.environment = self.environment, None
@@ -161,7 +171,7 @@ class Session:
 
     def _do(self, work: Any) -> None:
         self.waits = True
-        self.calls.start(self._told(work))
+        self._work = self.calls.start(self._told(work))
 
     async def _told(self, work: Any) -> None:
         """Do some work, and tell what has come of it."""
@@ -199,7 +209,6 @@ class Session:
                 f"are observed, and model.sampling.max_observed allows {most}; raise it, or say less."
             )
         request = self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
-        self.num_tokens = len(observed)
         begins, self._has_sampled = self._has_sampled, False
         return Outcome(begins=request) if begins else Outcome(goes_on=request)
 
@@ -252,9 +261,7 @@ class Session:
         """Go on after a turn and what follows it; None where more would be observed than may be."""
         if completion.num_observed + len(observed) > completion.request.sampling.max_observed:
             return None
-        request = completion.request.after(completion.followed_by(observed))
-        self.num_tokens = request.prefix.num_tokens
-        return Outcome(goes_on=request)
+        return Outcome(goes_on=completion.request.after(completion.followed_by(observed)))
 
     async def _over(self, completion: Completion, reason: FinishReason) -> Outcome:
         """Let the environment give its reward, and end."""
@@ -360,6 +367,8 @@ class Session:
 
     async def _within(self, function: Callable[[], Any], is_async: bool, timeout_s: float | None = None) -> Any:
         """Make a call within its limit and that of the trajectory."""
+        if self._is_over:
+            raise asyncio.CancelledError
         limit_s = self.limits.tool_timeout_s if timeout_s is None else timeout_s
         left_s = self.limits.trajectory_timeout_s - self._spent_s
         return await self.calls.call(function, is_async, max(min(limit_s, left_s), 0.0), self._spend)
@@ -380,6 +389,11 @@ class Session:
             return False
         self.counts["retries"] += 1
         return True
+
+    async def _closed_after(self, work: Future[None]) -> None:
+        await asyncio.wait([asyncio.wrap_future(work)])
+        if (closing := self._let_go()) is not None:
+            await asyncio.wrap_future(closing)
 
     async def _closed(self, environment: Any) -> None:
         try:
@@ -457,7 +471,6 @@ class RewritingSession(Session):
         self._next = _Before(turns=completion.followed_by(observed), text=completion.text, contexts=contexts)
         seed = self.request.seed + self.num_turns  # a turn may stand where an earlier one has stood
         request = replace(self.request, seed=seed, prefix=EMPTY.followed_by(context))
-        self.num_tokens = len(context)
         return Outcome(rewritten=request)
 
     def _written(self) -> list[int]:

@@ -361,7 +361,9 @@ class _Rollout:
             completion = self._stop(key).ended("abort")
             answers += self._ended(completion)
         for key in answer.drop:
-            self._stop(key)
+            request = self._stop(key)
+            for listener in self._listeners:
+                listener.dropped(request)
             answers += self._whole(self._buffer.drop(key))
         for each in answers:
             self._follow(each)

@@ -33,7 +33,8 @@ def solve(base_url: str, api_key: str, prompt: str, **columns: Any) -> float:
     """Two turns, of which the second is streamed."""
     openai = importlib.import_module("openai")
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    asked: Any = {"model": client.models.list().data[0].id, "extra_body": {"return_token_ids": True}}
+    ids = {"return_token_ids": True, "stop_token_ids": [chat_tokenizer().eos_token_id]}  # where the policy's turns end
+    asked: Any = {"model": client.models.list().data[0].id, "extra_body": ids}
     messages: list[Any] = [{"role": "user", "content": prompt}]
     choice = client.chat.completions.create(messages=messages, **asked).choices[0]
     messages += [choice.message.model_dump(), {"role": "user", "content": "Once more."}]
@@ -42,6 +43,12 @@ def solve(base_url: str, api_key: str, prompt: str, **columns: Any) -> float:
     GIVEN.append([choice.token_ids, chunks[0].token_ids])
     assert chunks[-1].finish_reason == "stop" and text == decoded(GIVEN[-1][1])
     return float(len(text) % 5)
+
+
+def earning(base_url: str, api_key: str, prompt: str, **columns: Any) -> Any:
+    """The same, with what each turn earned."""
+    reward = solve(base_url, api_key, prompt)
+    return {"reward": reward, "turn_rewards": [float(len(turn) % 2) for turn in GIVEN[-1]]}
 
 
 async def async_solve(base_url: str, api_key: str, prompt: str, **columns: Any) -> float:
@@ -103,9 +110,11 @@ class Hears(pl.Callback, Listener):
         self.completions.append(completion)
 
 
-@pytest.mark.parametrize("agent", [solve, async_solve])
+@pytest.mark.parametrize(
+    ("agent", "credit"), [(solve, []), (async_solve, []), *((earning, [name]) for name in ("mt_grpo", "return_to_go"))]
+)
 def test_an_agent_of_openais_client_trains_on_the_tokens_that_were_sampled(
-    agent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: Any, credit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
@@ -122,7 +131,7 @@ def test_an_agent_of_openais_client_trains_on_the_tokens_that_were_sampled(
         batch_size=2,
         num_generations=3,
         sampling={"max_tokens": 400, "max_observed": 60},
-        callbacks={"rollout": {"plugins": [{"agent": {"run": agent}}]}},
+        callbacks={"rollout": {"plugins": [{"agent": {"run": agent}}, *credit]}},
         trainer={"accelerator": "cpu", "callbacks": [hears], "enable_progress_bar": False},
     )
     assert len(hears.completions) == 12 and all(len(each.turns) == 2 for each in hears.completions)
