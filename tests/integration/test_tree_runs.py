@@ -1,0 +1,39 @@
+"""Completions that begin within others in real runs, by the real command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from lit_grpo.cli.command_line import run
+
+pytestmark = pytest.mark.integration
+
+TOOL = "{environments: {tools: [lit_grpo.tasks.calculator.calculate], max_turns: 3, tool_timeout_s: 10}}"
+RUNS = {
+    "eptree": ("arithmetic", 6, "[{eptree: {tokens: 2, rounds: 1, branches: 2}}]", 30),
+    "treepo": ("arithmetic", 4, "[{treepo: {width: 16, segment: 16}}]", 16),
+    "arpo": ("calculator", 4, f"[{TOOL}, {{arpo: {{width: 8}}}}]", 8),
+    "aepo": ("calculator", 4, f"[{TOOL}, {{aepo: {{width: 8}}}}]", 8),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_updates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, size, plugins, most = RUNS[name]
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--data.batch_size", "4", "--model.num_generations", str(size), "--trainer.limit_val_batches", "0"]
+    run(["fit", "--config", config, "--trainer.max_steps", "2", *sizes, "--rollout.plugins", plugins])
+    (folder,) = (tmp_path / "runs").iterdir()
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("rollout/branched_share")]
+    assert len(rows) == 2
+    shares = [float(row["rollout/branched_share"]) for row in rows]
+    assert min(shares) > 0.1 and max(shares) <= 1 - size / most
+    assert all(float(row["rollout/branched_tokens_saved"]) > 0 and float(row["grad_norm"]) > 0 for row in rows)
+    assert all(float(row["update/skipped"]) == 0 for row in rows)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert samples
