@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 TOOL = "{environments: {tools: [lit_grpo.tasks.calculator.calculate], max_turns: 3, tool_timeout_s: 10}}"
 RUNS = {
     "eptree": ("arithmetic", 6, "[{eptree: {tokens: 2, rounds: 1, branches: 2}}]", 30),
-    "treepo": ("arithmetic", 4, "[{treepo: {width: 16, segment: 16}}]", 16),
+    "treepo": ("arithmetic", 4, "[{treepo: {width: 16, segment: 6}}]", 16),
     "arpo": ("calculator", 4, f"[{TOOL}, {{arpo: {{width: 8}}}}]", 8),
     "aepo": ("calculator", 4, f"[{TOOL}, {{aepo: {{width: 8}}}}]", 8),
 }
